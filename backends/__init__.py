@@ -1,0 +1,3 @@
+"""The drivers that ship with drivetrain, one file each; `drivetrain.kernel.registry` finds them."""
+
+__all__: list[str] = []

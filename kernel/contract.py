@@ -1,0 +1,395 @@
+"""The contract between what to train, when, and where.
+
+A `Recipe` says *what* to train, the kernel decides *when* and *how much*, a driver says *where*
+and *how*. A driver is three objects, one for each stage of a process's life:
+
+=========  ============================  ====================================================
+`Driver`   no process group exists yet   what it is called, what it can do, whether it runs here
+`Session`  the process is up             device, communication, random state, feeding
+`Engine`   the model is wrapped          the step, evaluate and save contracts
+=========  ============================  ====================================================
+
+This file holds types and docstrings and no logic. The laws that a driver must keep are proved by
+the conformance suite; each docstring names the law it belongs to.
+
+Words. *Rank*: one process. *Feeder*: a process that brings its own part of each batch; under
+single-program multi-data one feeder serves many devices. *Global batch*: the samples of one
+update. *Microbatch*: what one forward sees. *Item*: what the loss is averaged over (a sample, or
+a token). *FQN*: a parameter's name in the user's own module, with no prefix of any wrapper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "Batch",
+    "Box",
+    "Capabilities",
+    "Driver",
+    "Engine",
+    "Flat",
+    "Kind",
+    "Outcome",
+    "Piece",
+    "Plan",
+    "Precision",
+    "Probe",
+    "Reader",
+    "Recipe",
+    "Region",
+    "Session",
+    "TensorInfo",
+    "World",
+]
+
+Batch = Any
+"""What the collate function returns: a tensor, or a dict, list or tuple of batches."""
+
+
+# --- what to train --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train. Factories, not objects: the driver decides when and where each is built.
+
+    Only `model` and `loss` are needed to step; `train_data` to fit.
+    """
+
+    model: Callable[[], nn.Module]
+    """Builds the model, on the CPU or on the meta device; called once on every rank, with the
+    same random seed."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """`loss(module, batch)`: the SUM of the loss over the items of the batch, a scalar. Call the
+    `module` that is passed (it is wrapped), not one kept aside."""
+
+    train_data: Any = None
+    """A map-style data set: `__len__` and `__getitem__` (or `__getitems__`, used when there)."""
+
+    eval_data: Mapping[str, Any] = field(default_factory=dict)
+    """Named map-style data sets that the model does not train on."""
+
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch of a list of samples; by default `torch.utils.data.default_collate`."""
+
+    count_items: Callable[[Batch], int] | None = None
+    """The number of items in a batch, on the host, before it is moved; by default one item a
+    sample. The global sum of it divides the loss."""
+
+    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None
+    """Builds the optimizer from (FQN, parameter) pairs; by default the one in the settings."""
+
+    measure: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
+    """What evaluation adds up: named tensors, each a SUM over the batch, so that sums of batches
+    and of ranks are exact. By default `{"loss": loss(module, batch)}`; `"items"` and `"samples"`
+    are added by the kernel."""
+
+    summarise: Callable[[Mapping[str, Tensor]], Mapping[str, float]] | None = None
+    """Turns the sums over the whole data set (float64, on the host) into metrics; by default
+    `{"loss": loss / items}`."""
+
+    flops_per_item: float | None = None
+    """Floating point operations that training spends on one item (forward and backward), to
+    report the share of the machine's peak; None reports nothing."""
+
+
+# --- how the run is planned -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Where each dtype is used; `named` gives the three usual ones.
+
+    `params`: what the optimizer updates. `compute`: what matrix products run in. `reduce`: what
+    gradients are summed in over ranks. `loss_scaling`: whether the loss is scaled dynamically
+    (https://arxiv.org/abs/1710.03740).
+    """
+
+    name: str = "fp32"
+    params: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    loss_scaling: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a driver needs to know before a process group or a model exists."""
+
+    precision: Precision = Precision()
+    max_grad_norm: float | None = None
+    """Clip the global gradient norm to this; None never clips, the norm is reported all the same."""
+    compile: bool = False
+    activation_checkpointing: tuple[str, ...] = ()
+    """Class names or FQN patterns (`fnmatch`) of the submodules whose activations are recomputed."""
+    seed: int = 0
+    global_batch: int = 1
+    """Samples in one update, over all feeders and microbatches."""
+    micro_batch: int | None = None
+    """At most this many samples in one forward of one feeder; None: a feeder's whole part."""
+    timeout_seconds: float = 600.0
+    """A collective that takes longer ends the run with the name of the rank and the call."""
+    options: Any = None
+    """An instance of the driver's own `options_type`."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is."""
+
+    rank: int
+    size: int
+    """Processes in the run."""
+    device: torch.device
+    feeder_index: int
+    num_feeders: int
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Whether a driver can run on this machine."""
+
+    usable: bool
+    reason: str = ""
+    """Why not, or what it would run on; one line."""
+    install: str = ""
+    """The command that installs what is missing; empty when nothing is."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    preference: int = 0
+    """`auto` takes the usable driver with the highest preference."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a driver promises under a plan. The kernel refuses what is not promised, and the
+    conformance suite proves what is, and that a trait which is measured is declared (law 7)."""
+
+    precisions: frozenset[str]
+    """Names of the `Precision`s it trains in."""
+    multi_process: bool
+    """More than one rank can train one model."""
+    sharded: bool
+    """A rank holds only a part of the weights: read whole ones through `full_params`."""
+    compile: bool
+    activation_checkpointing: bool
+    feeds_ahead: bool
+    """`Session.feed` pulls a batch before the one in use is done with."""
+    static_shapes: bool = False
+    """Each new batch shape costs a compilation: the kernel pads short batches."""
+    exact_resume: bool = True
+    """Resuming on the same driver and world size is bit-exact."""
+
+
+# --- what a checkpoint is made of -----------------------------------------------------------
+
+Kind = Literal["weights", "optimizer", "state"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """An axis-aligned part of a tensor: `offsets[d] <= index[d] < offsets[d] + sizes[d]`."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The elements `start <= i < stop` of a tensor that is laid out row after row."""
+
+    start: int
+    stop: int
+
+
+Region = Box | Flat
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that one rank writes.
+
+    `name`: an FQN (weights), `<fqn>/<state>` (optimizer) or a free name (state). `tensor`: the
+    part, on any device; a box keeps its sizes, a flat range is one-dimensional. `shape`: of the
+    whole tensor. `region`: which part; None is all of it.
+    """
+
+    kind: Kind
+    name: str
+    tensor: Tensor
+    shape: tuple[int, ...]
+    region: Region | None = None
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a checkpoint knows of a tensor without reading it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Reader(Protocol):
+    """Reads any region of any tensor of a checkpoint, whoever wrote it and however it was cut."""
+
+    def names(self, kind: Kind) -> Sequence[str]:
+        """All names of that kind, sorted."""
+        ...
+
+    def info(self, kind: Kind, name: str) -> TensorInfo:
+        """dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
+        ...
+
+    def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
+        """A new CPU tensor with the stored dtype: the whole (global shape), a box (its sizes) or
+        a flat range (one-dimensional). Raises `CheckpointMismatch` for an unknown name or a
+        region outside the tensor, `CheckpointDamaged` when stored pieces leave a gap."""
+        ...
+
+
+# --- the driver -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one update came to.
+
+    `grad_norm`: the global L2 norm of the gradient, unscaled, before clipping, equal on all
+    ranks; a 0-d float32 tensor on the device (law 2). `applied`: call it to learn whether the
+    weights changed. It waits for this update alone and never for work queued after it; the kernel
+    calls it as late as it can, so that the device stays busy.
+    """
+
+    grad_norm: Tensor
+    applied: Callable[[], bool]
+
+
+class Driver(Protocol):
+    """A way to run, before any process exists. One instance serves the whole process."""
+
+    name: str
+    options_type: type
+    """A frozen dataclass: the driver's own arguments, with defaults."""
+
+    def probe(self) -> Probe:
+        """Look at this machine. Cheap; starts nothing, keeps no device."""
+        ...
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        """Pure: touches no device."""
+        ...
+
+    def open(self, plan: Plan) -> AbstractContextManager[Session]:
+        """Bring the process up (process group, device) and take it down again.
+
+        Raises `BackendUnavailable` where `probe` says no.
+        """
+        ...
+
+
+class Session(Protocol):
+    """The process is up. Every method is called by all ranks in the same order."""
+
+    world: World
+
+    def seed(self, value: int) -> None:
+        """Seed every generator that a model or a data set on this rank may draw from."""
+        ...
+
+    def prepare(self, recipe: Recipe) -> Engine:
+        """Build, place, wrap, tie, compile, and create the optimizer, in the order that this
+        backend needs. `recipe.optimizer` is set. The model is built under the plan's seed, the
+        same on all ranks."""
+        ...
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches with their tensors on the device, in order, none lost. May pull one
+        batch ahead where `Capabilities.feeds_ahead` says so, to overlap copying with computing.
+        An error of `batches` comes through unchanged."""
+        ...
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start to add up a few numbers over all ranks; the returned function waits for the sums.
+
+        On the host (no device work), asynchronous, exact for integers below 2**53. This is what
+        ranks agree with. The wait raises `CollectiveFailed` after the plan's timeout.
+        """
+        ...
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Everyone's `value` (JSON types), in rank order, on every rank. Waits."""
+        ...
+
+    def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        """The same shape and dtype, reduced over feeders; the input is left alone."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """All feeders' tensors one after the other along dimension 0, on the host, on every rank;
+        sizes of dimension 0 may differ, the others may not."""
+        ...
+
+    def rng_state(self) -> dict[str, Tensor]:
+        """The state of every generator that `seed` seeds; host tensors, by a name of the driver's
+        choice."""
+        ...
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        """Undo everything drawn since that `rng_state`."""
+        ...
+
+
+class Engine(Protocol):
+    """The model is wrapped. Every method is called by all ranks in the same order."""
+
+    module: nn.Module
+    """Call this one. `train()` and `eval()` reach the user's own module."""
+
+    param_groups: list[dict[str, Any]]
+    """The optimizer's; an `lr` written before `update` governs it (law 4)."""
+
+    tied: tuple[tuple[str, ...], ...]
+    """Groups of FQNs that are one parameter. The first of each is the one stored."""
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of one microbatch; `last` of its update."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around every forward, in training and in evaluation."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """At `update` the gradient is the sum over microbatches, and the mean over feeders, of
+        d(loss)/d(weights) of what was given here (law 1)."""
+        ...
+
+    def update(self) -> Outcome:
+        """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
+        state bitwise unchanged on all of them (law 3). No gradient is left (law 4)."""
+        ...
+
+    def shards(self) -> Iterator[Piece]:
+        """The pieces that this rank writes; over all ranks they cover each tensor exactly once.
+        Weights: parameters (each tied group once) and persistent buffers. Optimizer: every tensor
+        or number of the optimizer's state, at least float32. State: the loss scaler, if any."""
+        ...
+
+    def restore(self, reader: Reader) -> None:
+        """Take what this rank needs from a checkpoint of any driver at any world size. Raises
+        `CheckpointMismatch`, naming the tensors, before anything is changed. A checkpoint that
+        holds no optimizer tensors leaves the optimizer fresh."""
+        ...
+
+    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[Any]:
+        """While it is open, the named parameters (all by default) of the user's own module are
+        whole and readable on every rank; writing to them is not supported."""
+        ...

@@ -1,0 +1,131 @@
+"""Every error that drivetrain raises on purpose.
+
+::
+
+    DrivetrainError
+    |-- UsageError                 the request cannot be carried out; nothing was started or changed
+    |   |-- SettingError           an argument is unknown, ill-typed or out of range
+    |   |-- RecipeError            the recipe lacks a part or a part returned something unusable
+    |   |-- DataError              the data cannot be trained on as asked
+    |   |-- OutputError            the run folder cannot be used
+    |   |-- UnknownBackend         no driver of that name
+    |   |-- BackendUnavailable     the driver exists and cannot run on this machine
+    |   |-- CapabilityRefused      the driver declares that it cannot do what was asked
+    |   |-- NonFiniteTraining      too many steps in a row had a non-finite loss or gradient norm
+    |   `-- CheckpointError        a checkpoint cannot be used
+    |       |-- CheckpointNotFound     none, or none complete
+    |       |-- CheckpointDamaged      torn, truncated, altered or malformed
+    |       `-- CheckpointMismatch     of another model or optimizer
+    |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
+    |-- WorkerFailed               a data worker raised or died
+    `-- CollectiveFailed           ranks disagree, or a rank did not arrive in time
+
+Each message says what was wrong, with the value seen, where, and what to do next.
+`exit_code` is what the command line exits with.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "EXIT_PREEMPTED",
+    "BackendUnavailable",
+    "CapabilityRefused",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
+    "CheckpointNotFound",
+    "CollectiveFailed",
+    "DataError",
+    "DrivetrainError",
+    "NonFiniteTraining",
+    "OutputError",
+    "RecipeError",
+    "SaveFailed",
+    "SettingError",
+    "UnknownBackend",
+    "UsageError",
+    "WorkerFailed",
+]
+
+EXIT_PREEMPTED = 75
+"""Exit code of a run that was asked to stop by a signal and saved (`EX_TEMPFAIL`: try again)."""
+
+
+class DrivetrainError(Exception):
+    """Root of the tree; catch this to catch everything that drivetrain raises on purpose."""
+
+    exit_code = 1
+
+
+class UsageError(DrivetrainError):
+    """The request cannot be carried out; nothing was started or changed."""
+
+    exit_code = 2
+
+
+class SettingError(UsageError):
+    """An argument is unknown, ill-typed or out of range."""
+
+
+class RecipeError(UsageError):
+    """The recipe lacks a part, or a part returned something unusable."""
+
+
+class DataError(UsageError):
+    """The data cannot be trained or evaluated on as asked."""
+
+
+class OutputError(UsageError):
+    """The run folder cannot be used."""
+
+
+class UnknownBackend(UsageError):
+    """No driver of that name."""
+
+
+class BackendUnavailable(UsageError):
+    """The driver exists and cannot run on this machine; the message holds the reason."""
+
+
+class CapabilityRefused(UsageError):
+    """The driver declares that it cannot do what was asked.
+
+    `capability` and `driver` name both sides, for programs as well as in the message.
+    """
+
+    def __init__(self, capability: str, driver: str, remedy: str) -> None:
+        super().__init__(f"driver {driver!r} refuses {capability}: {remedy}")
+        self.capability = capability
+        self.driver = driver
+
+
+class CheckpointError(UsageError):
+    """A checkpoint cannot be used."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """No checkpoint, or no complete one."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is torn, truncated, altered or malformed; it is kept and not loaded."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint belongs to another model or optimizer; the message names what differs."""
+
+
+class SaveFailed(DrivetrainError):
+    """A checkpoint could not be written; the last good one is untouched."""
+
+
+class NonFiniteTraining(UsageError):
+    """Too many steps in a row had a non-finite loss or gradient norm; none was applied."""
+
+
+class WorkerFailed(DrivetrainError):
+    """A data worker raised or died; the original traceback is in the message."""
+
+
+class CollectiveFailed(DrivetrainError):
+    """Ranks disagree, or a rank did not arrive in time; the message names rank and call."""

@@ -1,0 +1,159 @@
+"""What observers are told: one record an event.
+
+An observer is a callable that takes an event. It changes nothing; it may return a `Request`, which
+all ranks agree on at the next step boundary, whichever rank it came from. Events that carry
+figures are sent on every rank with equal figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+from .contract import World
+
+__all__ = [
+    "Evaluated",
+    "Event",
+    "Logged",
+    "Observer",
+    "Request",
+    "Resumed",
+    "RunEnded",
+    "RunStarted",
+    "Saved",
+    "StepEnded",
+    "StepSkipped",
+    "Warned",
+]
+
+
+class Request(IntEnum):
+    """What an observer, or a signal, may ask for."""
+
+    LOG = 0
+    EVALUATE = 1
+    SAVE = 2
+    STOP = 3
+    PREEMPT = 4
+    """Stop, and exit with `EXIT_PREEMPTED`."""
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """Everything is built; the first step follows."""
+
+    backend: str
+    world: World
+    settings: Any
+    """The `Settings` in force."""
+    total_steps: int
+    steps_per_epoch: int
+    num_samples: int
+    num_parameters: int
+    first_step: int
+    """0, or the step that the run resumes from."""
+    out: Path | None
+    flops_per_item: float | None
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """State was taken from a checkpoint. `notes` name what differs from the run that wrote it."""
+
+    path: Path
+    step: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepEnded:
+    """One update is done (or queued on the device). Nothing here waits for the device."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class StepSkipped:
+    """The gradient of this step was not finite and nothing was applied."""
+
+    step: int
+    in_a_row: int
+    loss: float
+    grad_norm: float
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Figures since the last log, the mean over steps where a step has one."""
+
+    step: int
+    epoch: float
+    loss: float
+    """Mean loss an item."""
+    grad_norm: float
+    """Of the last step, before clipping."""
+    learning_rate: float
+    """Of the first parameter group in the last step."""
+    items: int
+    """Items trained on since the run's very first step."""
+    samples: int
+    skipped: int
+    """Steps not applied since the run's very first step."""
+    step_seconds: float
+    items_per_second: float
+    samples_per_second: float
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation data set was gone through once."""
+
+    step: int
+    name: str
+    metrics: Mapping[str, float]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint is complete. `error` tells why it is not: training goes on with the last."""
+
+    step: int
+    path: Path
+    seconds: float
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Something the user should know; the run goes on."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """The last event."""
+
+    step: int
+    reason: str
+    """`finished`, `stopped` (an observer asked) or `preempted` (a signal asked)."""
+    seconds: float
+
+
+Event = (
+    RunStarted
+    | Resumed
+    | StepEnded
+    | StepSkipped
+    | Logged
+    | Evaluated
+    | Saved
+    | Warned
+    | RunEnded
+)
+Observer = Callable[[Any], "Request | None"]

@@ -1,0 +1,92 @@
+"""Finds drivers by name.
+
+The table below is the one place in the kernel that knows the names of the drivers that ship with
+drivetrain; they are imported when asked for. Others come from the entry-point group
+`drivetrain.backends`: a name and a `module:attribute` that is a `Driver`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from .contract import Driver
+from .errors import BackendUnavailable, UnknownBackend
+
+__all__ = ["find_driver", "known_backends", "usable_driver"]
+
+ENTRY_POINT_GROUP = "drivetrain.backends"
+
+_SHIPPED = {
+    "cpu": "cpu:driver",
+    "ddp": "ddp:driver",
+}
+
+
+@cache
+def _targets() -> Mapping[str, EntryPoint]:
+    package = __package__.rpartition(".")[0] + ".backends."
+    shipped = {
+        name: EntryPoint(name, package + target, ENTRY_POINT_GROUP)
+        for name, target in _SHIPPED.items()
+    }
+    others = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return {**others, **shipped}
+
+
+def known_backends() -> tuple[str, ...]:
+    """The names of all drivers, shipped ones first; none is imported."""
+    return (*_SHIPPED, *sorted(set(_targets()) - set(_SHIPPED)))
+
+
+def find_driver(name: str) -> Driver:
+    """The driver called `name`, or the best usable one for `auto`.
+
+    Raises `UnknownBackend`, with the nearest known name, and `BackendUnavailable` when a
+    third-party driver cannot be imported.
+    """
+    if name == "auto":
+        return _best()
+    target = _targets().get(name)
+    if target is None:
+        near = difflib.get_close_matches(name, known_backends(), n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = ", ".join((*known_backends(), "auto"))
+        raise UnknownBackend(f"no backend is called {name!r}.{hint} Known: {known}")
+    try:
+        return cast(Driver, target.load())
+    except (ImportError, AttributeError) as error:
+        raise BackendUnavailable(
+            f"backend {name!r} ({target.value}) cannot be imported: {error}. Reinstall the package "
+            "that provides it, or ask its authors"
+        ) from error
+
+
+def usable_driver(name: str) -> Driver:
+    """`find_driver`, and it runs on this machine. Raises `BackendUnavailable` with the reason."""
+    driver = find_driver(name)
+    probe = driver.probe()
+    if not probe.usable:
+        remedy = f" Install it with: {probe.install}" if probe.install else ""
+        raise BackendUnavailable(
+            f"backend {driver.name!r} cannot run here: {probe.reason}.{remedy} "
+            "`drivetrain backends` shows which can"
+        )
+    return driver
+
+
+def _best() -> Driver:
+    drivers = []
+    for name in known_backends():
+        try:
+            drivers.append(find_driver(name))
+        except BackendUnavailable:
+            continue  # a broken third-party package must not stop the others
+    ranked = [(probe.preference, driver) for driver in drivers if (probe := driver.probe()).usable]
+    if not ranked:
+        raise BackendUnavailable("no backend is usable here; `drivetrain backends` says why")
+    return max(ranked, key=lambda pair: pair[0])[1]
+

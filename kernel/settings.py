@@ -1,0 +1,296 @@
+"""What a user may set, with defaults, and how a text becomes a value.
+
+Settings are nested frozen dataclasses. `override` takes dotted keys (`optimizer.lr`) and texts or
+values, and refuses what is unknown or ill-typed by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import math
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from .contract import Plan, Precision
+from .errors import SettingError
+
+__all__ = [
+    "PRECISIONS",
+    "CheckpointSettings",
+    "DataSettings",
+    "EvaluateSettings",
+    "OptimizerSettings",
+    "ScheduleSettings",
+    "Settings",
+    "flatten",
+    "override",
+]
+
+PRECISIONS = {
+    "fp32": Precision("fp32"),
+    "bf16": Precision("bf16", compute=torch.bfloat16),
+    "fp16": Precision("fp16", compute=torch.float16, loss_scaling=True),
+}
+"""Mixed precision by name: weights and reductions stay float32."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Any `torch.optim.Optimizer` by dotted name."""
+
+    name: str = "torch.optim.AdamW"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    """For tensors of two or more dimensions; biases, norms and other vectors get none."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments of the optimizer's constructor."""
+
+    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer over two groups, with and without decay. Raises `SettingError`."""
+        module, _, attribute = self.name.rpartition(".")
+        try:
+            factory = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise SettingError(
+                f"optimizer.name is {self.name!r}, which cannot be imported ({error}); give the "
+                "full dotted name of a torch optimizer, such as torch.optim.SGD"
+            ) from error
+        trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        groups = [
+            {"params": chosen, "weight_decay": decay}
+            for chosen, decay in (
+                ([p for p in trainable if p.dim() >= 2], self.weight_decay),
+                ([p for p in trainable if p.dim() < 2], 0.0),
+            )
+            if chosen
+        ]
+        args = dict(self.args)
+        if self.name in ("torch.optim.AdamW", "torch.optim.Adam") and "fused" not in args:
+            args["fused"] = True  # one kernel for all parameters, and it honours `found_inf`
+        try:
+            return typing.cast(torch.optim.Optimizer, factory(groups, lr=self.lr, **args))
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"optimizer {self.name!r} refuses {args}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """See `build_schedule`."""
+
+    name: str = "cosine"
+    warmup: float = 0.0
+    final: float = 0.1
+    decay: float = 0.2
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How samples are ordered and fetched."""
+
+    shuffle: bool = True
+    drop_last: bool = False
+    workers: int = 0
+    """Processes that fetch microbatches; 0 fetches in the training process."""
+
+
+@dataclass(frozen=True)
+class EvaluateSettings:
+    """When to go through the evaluation data."""
+
+    every: int | None = None
+    """Steps between evaluations; None only at the end."""
+    at_end: bool = True
+    micro_batch: int | None = None
+    """Samples in one forward; the training one by default."""
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """When to save, and what to keep."""
+
+    every: int | None = None
+    """Steps between checkpoints; None only at the end."""
+    at_end: bool = True
+    keep_last: int = 2
+    keep_best: int = 0
+    """Keep this many with the best `best_metric` besides."""
+    best_metric: str = "loss"
+    best_mode: str = "min"
+    keep_every: int | None = None
+    """Checkpoints of steps divisible by this are kept for ever."""
+    stop_on_error: bool = False
+    """End the run when a checkpoint cannot be written, instead of going on with the last one."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run, apart from what to train (the recipe) and where (the backend)."""
+
+    steps: int | None = None
+    """Updates in all; by default `epochs` decides."""
+    epochs: float = 1.0
+    global_batch: int = 32
+    """Samples in one update, over all ranks; independent of the world size."""
+    micro_batch: int | None = None
+    """At most this many samples in one forward on one rank; accumulation follows from it."""
+    precision: str = "fp32"
+    max_grad_norm: float | None = 1.0
+    seed: int = 0
+    compile: bool = False
+    activation_checkpointing: tuple[str, ...] = ()
+    log_every: int = 10
+    max_nonfinite: int = 10
+    """End the run when this many steps in a row could not be applied."""
+    timeout_seconds: float = 600.0
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    data: DataSettings = DataSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "steps": 1,
+            "global_batch": 1,
+            "micro_batch": 1,
+            "log_every": 1,
+            "max_nonfinite": 1,
+            "data.workers": 0,
+            "evaluate.every": 1,
+            "evaluate.micro_batch": 1,
+            "checkpoint.every": 1,
+            "checkpoint.keep_last": 1,
+            "checkpoint.keep_best": 0,
+            "checkpoint.keep_every": 1,
+        }
+        values = flatten(self)
+        for key, bound in at_least.items():
+            if values[key] is not None and values[key] < bound:
+                raise SettingError(f"{key} is {values[key]}; it must be at least {bound}")
+        for key in ("epochs", "timeout_seconds", "max_grad_norm"):
+            value = values[key]
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                none = " or none" if key == "max_grad_norm" else ""
+                raise SettingError(f"{key} is {value}; it must be above 0{none}")
+        for key, allowed in (("precision", PRECISIONS), ("checkpoint.best_mode", ("min", "max"))):
+            if values[key] not in allowed:
+                raise SettingError(f"{key} is {values[key]!r}; allowed: {', '.join(allowed)}")
+
+    def plan(self, options: Any = None) -> Plan:
+        """What the driver gets to know. `options`: its own arguments."""
+        return Plan(
+            precision=PRECISIONS[self.precision],
+            max_grad_norm=self.max_grad_norm,
+            compile=self.compile,
+            activation_checkpointing=self.activation_checkpointing,
+            seed=self.seed,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            timeout_seconds=self.timeout_seconds,
+            options=options,
+        )
+
+
+T = TypeVar("T")
+
+
+def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value, in order of declaration."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(settings):
+        value = getattr(settings, item.name)
+        if dataclasses.is_dataclass(value):
+            flat.update(flatten(value, f"{prefix}{item.name}."))
+        else:
+            flat[prefix + item.name] = value
+    return flat
+
+
+def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
+    """A copy with the dotted keys replaced; texts are parsed by the field's type.
+
+    A key below a dict field (`optimizer.args.momentum`) sets one entry. Raises `SettingError` with
+    the key, the value seen, and the nearest known key or the expected type.
+    """
+    changes: dict[str, Any] = {}
+    nested: dict[str, dict[str, Any]] = {}
+    hints = typing.get_type_hints(type(settings))
+    for key, value in values.items():
+        head, _, rest = key.partition(".")
+        if head not in hints:
+            known = list(flatten(settings))
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+            raise SettingError(f"unknown setting {prefix}{key!s}; {hint}")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            changes[head] = parse(prefix + key, value, hints[head])
+    for head, inner in nested.items():
+        current = changes.get(head, getattr(settings, head))
+        if dataclasses.is_dataclass(current):
+            changes[head] = override(current, inner, f"{prefix}{head}.")
+        elif isinstance(current, dict):
+            parsed = {name: _literal(value) for name, value in inner.items()}
+            changes[head] = {**current, **parsed}
+        else:
+            raise SettingError(f"setting {prefix}{head} has no parts, so {next(iter(inner))!r} "
+                               f"cannot be set in it; set {prefix}{head} itself")
+    return dataclasses.replace(settings, **changes)  # type: ignore[type-var]
+
+
+def parse(key: str, value: Any, hint: Any) -> Any:
+    """`value` (a text, or already a value) as the type `hint`. Raises `SettingError`."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        options = typing.get_args(hint)
+        if type(None) in options and value in (None, "none", "None", "null"):
+            return None
+        hint = next(option for option in options if option is not type(None))
+    origin = typing.get_origin(hint) or hint
+    if hint is Any:
+        return _literal(value)
+    if origin is tuple:
+        parts = value.split(",") if isinstance(value, str) else value
+        if isinstance(parts, (list, tuple)):
+            return tuple(parse(key, part, typing.get_args(hint)[0]) for part in parts if part != "")
+    elif origin is dict:
+        parsed = _literal(value)
+        if isinstance(parsed, dict):
+            return parsed
+    elif isinstance(value, str) and origin is not str:
+        parsed = _literal(value)
+        if origin is float and isinstance(parsed, int) and not isinstance(parsed, bool):
+            return float(parsed)
+        if type(parsed) is origin:
+            return parsed
+    elif type(value) is origin:
+        return value
+    elif origin is float and type(value) is int:
+        return float(value)
+    name = getattr(origin, "__name__", str(hint))
+    raise SettingError(f"{key} is {value!r}, which is not of type {name}")
+
+
+def _literal(value: Any) -> Any:
+    """A JSON literal where the text is one (`True` and `1e-3` too), else the text."""
+    if not isinstance(value, str):
+        return value
+    named: dict[str, Any] = {"True": True, "False": False, "None": None, "none": None}
+    if value in named:
+        return named[value]
+    try:
+        return json.loads(value)
+    except ValueError:
+        try:
+            return float(value)
+        except ValueError:
+            return value
