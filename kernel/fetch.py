@@ -1,0 +1,195 @@
+"""Fetches and collates microbatches, in this process or in workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from .contract import Batch
+from .errors import DataError, WorkerFailed
+from .order import mix
+
+__all__ = ["Fetcher", "Microbatch", "Request", "from_workers"]
+
+
+class Request(NamedTuple):
+    """What to fetch for one microbatch."""
+
+    epoch: int
+    offset: int
+    indices: list[int]
+    num_samples: int
+
+
+class Microbatch(NamedTuple):
+    """What one forward of one feeder sees."""
+
+    batch: Batch
+    num_samples: int
+    """0: idle. The batch is real, so that the forward can run, and counts for nothing."""
+    offset: int
+    """Of its first sample, in the order of the epoch."""
+
+
+class Fetcher:
+    """Makes microbatches of a map-style data set."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Batch],
+        seed: int,
+        isolate_random: bool,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate
+        self._seed = seed
+        self._isolate_random = isolate_random
+
+    def __call__(self, request: Request) -> Microbatch:
+        """Raises `DataError`, caused by the original exception, when that fails."""
+        try:
+            batch = self._isolated(request) if self._isolate_random else self._plain(request)
+        except Exception as error:
+            raise DataError(
+                f"the samples {request.indices} (from offset {request.offset} of epoch "
+                f"{request.epoch}) could not be fetched: {type(error).__name__}: {error}"
+            ) from error
+        return Microbatch(batch, request.num_samples, request.offset)
+
+    def in_worker(self, request: Request) -> Microbatch:
+        """The same, where the generators belong to a worker: what they hold depends on the worker,
+        so they are seeded here.
+        """
+        if not self._isolate_random:
+            _seed_generators(mix(self._seed, request.epoch, request.offset))
+        return self(request)
+
+    def _plain(self, request: Request) -> Batch:
+        fetch_many = getattr(self._dataset, "__getitems__", None)
+        if fetch_many is not None:
+            return self._collate(fetch_many(request.indices))
+        return self._collate([self._dataset[index] for index in request.indices])
+
+    def _isolated(self, request: Request) -> Batch:
+        seed, epoch, first = self._seed, request.epoch, request.offset
+        samples = []
+        with _generators_kept():
+            for offset, index in enumerate(request.indices, first):
+                _seed_generators(mix(seed, epoch, offset))
+                samples.append(self._dataset[index])
+            _seed_generators(mix(seed, epoch, first, len("collate")))
+            return self._collate(samples)
+
+
+def _seed_generators(seed: int) -> None:
+    """The CPU's only: `torch.manual_seed` would reseed the devices, too."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.default_generator.set_state(torch_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+class _Failure(NamedTuple):
+    """What a worker sends in place of a microbatch: some exceptions cannot be pickled."""
+
+    message: str
+
+
+class _WorkerSide:
+    """What the `DataLoader` takes for its data set, with requests for indices."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self._fetcher = fetcher
+
+    def __getitem__(self, request: Request) -> Microbatch | _Failure:
+        try:
+            return self._fetcher.in_worker(request)
+        except DataError as error:
+            return _Failure(f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}")
+
+
+def from_workers(
+    fetcher: Fetcher,
+    requests: Iterator[Request],
+    num_workers: int,
+    prefetch: int,
+    start_method: str | None,
+) -> Generator[Microbatch, None, None]:
+    """The microbatches of `requests`, in order, from one set of workers that lives as long as this
+    generator. Raises `WorkerFailed` when one raises or dies.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        _WorkerSide(fetcher),  # type: ignore[arg-type]
+        sampler=requests,
+        batch_size=None,
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        prefetch_factor=prefetch,
+        multiprocessing_context=start_method,
+        # Unless it is given one, it draws from the process's own generator.
+        generator=torch.Generator(),
+    )
+    others = set(multiprocessing.active_children())
+    # The handler that the DataLoader installs raises the death of a worker wherever the main
+    # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
+    with _sigchld_handler_kept():
+        iterator: Any = iter(loader)
+    workers = set(multiprocessing.active_children()) - others
+    try:
+        while True:
+            try:
+                microbatch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                died = [f"{w.pid} (exit code {w.exitcode})" for w in workers if not w.is_alive()]
+                raise WorkerFailed(
+                    f"data worker {', '.join(died) or 'communication'} failed: {error}. "
+                    "Exit code -9 is often the kernel out of memory: use fewer workers."
+                ) from error
+            if isinstance(microbatch, _Failure):
+                raise WorkerFailed(f"in a data worker: {microbatch.message}")
+            yield microbatch
+    finally:
+        # Not left to `__del__`: a traceback may keep the iterator alive.
+        iterator._shutdown_workers()
+
+
+def _unchanged(microbatch: Any) -> Any:
+    return microbatch
+
+
+@contextmanager
+def _sigchld_handler_kept() -> Iterator[None]:
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if on_main_thread and handler is not None:
+            signal.signal(signal.SIGCHLD, handler)

@@ -1,0 +1,124 @@
+"""The order of samples: a function of (seed, epoch) that can be opened at any position.
+
+A shuffled order is never stored. It is a pseudo-random permutation of 0..n-1 that computes any
+slice of itself in time and memory proportional to the slice, so that a billion samples are opened,
+and a resumed run skips to its position, in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import isqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Order", "OrderFunction", "ReadAhead", "mix", "sequential", "shuffled"]
+
+_NUM_ROUNDS = 8
+_MASK_64 = 2**64 - 1
+_INDICES_READ_AT_ONCE = 4096
+"""Opening an order costs about as much as reading this many indices of it."""
+
+
+class Order(Protocol):
+    """The sample indices of one epoch, in the order in which they are trained on."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Sequence[int] | Tensor: ...
+
+
+OrderFunction = Callable[[int, int, int], Order]
+"""`order(num_samples, seed, epoch)`: a pure function, so that all ranks and resumed runs agree."""
+
+
+def sequential(num_samples: int, seed: int, epoch: int) -> Order:
+    """0, 1, 2, ... in every epoch."""
+    return range(num_samples)
+
+
+def shuffled(num_samples: int, seed: int, epoch: int) -> Order:
+    """A permutation that is different for every seed and epoch."""
+    return _Permutation(num_samples, [mix(seed, epoch, r) % 2**32 for r in range(_NUM_ROUNDS)])
+
+
+def mix(*values: int) -> int:
+    """64 well-spread bits that depend on every value and on their order.
+
+    The finaliser of SplitMix64 (Steele, Lea, Flood: https://doi.org/10.1145/2660193.2660195).
+    """
+    state = 0
+    for value in values:
+        state = (state + value + 0x9E3779B97F4A7C15) & _MASK_64
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & _MASK_64
+        state ^= state >> 31
+    return state
+
+
+class _Permutation:
+    """A generalised Feistel cipher on pairs of numbers below `side`, with cycle walking: what
+    falls outside 0..n-1 is enciphered again until it falls inside. As side**2 is hardly more than
+    n, that is rare.
+
+    J. Black and P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002,
+    https://doi.org/10.1007/3-540-45760-7_9
+    """
+
+    def __init__(self, num_samples: int, keys: list[int]) -> None:
+        self._num_samples = num_samples
+        # A cipher on a handful of values has few permutations to choose from: start at 8 * 8.
+        self._side = max(8, isqrt(max(num_samples - 1, 0)) + 1)
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        chosen = range(self._num_samples)[part]
+        values = self._encipher(torch.arange(len(chosen)) * chosen.step + chosen.start)
+        outside = (values >= self._num_samples).nonzero()
+        while len(outside):
+            walked = self._encipher(values[outside])
+            values[outside] = walked
+            outside = outside[walked >= self._num_samples].unsqueeze(1)
+        return values
+
+    def _encipher(self, values: Tensor) -> Tensor:
+        left, right = values // self._side, values % self._side
+        for key in self._keys:
+            left, right = right, (left + _scramble(right ^ key)) % self._side
+        return left * self._side + right
+
+
+def _scramble(values: Tensor) -> Tensor:
+    """A hash of 32-bit numbers, whose products stay below 2**63.
+
+    Constants: https://github.com/skeeto/hash-prospector ("two-round functions").
+    """
+    values = (values ^ (values >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
+    values = (values ^ (values >> 15)) * 0x735A2D97 & 0xFFFFFFFF
+    return values ^ (values >> 15)
+
+
+class ReadAhead:
+    """An order that is read a few thousand indices at a time, for many small reads in a row."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._start = self._stop = 0
+        self._indices: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def read(self, start: int, stop: int) -> list[int]:
+        """The indices at start..stop-1."""
+        if not self._start <= start <= stop <= self._stop:
+            end = min(max(stop, start + _INDICES_READ_AT_ONCE), len(self))
+            indices = self._order[start:end]
+            self._indices = indices.tolist() if isinstance(indices, Tensor) else list(indices)
+            self._start, self._stop = start, end
+        return self._indices[start - self._start : stop - self._start]
