@@ -125,7 +125,8 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d float32 on their device; NaN or infinite if any element is."""
     if not grads:
         return torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(list(grads)))).float()
+    norms = torch.stack(torch._foreach_norm(list(grads)))
+    return cast(Tensor, torch.linalg.vector_norm(norms).float())
 
 
 def step_if_finite(
@@ -191,7 +192,8 @@ def _step_on_device(
 
 def fetch_flag(flag: Tensor) -> Callable[[], bool]:
     """Start to copy a 0-d bool from an accelerator; the returned function waits for the copy only,
-    not for work queued after it."""
+    not for work queued after it.
+    """
     host = torch.empty((), dtype=torch.bool, pin_memory=True)
     host.copy_(flag, non_blocking=True)
     copied = torch.Event(flag.device.type)
@@ -219,7 +221,8 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's state as `<fqn>/<state>`; plain numbers become 0-d tensors that are marked
-    in the name, tensors of less than 32 bits become float32."""
+    in the name, tensors of less than 32 bits become float32.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -311,7 +314,8 @@ def read_optimizer_state(
     reader: Reader, module: nn.Module
 ) -> dict[nn.Parameter, dict[str, Tensor | float]]:
     """Parameter -> state name -> whole tensor or number. Raises `CheckpointMismatch` when the
-    checkpoint holds state of parameters that the module does not have."""
+    checkpoint holds state of parameters that the module does not have.
+    """
     parameters = dict(module.named_parameters())
     state: dict[nn.Parameter, dict[str, Tensor | float]] = {}
     for name in reader.names("optimizer"):
@@ -334,7 +338,8 @@ def load_optimizer_state(
     state: Mapping[nn.Parameter, Mapping[str, Tensor | float]],
 ) -> None:
     """Hand the state over through the optimizer's own `load_state_dict`, which places and casts
-    each entry as that optimizer wants it. The hyper-parameters stay those of the recipe."""
+    each entry as that optimizer wants it. The hyper-parameters stay those of the recipe.
+    """
     order = [p for group in optimizer.param_groups for p in group["params"]]
     packed = optimizer.state_dict()
     packed["state"] = {i: dict(state[p]) for i, p in enumerate(order) if p in state}
@@ -358,7 +363,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
     state = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(words, dtype=torch.int64),
-        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
     }
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -374,15 +379,13 @@ def set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "python" in state:
-        gauss = state["python_gauss"].tolist()
-        random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+        has_gauss, gauss = state["python_gauss"].tolist()
+        random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     if "device" in state and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(state["device"], device)
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         *keys, position, has_gauss = state["numpy"].tolist()
-        numpy.random.set_state(
-            ("MT19937", keys, position, has_gauss, state["numpy_gauss"].item())
-        )
+        numpy.random.set_state(("MT19937", keys, position, has_gauss, state["numpy_gauss"].item()))
 
 
 # --- feeding --------------------------------------------------------------------------------
@@ -430,7 +433,8 @@ def tensors_of(batch: Batch) -> Iterator[Tensor]:
 
 def feed(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """On the CPU the batches themselves; on an accelerator one batch ahead, copied on a side
-    stream from page-locked memory."""
+    stream from page-locked memory.
+    """
     if device.type == "cpu":
         return iter(batches)
     return _feed_ahead(iter(batches), device)

@@ -6,12 +6,12 @@ Read it to learn what a driver is; `docs/writing-a-driver.md` walks through it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernel.contract import (
     Batch,
@@ -146,8 +146,8 @@ class CpuEngine:
     def restore(self, reader: Reader) -> None:
         _torch.restore_replicated(reader, self.module, self.optimizer, self.loss_scale)
 
-    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[Any]:
-        return _torch.NO_CONTEXT
+    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
 
 
 driver = CpuDriver()

@@ -126,10 +126,10 @@ class Plan:
 
     precision: Precision = Precision()
     max_grad_norm: float | None = None
-    """Clip the global gradient norm to this; None never clips, the norm is reported all the same."""
+    """The limit of the global gradient norm; None never clips, and reports it all the same."""
     compile: bool = False
     activation_checkpointing: tuple[str, ...] = ()
-    """Class names or FQN patterns (`fnmatch`) of the submodules whose activations are recomputed."""
+    """Class names or FQN patterns (`fnmatch`) of the submodules that recompute activations."""
     seed: int = 0
     global_batch: int = 1
     """Samples in one update, over all feeders and microbatches."""
@@ -171,7 +171,8 @@ class Probe:
 @dataclass(frozen=True)
 class Capabilities:
     """What a driver promises under a plan. The kernel refuses what is not promised, and the
-    conformance suite proves what is, and that a trait which is measured is declared (law 7)."""
+    conformance suite proves what is, and that a trait which is measured is declared (law 7).
+    """
 
     precisions: frozenset[str]
     """Names of the `Precision`s it trains in."""
@@ -245,13 +246,14 @@ class Reader(Protocol):
         ...
 
     def info(self, kind: Kind, name: str) -> TensorInfo:
-        """dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
+        """The dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
         ...
 
     def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
         """A new CPU tensor with the stored dtype: the whole (global shape), a box (its sizes) or
         a flat range (one-dimensional). Raises `CheckpointMismatch` for an unknown name or a
-        region outside the tensor, `CheckpointDamaged` when stored pieces leave a gap."""
+        region outside the tensor, `CheckpointDamaged` when stored pieces leave a gap.
+        """
         ...
 
 
@@ -275,9 +277,15 @@ class Outcome:
 class Driver(Protocol):
     """A way to run, before any process exists. One instance serves the whole process."""
 
-    name: str
-    options_type: type
-    """A frozen dataclass: the driver's own arguments, with defaults."""
+    @property
+    def name(self) -> str:
+        """What `--backend` takes."""
+        ...
+
+    @property
+    def options_type(self) -> type:
+        """A frozen dataclass: the driver's own arguments, with defaults."""
+        ...
 
     def probe(self) -> Probe:
         """Look at this machine. Cheap; starts nothing, keeps no device."""
@@ -298,7 +306,10 @@ class Driver(Protocol):
 class Session(Protocol):
     """The process is up. Every method is called by all ranks in the same order."""
 
-    world: World
+    @property
+    def world(self) -> World:
+        """Who this process is."""
+        ...
 
     def seed(self, value: int) -> None:
         """Seed every generator that a model or a data set on this rank may draw from."""
@@ -307,13 +318,15 @@ class Session(Protocol):
     def prepare(self, recipe: Recipe) -> Engine:
         """Build, place, wrap, tie, compile, and create the optimizer, in the order that this
         backend needs. `recipe.optimizer` is set. The model is built under the plan's seed, the
-        same on all ranks."""
+        same on all ranks.
+        """
         ...
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches with their tensors on the device, in order, none lost. May pull one
         batch ahead where `Capabilities.feeds_ahead` says so, to overlap copying with computing.
-        An error of `batches` comes through unchanged."""
+        An error of `batches` comes through unchanged.
+        """
         ...
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
@@ -334,12 +347,14 @@ class Session(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All feeders' tensors one after the other along dimension 0, on the host, on every rank;
-        sizes of dimension 0 may differ, the others may not."""
+        sizes of dimension 0 may differ, the others may not.
+        """
         ...
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every generator that `seed` seeds; host tensors, by a name of the driver's
-        choice."""
+        choice.
+        """
         ...
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
@@ -350,14 +365,20 @@ class Session(Protocol):
 class Engine(Protocol):
     """The model is wrapped. Every method is called by all ranks in the same order."""
 
-    module: nn.Module
-    """Call this one. `train()` and `eval()` reach the user's own module."""
+    @property
+    def module(self) -> nn.Module:
+        """Call this one. `train()` and `eval()` reach the user's own module."""
+        ...
 
-    param_groups: list[dict[str, Any]]
-    """The optimizer's; an `lr` written before `update` governs it (law 4)."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's; an `lr` written before `update` governs it (law 4)."""
+        ...
 
-    tied: tuple[tuple[str, ...], ...]
-    """Groups of FQNs that are one parameter. The first of each is the one stored."""
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        """Groups of FQNs that are one parameter. The first of each is the one stored."""
+        ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         """Around forward and backward of one microbatch; `last` of its update."""
@@ -369,27 +390,33 @@ class Engine(Protocol):
 
     def backward(self, loss: Tensor) -> None:
         """At `update` the gradient is the sum over microbatches, and the mean over feeders, of
-        d(loss)/d(weights) of what was given here (law 1)."""
+        d(loss)/d(weights) of what was given here (law 1).
+        """
         ...
 
     def update(self) -> Outcome:
         """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
-        state bitwise unchanged on all of them (law 3). No gradient is left (law 4)."""
+        state bitwise unchanged on all of them (law 3). No gradient is left (law 4).
+        """
         ...
 
     def shards(self) -> Iterator[Piece]:
         """The pieces that this rank writes; over all ranks they cover each tensor exactly once.
         Weights: parameters (each tied group once) and persistent buffers. Optimizer: every tensor
-        or number of the optimizer's state, at least float32. State: the loss scaler, if any."""
+        or number of the optimizer's state, at least float32. State: the loss scaler, if any.
+        """
         ...
 
     def restore(self, reader: Reader) -> None:
         """Take what this rank needs from a checkpoint of any driver at any world size. Raises
         `CheckpointMismatch`, naming the tensors, before anything is changed. A checkpoint that
-        holds no optimizer tensors leaves the optimizer fresh."""
+        holds no optimizer tensors leaves the optimizer fresh.
+        """
         ...
 
-    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[Any]:
-        """While it is open, the named parameters (all by default) of the user's own module are
-        whole and readable on every rank; writing to them is not supported."""
+    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
+        """Gives the user's own module. While it is open, the named parameters (all by default) are
+        whole and readable on every rank, and with all of them the module can be called on one
+        rank alone; writing to them is not supported.
+        """
         ...

@@ -15,7 +15,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -121,10 +121,10 @@ class CheckpointSettings:
     """Steps between checkpoints; None only at the end."""
     at_end: bool = True
     keep_last: int = 2
-    keep_best: int = 0
+    keep_best: int = 1
     """Keep this many with the best `best_metric` besides."""
     best_metric: str = "loss"
-    best_mode: str = "min"
+    best_mode: Literal["min", "max"] = "min"
     keep_every: int | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
     stop_on_error: bool = False
@@ -169,7 +169,7 @@ class Settings:
             "evaluate.micro_batch": 1,
             "checkpoint.every": 1,
             "checkpoint.keep_last": 1,
-            "checkpoint.keep_best": 0,
+            "checkpoint.keep_best": 1,
             "checkpoint.keep_every": 1,
         }
         values = flatten(self)
@@ -181,9 +181,8 @@ class Settings:
             if value is not None and not (value > 0 and math.isfinite(value)):
                 none = " or none" if key == "max_grad_norm" else ""
                 raise SettingError(f"{key} is {value}; it must be above 0{none}")
-        for key, allowed in (("precision", PRECISIONS), ("checkpoint.best_mode", ("min", "max"))):
-            if values[key] not in allowed:
-                raise SettingError(f"{key} is {values[key]!r}; allowed: {', '.join(allowed)}")
+        if self.precision not in PRECISIONS:
+            raise SettingError(f"precision is {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
 
     def plan(self, options: Any = None) -> Plan:
         """What the driver gets to know. `options`: its own arguments."""
@@ -243,8 +242,10 @@ def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
             parsed = {name: _literal(value) for name, value in inner.items()}
             changes[head] = {**current, **parsed}
         else:
-            raise SettingError(f"setting {prefix}{head} has no parts, so {next(iter(inner))!r} "
-                               f"cannot be set in it; set {prefix}{head} itself")
+            raise SettingError(
+                f"setting {prefix}{head} has no parts, so {next(iter(inner))!r} "
+                f"cannot be set in it; set {prefix}{head} itself"
+            )
     return dataclasses.replace(settings, **changes)  # type: ignore[type-var]
 
 
@@ -258,6 +259,10 @@ def parse(key: str, value: Any, hint: Any) -> Any:
     origin = typing.get_origin(hint) or hint
     if hint is Any:
         return _literal(value)
+    if origin is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+        raise SettingError(f"{key} is {value!r}; allowed: {', '.join(typing.get_args(hint))}")
     if origin is tuple:
         parts = value.split(",") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)):

@@ -1,0 +1,162 @@
+"""A session over torch.distributed, for every driver whose ranks form a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..kernel.contract import Batch, Engine, Plan, Recipe, World
+from ..kernel.errors import CollectiveFailed
+from . import _torch
+
+
+@contextmanager
+def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
+    """The ranks that the launcher started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or this
+    process alone; taken down again unless it was there before.
+
+    Host tensors go over gloo, device tensors over the device's own library.
+    """
+    already = dist.is_initialized()
+    if not already:
+        backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
+        arguments: dict[str, Any] = {"timeout": timedelta(seconds=plan.timeout_seconds)}
+        if "WORLD_SIZE" in os.environ:
+            with _naming("joining the process group", int(os.environ["RANK"])):
+                dist.init_process_group(backend, **arguments)
+        else:
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore(),  # type: ignore[attr-defined]
+                rank=0,
+                world_size=1,
+                **arguments,
+            )
+    rank, size = dist.get_rank(), dist.get_world_size()
+    try:
+        yield World(rank, size, device, feeder_index=rank, num_feeders=size)
+    finally:
+        if not already:
+            dist.destroy_process_group()
+
+
+def local_rank() -> int:
+    """Which of this machine's processes this is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@contextmanager
+def _naming(call: str, rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
+        raise collective_failed(call, rank, error) from error
+
+
+def collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
+    """The error that names the rank and the call, and the ranks that did not report the same."""
+    missing = _missing_ranks(rank)
+    waiting = f" Ranks that did not arrive: {', '.join(map(str, missing))}." if missing else ""
+    return CollectiveFailed(
+        f"rank {rank} on {socket.gethostname()}: {call} failed: {error}.{waiting} Look at the "
+        "output of those ranks first; `--resume auto` continues from the newest checkpoint"
+    )
+
+
+def _missing_ranks(rank: int) -> list[int]:
+    """Ranks that do not report a failed collective within a few seconds."""
+    if not dist.is_initialized():
+        return []
+    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    missing = []
+    try:
+        store.set(f"drivetrain/failed/{rank}", "1")
+    except RuntimeError:
+        return []  # the store's own process is gone
+    for other in range(size):
+        try:
+            store.wait([f"drivetrain/failed/{other}"], timedelta(seconds=3))
+        except RuntimeError:
+            missing.append(other)
+    return missing
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class ProcessGroupSession:
+    """`Session` over the default process group; `build` makes the driver's own engine."""
+
+    def __init__(
+        self, plan: Plan, world: World, build: Callable[[Recipe, Plan, World], Engine]
+    ) -> None:
+        self.plan, self.world, self._build = plan, world, build
+        self._device = world.device
+
+    def seed(self, value: int) -> None:
+        _torch.seed_all(value)
+
+    def prepare(self, recipe: Recipe) -> Engine:
+        return self._build(recipe, self.plan, self.world)
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return _torch.feed(batches, self._device)
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        if self.world.size == 1:
+            return lambda: list(values)
+        sums = torch.tensor(values, dtype=torch.float64)
+        with self._named("starting to add up the step's counts"):
+            work = dist.all_reduce(sums, async_op=True)
+
+        def wait() -> list[float]:
+            assert work is not None
+            with self._named("adding up the step's counts"):
+                work.wait()
+            return sums.tolist()
+
+        return wait
+
+    def exchange(self, value: Any) -> list[Any]:
+        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        parts = self._gather(encoded, "exchanging values")
+        return [json.loads(bytes(part.tolist())) for part in parts]
+
+    def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        result = tensor.detach().clone()
+        with self._named(f"reducing a tensor of shape {tuple(tensor.shape)}"):
+            dist.all_reduce(result, _OPS[op])
+        return result
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return torch.cat(self._gather(tensor.detach().cpu(), "gathering a tensor"))
+
+    def _gather(self, tensor: Tensor, call: str) -> list[Tensor]:
+        """Host tensors of uneven length: lengths first, then parts of the longest length."""
+        with self._named(call):
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
+            dist.all_gather(lengths, torch.tensor([len(tensor)]))
+            longest = max(int(length) for length in lengths)
+            mine = tensor.new_zeros((longest, *tensor.shape[1:]))
+            mine[: len(tensor)] = tensor
+            parts = [torch.empty_like(mine) for _ in lengths]
+            dist.all_gather(parts, mine)
+        return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
+
+    def rng_state(self) -> dict[str, Tensor]:
+        return _torch.rng_state(self._device)
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        _torch.set_rng_state(self._device, state)
+
+    def _named(self, call: str) -> Any:
+        return _naming(call, self.world.rank)

@@ -1,0 +1,100 @@
+"""Evaluation: streaming, exact, in constant memory.
+
+Each sample is measured once on one feeder; what is measured are sums, so adding batches and ranks
+up is exact for any remainder and any world size (law 5). Nothing of training changes: modes,
+random state and gradients are as before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .contract import Batch, Engine, Recipe, Session
+from .data import Microbatch
+from .errors import RecipeError
+
+__all__ = ["evaluate"]
+
+_SEED = 0x5EED  # evaluation draws the same random numbers each time, and none of training's
+
+
+def evaluate(
+    session: Session, engine: Engine, recipe: Recipe, batches: Iterable[Microbatch]
+) -> dict[str, float]:
+    """Metrics over all feeders' `batches`; called by all ranks, with equal results on all.
+
+    The sums are float64. Raises `RecipeError` when `measure` returns something that cannot be
+    added up.
+    """
+    measure = recipe.measure or (lambda module, batch: {"loss": recipe.loss(module, batch)})
+    counts: deque[tuple[int, int]] = deque()
+    sums: dict[str, Tensor] = {}
+    items = samples = 0
+    with _aside(session, engine.module), torch.no_grad():
+        for batch in session.feed(_counted(batches, recipe, counts)):
+            with engine.autocast():
+                measured = measure(engine.module, batch)
+            batch_samples, batch_items = counts.popleft()
+            samples += batch_samples
+            items += batch_items
+            for name, value in _checked(measured).items():
+                # an idle batch is measured to stay in step with other ranks, and not counted
+                part = value.double() if batch_samples else torch.zeros_like(value).double()
+                sums[name] = sums[name] + part if name in sums else part
+        sums = {name: session.reduce(value) for name, value in sums.items()}
+    totals = session.tally((items, samples))()
+    sums |= {"items": torch.tensor(totals[0]).double(), "samples": torch.tensor(totals[1]).double()}
+    return _summarise(recipe, {name: value.cpu() for name, value in sums.items()})
+
+
+def _counted(
+    batches: Iterable[Microbatch], recipe: Recipe, counts: deque[tuple[int, int]]
+) -> Iterator[Batch]:
+    for batch in batches:
+        items = batch.num_samples
+        if items and recipe.count_items is not None:
+            items = int(recipe.count_items(batch.batch))
+        counts.append((batch.num_samples, items))
+        yield batch.batch
+
+
+def _checked(measured: object) -> Mapping[str, Tensor]:
+    if not isinstance(measured, Mapping) or not all(
+        isinstance(value, Tensor) for value in measured.values()
+    ):
+        raise RecipeError(
+            f"recipe.measure returned {measured!r}; it must return a dict of tensors, each a sum "
+            "over the batch"
+        )
+    return measured
+
+
+def _summarise(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    if recipe.summarise is not None:
+        return {name: float(value) for name, value in recipe.summarise(sums).items()}
+    items = float(sums["items"])
+    return {
+        name: float(value) / items if items else float("nan")
+        for name, value in sums.items()
+        if name not in ("items", "samples") and value.dim() == 0
+    }
+
+
+@contextmanager
+def _aside(session: Session, module: nn.Module) -> Iterator[None]:
+    """Evaluation mode and random state of its own; everything as before afterwards."""
+    modes = [(part, part.training) for part in module.modules()]
+    random_state = session.rng_state()
+    module.eval()
+    session.seed(_SEED)
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+        session.set_rng_state(random_state)
