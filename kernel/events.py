@@ -146,14 +146,6 @@ class RunEnded:
 
 
 Event = (
-    RunStarted
-    | Resumed
-    | StepEnded
-    | StepSkipped
-    | Logged
-    | Evaluated
-    | Saved
-    | Warned
-    | RunEnded
+    RunStarted | Resumed | StepEnded | StepSkipped | Logged | Evaluated | Saved | Warned | RunEnded
 )
 Observer = Callable[[Any], "Request | None"]

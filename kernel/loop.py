@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from .checkpoint import CheckpointReader, CheckpointStore, load_rng, newest
+from .checkpoint import CheckpointReader, CheckpointStore, load_rng
 from .contract import Batch, Driver, Engine, Outcome, Plan, Recipe, Session
 from .cut import share
-from .data import Group, Loader, Position, eval_batches
+from .data import Group, Loader, eval_batches
 from .errors import (
-    CapabilityRefused,
-    CheckpointNotFound,
-    CollectiveFailed,
     DataError,
     NonFiniteTraining,
     RecipeError,
@@ -44,10 +40,12 @@ from .events import (
     StepSkipped,
 )
 from .order import sequential, shuffled
-from .registry import usable_driver
+from .progress import Progress, Window
+from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
+from .resume import CHECKPOINTS, agree, differences, find_checkpoint, plain
 from .schedule import build_schedule
-from .settings import Settings, flatten, override
+from .settings import Settings, override
 from .step import Stepper
 
 __all__ = ["Result", "fit"]
@@ -96,7 +94,7 @@ def fit(
         raise RecipeError("the recipe has no train_data; give it a map-style data set")
     driver = usable_driver(backend)
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
-    refuse_what_is_not_promised(driver, plan)
+    refuse_unpromised(driver, plan)
     requests = Requests()
     with requests.from_signals(), driver.open(plan) as session:
         run = _Run(
@@ -105,47 +103,6 @@ def fit(
         if resume is not None:
             run.resume(resume)
         return run.go(finish)
-
-
-def refuse_what_is_not_promised(driver: Driver, plan: Plan) -> None:
-    """Raises `CapabilityRefused` for the first thing in the plan that the driver cannot do."""
-    able = driver.capabilities(plan)
-    precision = plan.precision.name
-    for asked, promised, capability, remedy in (
-        (
-            True,
-            precision in able.precisions,
-            f"precision {precision}",
-            f"it trains in {', '.join(sorted(able.precisions))}",
-        ),
-        (plan.compile, able.compile, "compile", "set compile=false"),
-        (
-            plan.activation_checkpointing,
-            able.activation_checkpointing,
-            "activation_checkpointing",
-            "leave it empty",
-        ),
-        (
-            int(os.environ.get("WORLD_SIZE", "1")) > 1,
-            able.multi_process,
-            "more than one process",
-            "launch one process, or choose another backend",
-        ),
-    ):
-        if asked and not promised:
-            raise CapabilityRefused(capability, driver.name, remedy)
-
-
-@dataclass
-class _Progress:
-    """Where the run is; what a checkpoint holds besides tensors."""
-
-    step: int = 0
-    applied: int = 0
-    skipped: int = 0
-    items: int = 0
-    samples: int = 0
-    position: Position = field(default_factory=lambda: Position(0, 0))
 
 
 class _Run:
@@ -187,11 +144,10 @@ class _Run:
             # what is fetched ahead must not draw from the generators that a checkpoint holds
             isolate_random=driver.capabilities(plan).feeds_ahead or None,
         )
-        self.num_samples = len(recipe.train_data)
         self.total_steps = settings.steps or math.ceil(
             settings.epochs * self.loader.steps_per_epoch
         )
-        self._agree_on_configuration()
+        agree(session, {**plain(settings), "(samples in train_data)": len(recipe.train_data)})
         self.engine: Engine = session.prepare(self.recipe)
         session.seed(settings.seed + 1 + world.rank)
         self.base_rates = [group["lr"] for group in self.engine.param_groups]
@@ -200,14 +156,15 @@ class _Run:
         )
         keep = settings.checkpoint
         self.store = out and CheckpointStore(
-            out / "checkpoints",
+            out / CHECKPOINTS,
             keep_last=keep.keep_last,
             keep_best=keep.keep_best,
             best_metric=keep.best_metric,
             best_mode=keep.best_mode,
             keep_every=keep.keep_every,
         )
-        self.progress = _Progress()
+        self.progress = Progress()
+        self.window = Window(self.progress)
         self.first_step = 0
         self.checkpoint: Path | None = None
         self.metrics: dict[str, dict[str, float]] = {}
@@ -215,76 +172,27 @@ class _Run:
         self.evaluated_at = self.saved_at = -1
         self.in_a_row = 0
         self.unsettled: tuple[Outcome, Tensor] | None = None
-        self.window_loss: Any = 0.0
-        self.grad_norm: Any = math.nan
-        self._open_window()
-
-    # --- before the first step ------------------------------------------------------------
-
-    def _agree_on_configuration(self) -> None:
-        mine = {key: str(value) for key, value in flatten(self.settings).items()}
-        mine["(samples in train_data)"] = str(self.num_samples)
-        for rank, theirs in enumerate(self.session.exchange(mine)):
-            differing = [key for key in mine if mine[key] != theirs.get(key)]
-            if differing:
-                shown = ", ".join(f"{k}: {mine[k]} here, {theirs.get(k)} there" for k in differing)
-                raise CollectiveFailed(
-                    f"rank {self.session.world.rank} and rank {rank} were started with different "
-                    f"configurations: {shown}. Start every rank with the same command"
-                )
 
     def resume(self, source: str | Path) -> None:
         """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
-        path = self._find_checkpoint(source)
+        path = find_checkpoint(self.session, source, self.out)
         if path is None:
             return
-        reader = CheckpointReader(path)
-        self.engine.restore(reader)
+        reader, world = CheckpointReader(path), self.session.world
         manifest = reader.manifest
-        state = dict(manifest.state)
-        metrics = state.pop("metrics", {})
-        position = Position.from_json(state.pop("position"))
-        self.progress = _Progress(**state, position=position)
-        self.first_step, self.checkpoint = self.progress.step, path
-        self.saved_at = self.first_step
-        self.evaluated_at = self.first_step if metrics else -1
-        notes = [
-            f"{name} was {there}, is {here}"
-            for name, there, here in (
-                ("backend", manifest.driver, self.driver.name),
-                ("world size", manifest.world_size, self.session.world.size),
-                *(
-                    (key, manifest.settings.get(key), value)
-                    for key, value in _plain(self.settings).items()
-                ),
-            )
-            if there != here
-        ]
+        progress = Progress.from_json(manifest.state) if manifest.state else Progress()
+        self.engine.restore(reader)
+        self.progress, self.first_step, self.checkpoint = progress, progress.step, path
+        self.window = Window(progress)
+        if window := manifest.state.get("window"):
+            self.window.restore(window, self.session)
+        self.saved_at = progress.step
+        self.evaluated_at = progress.step if manifest.state.get("metrics") else -1
+        notes = differences(manifest, self.settings, self.driver.name, world.size)
         if not load_rng(reader, self.session):
-            self.session.seed(self.settings.seed + 1 + self.session.world.rank + self.first_step)
-            notes.append("no random state for this rank in the checkpoint: seeded anew")
-        self._emit(Resumed(path, self.first_step, tuple(notes)))
-
-    def _find_checkpoint(self, source: str | Path) -> Path | None:
-        automatic = source == "auto"
-        if automatic and self.out is None:
-            raise CheckpointNotFound("resume is 'auto' and there is no run folder to look in")
-        folder = self.out / "checkpoints" if automatic and self.out else Path(source)
-        found: str | None = None
-        if self.session.world.rank == 0:
-            if not automatic and (folder / "manifest.json").is_file():
-                found = str(folder)
-            else:
-                nested = folder / "checkpoints"
-                path = newest(nested if nested.is_dir() else folder)
-                found = None if path is None else str(path)
-        found = self.session.exchange(found)[0]
-        if found is None and not automatic:
-            raise CheckpointNotFound(
-                f"no complete checkpoint in {folder}; give a checkpoint folder (it holds "
-                "manifest.json) or a run folder"
-            )
-        return None if found is None else Path(found)
+            self.session.seed(self.settings.seed + 1 + world.rank + progress.step)
+            notes += ("no random state for this rank in the checkpoint: seeded anew",)
+        self._emit(Resumed(path, progress.step, notes))
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -296,7 +204,7 @@ class _Run:
                 settings=self.settings,
                 total_steps=self.total_steps,
                 steps_per_epoch=self.loader.steps_per_epoch,
-                num_samples=self.num_samples,
+                num_samples=len(self.recipe.train_data),
                 num_parameters=sum(p.numel() for p in self.engine.module.parameters()),
                 first_step=self.first_step,
                 out=self.out,
@@ -326,7 +234,6 @@ class _Run:
         entered: deque[tuple[Group, float]] = deque()
         microbatches = self._on_device(groups, entered)
         self.engine.module.train()
-        self._open_window()
         with closing(groups):
             for first in microbatches:
                 group, num_items = entered.popleft()
@@ -342,8 +249,7 @@ class _Run:
                 progress.samples += group.num_samples
                 progress.items += int(result.items)
                 self.unsettled = result.outcome, result.loss
-                self.window_loss = self.window_loss + result.loss
-                self.grad_norm = result.outcome.grad_norm
+                self.window.add(result.loss, result.outcome.grad_norm)
                 if self.observers:
                     self._emit(StepEnded(progress.step))
                 agreed = result.requests
@@ -359,7 +265,7 @@ class _Run:
                     return "preempted"
                 if agreed[Request.STOP]:
                     return "stopped"
-        if progress.step > self.window_step:
+        if progress.step > self.window.first_step:
             self._log()
         return "finished"
 
@@ -410,7 +316,8 @@ class _Run:
         progress.skipped += 1
         self.in_a_row += 1
         step = progress.applied + progress.skipped
-        value, norm = float(self.session.reduce(loss)), float(outcome.grad_norm)
+        value = float(self.session.reduce(loss)) / self.session.world.num_feeders
+        norm = float(outcome.grad_norm)
         self._emit(StepSkipped(step, self.in_a_row, value, norm))
         if self.in_a_row >= self.settings.max_nonfinite:
             kept = f"the last checkpoint is {self.checkpoint}" if self.checkpoint else "none saved"
@@ -423,34 +330,24 @@ class _Run:
 
     # --- log, evaluate, save --------------------------------------------------------------
 
-    def _open_window(self) -> None:
-        self.window_step, self.window_time = self.progress.step, time.perf_counter()
-        self.window_items, self.window_samples = self.progress.items, self.progress.samples
-        self.window_loss = 0.0
-
     def _log(self) -> None:
         self._settle()
         progress = self.progress
-        steps = progress.step - self.window_step
-        self.loss = float(self.session.reduce(self.window_loss)) / steps
-        norm = float(self.grad_norm)  # waits for the device: the clock is read after it
-        seconds = time.perf_counter() - self.window_time
+        figures = self.window.figures(progress, self.session)
+        self.loss = figures["loss"]
+        self.window = Window(progress)
         self._emit(
             Logged(
                 step=progress.step,
-                epoch=progress.position.epoch + progress.position.samples / self.num_samples,
-                loss=self.loss,
-                grad_norm=norm,
+                epoch=progress.position.epoch
+                + progress.position.samples / len(self.recipe.train_data),
                 learning_rate=float(self.engine.param_groups[0]["lr"]),
                 items=progress.items,
                 samples=progress.samples,
                 skipped=progress.skipped,
-                step_seconds=seconds / steps,
-                items_per_second=(progress.items - self.window_items) / seconds,
-                samples_per_second=(progress.samples - self.window_samples) / seconds,
+                **figures,
             )
         )
-        self._open_window()
 
     def _evaluate(self) -> None:
         if self.evaluated_at == self.progress.step:
@@ -470,7 +367,7 @@ class _Run:
             metrics = evaluate(self.session, self.engine, self.recipe, batches)
             self.metrics[name] = metrics
             seconds = time.perf_counter() - started
-            self.window_time += seconds  # the training rate does not count evaluation
+            self.window.leave_out(seconds)
             self._emit(Evaluated(self.progress.step, name, metrics, seconds))
         self.evaluated_at = self.progress.step
 
@@ -485,8 +382,12 @@ class _Run:
                 self.engine,
                 self.session,
                 driver=self.driver.name,
-                state={**dataclasses.asdict(progress), "metrics": self._metrics_now()},
-                settings=_plain(self.settings),
+                state={
+                    **progress.to_json(),
+                    "metrics": self._metrics_now(),
+                    "window": self.window.to_json(self.session),
+                },
+                settings=plain(self.settings),
             )
         except SaveFailed as error:
             if self.settings.checkpoint.stop_on_error:
@@ -496,7 +397,7 @@ class _Run:
             return
         self.checkpoint, self.saved_at = path, progress.step
         seconds = time.perf_counter() - started
-        self.window_time += seconds
+        self.window.leave_out(seconds)
         self._emit(Saved(progress.step, path, seconds))
 
     def _metrics_now(self) -> dict[str, float]:
@@ -516,9 +417,3 @@ class _Run:
 
 def _due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    """Settings as JSON holds them, so that what was stored compares equal."""
-    flat = flatten(settings)
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in flat.items()}

@@ -8,15 +8,16 @@ drivetrain; they are imported when asked for. Others come from the entry-point g
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from .contract import Driver
-from .errors import BackendUnavailable, UnknownBackend
+from .contract import Driver, Plan
+from .errors import BackendUnavailable, CapabilityRefused, UnknownBackend
 
-__all__ = ["find_driver", "known_backends", "usable_driver"]
+__all__ = ["find_driver", "known_backends", "refuse_unpromised", "usable_driver"]
 
 ENTRY_POINT_GROUP = "drivetrain.backends"
 
@@ -78,6 +79,35 @@ def usable_driver(name: str) -> Driver:
     return driver
 
 
+def refuse_unpromised(driver: Driver, plan: Plan) -> None:
+    """Raises `CapabilityRefused` for the first thing in the plan that the driver cannot do."""
+    able = driver.capabilities(plan)
+    precision = plan.precision.name
+    for asked, promised, capability, remedy in (
+        (
+            True,
+            precision in able.precisions,
+            f"precision {precision}",
+            f"it trains in {', '.join(sorted(able.precisions))}",
+        ),
+        (plan.compile, able.compile, "compile", "set compile=false"),
+        (
+            plan.activation_checkpointing,
+            able.activation_checkpointing,
+            "activation_checkpointing",
+            "leave it empty",
+        ),
+        (
+            int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            able.multi_process,
+            "more than one process",
+            "launch one process, or choose another backend",
+        ),
+    ):
+        if asked and not promised:
+            raise CapabilityRefused(capability, driver.name, remedy)
+
+
 def _best() -> Driver:
     drivers = []
     for name in known_backends():
@@ -89,4 +119,3 @@ def _best() -> Driver:
     if not ranked:
         raise BackendUnavailable("no backend is usable here; `drivetrain backends` says why")
     return max(ranked, key=lambda pair: pair[0])[1]
-

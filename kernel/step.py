@@ -18,7 +18,7 @@ class StepResult:
     """What one update left behind; tensors stay on the device."""
 
     loss: Tensor
-    """This feeder's part of the mean loss, 0-d: the mean over all items is the sum over feeders."""
+    """0-d; its mean over feeders is the mean loss over the items of the global batch."""
     items: float
     """Items of the global batch."""
     requests: list[float]

@@ -1,0 +1,95 @@
+"""How far the run is, and what happened since the last log."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .contract import Session
+from .data import Position
+from .errors import CheckpointDamaged
+
+__all__ = ["Progress", "Window"]
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds of the loop besides tensors. Counts are over all ranks."""
+
+    step: int = 0
+    """Updates tried."""
+    applied: int = 0
+    """Updates that changed the weights: the clock of the learning rate."""
+    skipped: int = 0
+    items: int = 0
+    samples: int = 0
+    position: Position = field(default_factory=Position)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `from_json` takes."""
+        return {**asdict(self), "position": self.position.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Progress:
+        """Raises `CheckpointDamaged` for anything but what `to_json` returns."""
+        try:
+            position = Position.from_json(value["position"])
+            counts = {name: value[name] for name in asdict(cls()) if name != "position"}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"the checkpoint's progress is malformed: {error!r}") from error
+        if any(type(count) is not int or count < 0 for count in counts.values()):
+            raise CheckpointDamaged(f"the checkpoint's counts must be whole numbers: {counts}")
+        return cls(**counts, position=position)
+
+
+class Window:
+    """The steps since the last log. Losses stay on the device until they are asked for."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.first_step = self._timed_step = progress.step
+        self._items, self._samples = progress.items, progress.samples
+        self._losses: Any = 0.0
+        self._grad_norm: Any = math.nan
+        self._since = time.perf_counter()
+
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """One more step; waits for nothing."""
+        self._losses = self._losses + loss
+        self._grad_norm = grad_norm
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not spent on training."""
+        self._since += seconds
+
+    def figures(self, progress: Progress, session: Session) -> dict[str, float]:
+        """Means over the window, by the names that `Logged` has. Waits for the device."""
+        steps, timed_steps = progress.step - self.first_step, progress.step - self._timed_step
+        loss = float(session.reduce(self._losses)) / session.world.num_feeders / steps
+        grad_norm = float(self._grad_norm)
+        seconds = time.perf_counter() - self._since  # after the line that waits
+        return {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "step_seconds": seconds / timed_steps,
+            "items_per_second": (progress.items - self._items) / seconds,
+            "samples_per_second": (progress.samples - self._samples) / seconds,
+        }
+
+    def to_json(self, session: Session) -> dict[str, Any]:
+        """So that the first log after a resume covers the steps before it, too."""
+        loss = float(self._losses)
+        losses = session.exchange(loss if math.isfinite(loss) else None)
+        return {"first_step": self.first_step, "losses": losses}
+
+    def restore(self, value: Mapping[str, Any], session: Session) -> None:
+        """Take over what `to_json` returned, at any world size."""
+        self.first_step = int(value["first_step"])
+        losses = [math.nan if loss is None else float(loss) for loss in value["losses"]]
+        world = session.world
+        same = len(losses) == world.num_feeders
+        self._losses = losses[world.feeder_index] if same else math.fsum(losses) / len(losses)
