@@ -117,11 +117,14 @@ class CpuEngine:
         self.tied = _torch.tied_groups(self.module)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = _torch.build_optimizer(recipe, self.module)
-        self.param_groups = self.optimizer.param_groups
         self.autocast = _torch.autocast(plan, world.device)
         self.loss_scale = _torch.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
             self.module.compile()  # in place: names and the module itself stay
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _torch.NO_CONTEXT

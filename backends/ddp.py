@@ -97,7 +97,6 @@ class DdpEngine:
         self.tied = _torch.tied_groups(self.own)
         self.parameters = [p for p in self.own.parameters() if p.requires_grad]
         self.optimizer = _torch.build_optimizer(recipe, self.own)
-        self.param_groups = self.optimizer.param_groups
         self.autocast = _torch.autocast(plan, world.device)
         self.loss_scale = _torch.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
@@ -110,6 +109,10 @@ class DdpEngine:
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
         )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _torch.NO_CONTEXT if last else self.module.no_sync()

@@ -154,15 +154,17 @@ class _Run:
         self.schedule = build_schedule(
             total_steps=self.total_steps, **dataclasses.asdict(settings.schedule)
         )
-        keep = settings.checkpoint
-        self.store = out and CheckpointStore(
-            out / CHECKPOINTS,
-            keep_last=keep.keep_last,
-            keep_best=keep.keep_best,
-            best_metric=keep.best_metric,
-            best_mode=keep.best_mode,
-            keep_every=keep.keep_every,
-        )
+        self.store = None
+        if out is not None:
+            keep = settings.checkpoint
+            self.store = CheckpointStore(
+                out / CHECKPOINTS,
+                keep_last=keep.keep_last,
+                keep_best=keep.keep_best,
+                best_metric=keep.best_metric,
+                best_mode=keep.best_mode,
+                keep_every=keep.keep_every,
+            )
         self.progress = Progress()
         self.window = Window(self.progress)
         self.first_step = 0
