@@ -1,0 +1,31 @@
+"""What a checkpoint is: files of tensor pieces, and a manifest that commits them.
+
+`CheckpointStore` saves, `newest` and `list_checkpoints` find, `CheckpointReader` reads any region
+of any tensor whoever wrote it, `export_weights` and `import_weights` speak to other libraries.
+No pickle, in or out.
+"""
+
+from __future__ import annotations
+
+from .catalog import Found, Listing, Rejected, checkpoint_path, list_checkpoints, newest
+from .export import export_weights, import_weights
+from .manifest import FileEntry, Manifest, read_manifest
+from .reader import CheckpointReader
+from .store import CheckpointStore, load_rng
+
+__all__ = [
+    "CheckpointReader",
+    "CheckpointStore",
+    "FileEntry",
+    "Found",
+    "Listing",
+    "Manifest",
+    "Rejected",
+    "checkpoint_path",
+    "export_weights",
+    "import_weights",
+    "list_checkpoints",
+    "load_rng",
+    "newest",
+    "read_manifest",
+]

@@ -1,0 +1,137 @@
+"""What a checkpoint says of itself. The manifest is written last: its presence is the commit."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..contract import Kind
+from ..errors import CheckpointDamaged, CheckpointNotFound
+from . import files as file_system
+from . import strict_json
+
+__all__ = ["MANIFEST", "FileEntry", "Manifest", "file_name", "read_manifest", "write_manifest"]
+
+MANIFEST = "manifest.json"
+_FORMAT = "drivetrain-checkpoint"
+_VERSION = 1
+_MAX_BYTES = 64 << 20
+_FILE_NAME = re.compile(r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+
+
+def file_name(kind: Kind, part: int, num_parts: int) -> str:
+    """The name of one file of a checkpoint; no other names are accepted."""
+    return f"{kind}-{part:05d}-of-{num_parts:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file that belongs to the checkpoint, as it was when it was written."""
+
+    name: str
+    num_bytes: int
+    crc32: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of what is in it."""
+        return self.name.partition("-")[0]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint that is not a tensor."""
+
+    step: int
+    files: tuple[FileEntry, ...]
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """The kernel's own: position, counters, schedule, `metrics`; JSON types."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, to print what a resume changes; JSON types."""
+    driver: str = ""
+    world_size: int = 1
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Groups of FQNs that are one parameter; the first of each is the one stored."""
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON. Raises `TypeError` when `state` or `settings` hold more than that."""
+        return strict_json.dump({"format": _FORMAT, "version": _VERSION, **asdict(self)})
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, where: str) -> Manifest:
+        """Raises `CheckpointDamaged`, naming `where`, what and the value seen."""
+
+        def need(sound: bool, what: str, seen: Any) -> None:
+            if not sound:
+                raise CheckpointDamaged(f"{where}: {what} is {seen!r:.200}")
+
+        value = strict_json.parse(raw, where)
+        need(isinstance(value, dict), "the top level", value)
+        need(value.pop("format", None) == _FORMAT, "'format'", value)
+        version = value.pop("version", None)
+        if version != _VERSION:
+            raise CheckpointDamaged(
+                f"{where}: format version {version!r:.200}, and this drivetrain reads {_VERSION}: "
+                "install the drivetrain that wrote it, or a newer one"
+            )
+        names = {item.name for item in fields(cls)}
+        need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value))
+        need(_natural(value["step"]), "'step'", value["step"])
+        need(_natural(value["world_size"]), "'world_size'", value["world_size"])
+        need(isinstance(value["driver"], str), "'driver'", value["driver"])
+        for key in ("state", "settings"):
+            need(isinstance(value[key], dict), repr(key), value[key])
+        tied, entries = value["tied"], value["files"]
+        need(
+            _lists(tied, list) and all(_lists(group, str) and group for group in tied),
+            "'tied'",
+            tied,
+        )
+        need(_lists(entries, dict), "'files'", entries)
+        for entry in entries:
+            need(entry.keys() == {"name", "num_bytes", "crc32"}, "an entry of 'files'", entry)
+            # Only names of our own grammar: none can be absolute, or lead out of the folder.
+            name = entry["name"]
+            need(isinstance(name, str) and bool(_FILE_NAME.fullmatch(name)), "a file name", name)
+            need(_natural(entry["num_bytes"]), f"the size of {name}", entry["num_bytes"])
+            need(_natural(entry["crc32"]), f"the CRC-32 of {name}", entry["crc32"])
+        need(
+            len({e["name"] for e in entries}) == len(entries), "a repeated name in 'files'", entries
+        )
+        value["files"] = tuple(FileEntry(**entry) for entry in entries)
+        value["tied"] = tuple(tuple(group) for group in tied)
+        return cls(**value)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises `CheckpointNotFound` when there is no such folder and
+    `CheckpointDamaged` when the manifest is missing or malformed."""
+    if not folder.is_dir():
+        raise CheckpointNotFound(f"{folder}: no such checkpoint")
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        raise CheckpointDamaged(f"{folder}: has no {MANIFEST}, so it was never completed")
+    return Manifest.from_bytes(file_system.read_small(path, _MAX_BYTES), str(path))
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write and sync it, and the names of the files around it."""
+    data = memoryview(manifest.to_bytes())
+    if len(data) > _MAX_BYTES:
+        raise ValueError(f"the manifest would be {len(data)} bytes, more than {_MAX_BYTES}")
+    with file_system.create(folder / MANIFEST) as fd:
+        while data:
+            data = data[os.write(fd, data) :]
+    file_system.sync_folder(folder)
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _lists(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)

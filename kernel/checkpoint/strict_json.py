@@ -1,0 +1,88 @@
+"""JSON read without mercy: what two readers could take differently is refused.
+
+Also carries the non-finite floats that JSON lacks, as `{"$float": "nan"}`, so that a metric that
+went to NaN comes back as the NaN it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from ..errors import CheckpointDamaged
+
+__all__ = ["dump", "parse"]
+
+_FLOAT = "$float"
+
+
+def dump(value: Any) -> bytes:
+    """Canonical bytes: sorted keys, ASCII. Raises `TypeError`, naming the place, for anything
+    that would not come back as it was. Tuples come back as lists."""
+    packed = _pack(value, "value")
+    return json.dumps(packed, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
+    """The value in `raw`; `where` names its file in errors.
+
+    Raises `CheckpointDamaged` for anything but strict UTF-8 JSON: duplicate keys, NaN, Infinity,
+    numbers that overflow, and nesting beyond `max_depth` are all refused.
+    """
+    try:
+        value = json.loads(
+            raw.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_float=_finite,
+            parse_constant=_finite,
+        )
+        _check_depth(value, max_depth)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where}: not valid JSON: {error}") from error
+    return value
+
+
+def _pack(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, list | tuple):
+        return [_pack(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key.startswith("$"):
+                raise TypeError(
+                    f"{where} has the key {key!r}: use strings that do not start with $"
+                )
+        return {key: _pack(item, f"{where}[{key!r}]") for key, item in value.items()}
+    raise TypeError(f"{where} is a {type(value).__name__}: use JSON types, such as float(x)")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Any:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"duplicate key {next(k for k in keys if keys.count(k) > 1)!r}")
+    if _FLOAT in found:
+        if len(found) > 1 or found[_FLOAT] not in ("nan", "inf", "-inf"):
+            raise ValueError(f"{_FLOAT} must be nan, inf or -inf, not {found!r}")
+        return float(found[_FLOAT])
+    return found
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a JSON number")
+    return value
+
+
+def _check_depth(value: Any, max_depth: int) -> None:
+    level = [value]
+    for _ in range(max_depth):
+        below = [v for v in level if isinstance(v, dict | list)]
+        level = [item for v in below for item in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return
+    raise ValueError(f"nested deeper than {max_depth} levels")
