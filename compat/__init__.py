@@ -1,3 +1,3 @@
-"""The Hugging Face surface: names, signatures and numbers of its Trainer, on drivetrain's kernel."""
+"""The Hugging Face surface: its Trainer's names, signatures and numbers, on drivetrain's kernel."""
 
 __all__: list[str] = []

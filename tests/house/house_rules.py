@@ -1,0 +1,349 @@
+"""The checkers behind the house rules: pure functions from source text to complaints.
+
+Each takes the path of a file relative to the repository and its text, and gives one line a breach,
+`path:line: what`. That makes them testable on bad snippets, which the test files here do.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A folder that installs as a package, and what its modules may know of."""
+
+    package: str
+    folder: str
+    siblings: frozenset[str] = frozenset()
+    """Other packages of drivetrain that it may import, as `kernel` or, a module of it alone,
+    `kernel.contract`."""
+    outside: frozenset[str] | None = None
+    """Distributions' top-level modules beside the standard library; None: any."""
+    absolute: bool = False
+    """May say `drivetrain.x` instead of a relative import."""
+    templates: frozenset[str] = frozenset()
+    """Files that users copy, which therefore say `drivetrain.x` too."""
+    secrets: frozenset[str] = frozenset()
+    """Words that no string literal may hold; docstrings are exempt."""
+    forbidden: frozenset[str] = frozenset()
+    """Dotted names that it may neither import nor reach as an attribute."""
+    exempt: frozenset[str] = frozenset()
+    """Files for which `secrets` does not hold."""
+    vendors: dict[str, frozenset[str]] = field(default_factory=dict)
+    """For a file, what it may import inside functions only."""
+
+
+DRIVER_NAMES = frozenset({"ddp", "fsdp", "deepspeed", "xla", "ipex"})
+HARDWARE_NAMES = frozenset({"xpu", "nccl", "gloo", "cuda"})
+
+ROOMS = {
+    "kernel": Room(
+        "kernel",
+        "kernel",
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+        forbidden=frozenset({"torch.distributed", "torch.cuda", "torch.xpu"}),
+        exempt=frozenset({"kernel/registry.py"}),
+    ),
+    "backends": Room(
+        "backends",
+        "backends",
+        siblings=frozenset({"kernel.contract", "kernel.errors"}),
+        outside=frozenset({"torch"}),
+        vendors={
+            "backends/deepspeed.py": frozenset({"deepspeed"}),
+            "backends/ipex.py": frozenset({"intel_extension_for_pytorch"}),
+            "backends/xla.py": frozenset({"torch_xla"}),
+        },
+    ),
+    "compat": Room("compat", "compat", siblings=frozenset({"kernel"})),
+    "cli": Room(
+        "cli",
+        "cli",
+        siblings=frozenset({"kernel", "conformance"}),
+        templates=frozenset({"cli/gpt.py"}),
+    ),
+    "conformance": Room(
+        "conformance",
+        "tests/conformance",
+        siblings=frozenset({"kernel"}),
+        absolute=True,  # pytest may import these modules by the folder's name
+        secrets=DRIVER_NAMES,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, resolved to a dotted path from the top."""
+
+    name: str
+    line: int
+    relative: bool
+    in_function: bool
+
+
+def room_of(path: str) -> Room | None:
+    """The room that a file lies in, or None."""
+    for room in ROOMS.values():
+        if path.startswith(room.folder + "/"):
+            return room
+    return None
+
+
+def module_name(path: str, room: Room) -> str:
+    """`kernel/checkpoint/store.py` is `drivetrain.kernel.checkpoint.store`."""
+    inner = PurePosixPath(path).relative_to(room.folder).with_suffix("")
+    return ".".join(("drivetrain", room.package, *inner.parts))
+
+
+def imports(path: str, tree: ast.Module, room: Room) -> Iterator[Import]:
+    """Every import in a module. `from a import b` counts as `a.b`; an import by name counts too."""
+    parents = module_name(path, room).split(".")[:-1]  # __init__ is a part like any other
+    inside = {
+        child
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        in_function = node in inside
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, False, in_function)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                stem = parents[: len(parents) - node.level + 1]
+                base = ".".join([*stem, base]).rstrip(".")
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, bool(node.level), in_function)
+        elif isinstance(node, ast.Call) and node.args:
+            called = dotted(node.func)
+            first = node.args[0]
+            if called in ("importlib.import_module", "import_module", "__import__") and (
+                isinstance(first, ast.Constant) and isinstance(first.value, str)
+            ):
+                yield Import(first.value, node.lineno, False, in_function)
+
+
+def dotted(node: ast.expr) -> str:
+    """`torch.cuda.device` for an attribute chain on a plain name, else an empty string."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def within(name: str, roots: Iterable[str]) -> bool:
+    """Whether a dotted name is one of `roots` or lies below one."""
+    return any(name == root or name.startswith(root + ".") for root in roots)
+
+
+def import_breaches(path: str, text: str) -> list[str]:
+    """What a module of the library imports or reaches though its room may not."""
+    room = room_of(path)
+    if room is None:
+        return []
+    tree = ast.parse(text, path)
+    found = []
+    for item in imports(path, tree, room):
+        if complaint := _judge(path, item, room):
+            found.append(f"{path}:{item.line}: {complaint}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and dotted(node) in room.forbidden:
+            found.append(f"{path}:{node.lineno}: {room.package} may not touch {dotted(node)}")
+    return found
+
+
+def _judge(path: str, item: Import, room: Room) -> str | None:
+    top, _, rest = item.name.partition(".")
+    if top == "drivetrain":
+        if not (item.relative or room.absolute or path in room.templates):
+            return f"import {item.name} relatively"
+        own = rest == room.package or rest.startswith(room.package + ".")
+        if own:
+            return _judge_own(path, rest, room)
+        if not within(rest, room.siblings):
+            return f"{room.package} may not import drivetrain.{rest}"
+        return None
+    if top == "tests" or item.relative:
+        return f"the library may not import {item.name}"
+    if within(item.name, room.forbidden):
+        return f"{room.package} may not import {item.name}"
+    if top in sys.stdlib_module_names or room.outside is None or top in room.outside:
+        return None
+    if top in room.vendors.get(path, ()):
+        return None if item.in_function else f"import {top} inside the function that needs it"
+    return f"{room.package} may not import {top}"
+
+
+def _judge_own(path: str, rest: str, room: Room) -> str | None:
+    """In backends, what is shared has an underscore; drivers are strangers to each other."""
+    if room.package != "backends":
+        return None
+    parts = rest.split(".")[1:]
+    if parts and not parts[0].startswith("_"):
+        return f"a driver may not import another driver, {parts[0]}"
+    return None
+
+
+def secret_breaches(path: str, text: str) -> list[str]:
+    """String literals that name what the room must not know; docstrings are exempt."""
+    room = room_of(path)
+    if room is None or not room.secrets or path in room.exempt:
+        return []
+    tree = ast.parse(text, path)
+    words = re.compile(rf"(?<![A-Za-z])({'|'.join(sorted(room.secrets))})(?![A-Za-z])", re.I)
+    prose = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        f"{path}:{node.lineno}: {room.package} may not name {hit.group()!r}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose
+        if (hit := words.search(node.value))
+    ]
+
+
+def name_order(name: str) -> tuple[int, str]:
+    """CONSTANTS, then Classes, then functions, each by the alphabet, as ruff's RUF022 sorts."""
+    kind = 0 if name.isupper() else 1 if name.lstrip("_")[:1].isupper() else 2
+    return kind, name
+
+
+def public_name_breaches(path: str, text: str) -> list[str]:
+    """`__all__` is sorted, names what exists, and in a package's `__init__` names all of it."""
+    tree = ast.parse(text, path)
+    listed = None
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = {target.id for target in targets if isinstance(target, ast.Name)}
+            if "__all__" in names and node.value is not None:
+                listed = ast.literal_eval(node.value)
+            defined |= names
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            defined |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    is_package = PurePosixPath(path).name == "__init__.py"
+    if listed is None:
+        return [f"{path}:1: a package needs __all__"] if is_package else []
+    found = []
+    if listed != sorted(set(listed), key=name_order):
+        found.append(f"{path}:1: __all__ is not sorted, or names something twice")
+    lazy = "__getattr__" in defined  # then a test of the package itself has to try the names
+    if missing := [name for name in listed if name not in defined and not lazy]:
+        found.append(f"{path}:1: __all__ names what is not there: {', '.join(missing)}")
+    public = {name for name in defined if not name.startswith("_")}
+    if is_package and (unlisted := sorted(public - set(listed))):
+        found.append(f"{path}:1: public, yet not in __all__: {', '.join(unlisted)}")
+    return found
+
+
+PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"})
+PICKLE_ESCAPE = "# house: pickle"
+"""On a line of a test that plants a pickle to see it refused."""
+
+
+def pickle_breaches(path: str, text: str) -> list[str]:
+    """Imports of pickle and its kin, and `torch.load` that would run what it reads."""
+    lines = text.splitlines()
+    found = []
+
+    def complain(node: ast.stmt | ast.expr, what: str) -> None:
+        escaped = path.startswith("tests/") and PICKLE_ESCAPE in lines[node.lineno - 1]
+        if not escaped:
+            found.append(f"{path}:{node.lineno}: {what}")
+
+    for node in ast.walk(ast.parse(text, path)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        for name in names:
+            if name.partition(".")[0] in PICKLES:
+                complain(node, f"imports {name}")
+        if isinstance(node, ast.Call):
+            weights_only = [word.value for word in node.keywords if word.arg == "weights_only"]
+            safe = [v for v in weights_only if isinstance(v, ast.Constant) and v.value is True]
+            if weights_only and not safe:
+                complain(node, "weights_only must be the literal True")
+            elif dotted(node.func) == "torch.load" and not safe:
+                complain(node, "torch.load without weights_only=True")
+    return found
+
+
+def _joined(*parts: str) -> str:
+    return re.escape(".".join(parts))
+
+
+ADDRESSES = re.compile(
+    "|".join(
+        (
+            _joined("pypi", "org"),
+            "python" + "hosted",
+            _joined("download", "pytorch", "org"),
+            _joined("registry", "npmjs"),
+            _joined("anaconda", "org"),
+        )
+    ),
+    re.I,
+)
+MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(?:work|root|home|Users)(?=/|\b)(?:/[\w.-]*)*")
+
+
+def text_breaches(path: str, text: str) -> list[str]:
+    """Hosts of package registries and paths of somebody's machine, in any text."""
+    found = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if ADDRESSES.search(line):
+            found.append(f"{path}:{number}: names a package registry's host")
+        if hit := MACHINE_PATHS.search(line):
+            found.append(f"{path}:{number}: names a path of one machine, {hit.group()}")
+    return found
+
+
+@cache
+def tracked_files() -> dict[str, str]:
+    """Every text file in git, and those about to be (untracked, not ignored): path -> text."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    texts = {}
+    for name in filter(None, done.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        try:
+            texts[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not text
+    return texts
+
+
+def sources(prefix: str = "") -> dict[str, str]:
+    """The Python files among them, below a folder."""
+    return {
+        path: text
+        for path, text in tracked_files().items()
+        if path.startswith(prefix) and path.endswith(".py")
+    }
