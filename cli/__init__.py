@@ -1,0 +1,15 @@
+"""The command line. It uses the kernel's public functions and adds nothing that they lack.
+
+This module stays light, so that `drivetrain --help` answers at once; torch comes with a command.
+"""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """The console script `drivetrain`."""
+    from .app import app
+
+    app(prog_name="drivetrain")

@@ -1,0 +1,5 @@
+"""`python -m drivetrain.cli`, which launched ranks are started with."""
+
+from . import main
+
+main()

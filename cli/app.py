@@ -1,0 +1,285 @@
+"""The commands and their arguments; what they do is in the modules that they import when called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="drivetrain",
+    help="Write the training once; choose the hardware with an argument; resume anywhere.",
+    epilog="[bold]Start here:[/]  drivetrain train    (two minutes on a laptop, no download)",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+TRAIN_EPILOG = """[bold]Examples[/]
+
+drivetrain train
+
+drivetrain train my.py --set optimizer.lr=3e-4 --set recipe.width=256 --steps 1000
+
+drivetrain train my.py --backend ddp --nproc 8 --out runs/first
+
+drivetrain train --resume runs/first --steps 2000
+
+drivetrain train my.py --out runs/first --resume auto   (the line for a job that is restarted)
+
+drivetrain train my.py --nproc 8 --nnodes 2 --node-rank 0 --master-addr host1 --out runs/big
+
+Under torchrun, or srun with one task a device, leave --nproc out: ranks notice their launcher.
+
+[bold]Exit codes[/]: 0 done; 1 failed; 2 the request cannot be carried out; 75 asked to stop by a
+signal, saved, resume it.
+"""
+
+
+@app.command(epilog=TRAIN_EPILOG)
+def train(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A Python file that defines `recipe`. By default a small GPT on Python's own "
+            "source, or the recipe of the run that is resumed.",
+            show_default=False,
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="The driver, or auto for the best usable one; see `drivetrain backends`. By "
+            "default auto, or that of the run that is resumed.",
+            show_default=False,
+        ),
+    ] = None,
+    nproc: Annotated[int, typer.Option(help="Processes on this machine.")] = 1,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Change a setting (optimizer.lr=3e-4), the recipe's configuration "
+            "(recipe.width=256) or an option of the driver (backend.threads=2). Repeatable.",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Short for --set steps=N.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option(help="Short for --set epochs=X; lifts the recipe's steps.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run folder: metrics, report, configuration, checkpoints. By default "
+            "runs/<recipe>-<time>, or the folder of the run that is resumed.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|PATH",
+            help="Go on from a run folder or a checkpoint; auto: from the newest checkpoint in "
+            "--out, or anew when there is none. Without a recipe, the resumed run's recipe and "
+            "--set values are used.",
+        ),
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
+    ] = False,
+    debug: Debug = False,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(help="Machines, or MIN:MAX.", rich_help_panel="Handed to torchrun"),
+    ] = None,
+    node_rank: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    master_addr: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    master_port: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    rdzv_id: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    max_restarts: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+) -> None:
+    """Train a recipe; without one, a small GPT on the source of Python's standard library."""
+    from .failure import told
+
+    with told(debug=debug):
+        from .choices import parse_pairs
+        from .launch import Launch
+        from .train import TrainRequest
+        from .train import train as run
+
+        torchrun = {
+            "node-rank": node_rank,
+            "master-addr": master_addr,
+            "master-port": master_port,
+            "rdzv-backend": rdzv_backend,
+            "rdzv-endpoint": rdzv_endpoint,
+            "rdzv-id": rdzv_id,
+            "max-restarts": max_restarts,
+        }
+        given = {name: value for name, value in torchrun.items() if value is not None}
+        request = TrainRequest(
+            recipe=recipe,
+            backend=backend,
+            given=parse_pairs(set_ or (), {"steps": steps, "epochs": epochs, "seed": seed}),
+            out=out,
+            resume=resume,
+            launch=Launch(nproc, nnodes, given),
+            json=json,
+        )
+        raise typer.Exit(run(request))
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+CheckpointPath = Annotated[
+    Path,
+    typer.Argument(help="A checkpoint folder, or a run folder (its newest complete checkpoint)."),
+]
+
+
+@app.command(epilog="[bold]Examples[/]\n\ndrivetrain backends\n\ndrivetrain backends --json")
+def backends(json: AsJson = False, debug: Debug = False) -> None:
+    """All known drivers: usable here or not, why not, and how to install what is missing."""
+    from .failure import told
+
+    with told(debug=debug):
+        from rich.console import Console
+
+        from .backends import backend_records, show_backends
+
+        records = backend_records()
+        if json:
+            _print_json(records)
+        else:
+            show_backends(records, Console())
+
+
+checkpoint = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Look into checkpoints, check them, and trade weights with other libraries.",
+)
+app.add_typer(checkpoint, name="checkpoint")
+
+
+@checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint inspect runs/first")
+def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) -> None:
+    """Who wrote it, when, and which tensors it holds; reads no tensor."""
+    from .failure import told
+
+    with told(debug=debug):
+        from rich.console import Console
+
+        from .checkpoints import inspect, locate, show
+
+        record = inspect(locate(path))
+        if json:
+            _print_json(record)
+        else:
+            show(record, Console())
+
+
+@checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first")
+def verify(
+    path: Annotated[
+        Path, typer.Argument(help="A checkpoint folder, or a run folder (all its checkpoints).")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Read every byte and compare checksums; exit 1 and name what is not as it was written."""
+    from .failure import say, told
+
+    with told(debug=debug):
+        from .checkpoints import verify
+
+        checkpoints, problems = verify(path)
+        for problem in problems:
+            say(problem, label="damaged:", style="bold red")
+        if problems:
+            raise typer.Exit(1)
+        for found in checkpoints:
+            typer.echo(f"{found}: complete and unaltered")
+
+
+@checkpoint.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint export runs/first exported/first"
+)
+def export(
+    path: CheckpointPath,
+    folder: Annotated[Path, typer.Argument(help="A new folder, for model.safetensors.")],
+    debug: Debug = False,
+) -> None:
+    """Write the weights as whole tensors, in the layout that `from_pretrained` reads."""
+    from .failure import told
+
+    with told(debug=debug):
+        from ..kernel.checkpoint import export_weights
+        from .checkpoints import locate
+
+        typer.echo(f"weights written to {export_weights(locate(path), folder)}")
+
+
+@checkpoint.command(
+    "import",
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint import exported/first runs/second\n\n"
+    "drivetrain train my.py --resume runs/second/checkpoints --out runs/second-trained",
+)
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A folder with safetensors weights.")],
+    run: Annotated[Path, typer.Argument(help="The run folder to put a checkpoint of step 0 in.")],
+    debug: Debug = False,
+) -> None:
+    """Make a checkpoint that any driver starts from out of safetensors weights."""
+    from .failure import told
+
+    with told(debug=debug):
+        from ..kernel.checkpoint import import_weights
+        from .folder import CHECKPOINTS
+
+        target = import_weights(folder, run / CHECKPOINTS)
+        typer.echo(f"checkpoint written to {target}")
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain conform --backend cpu\n\n"
+    "drivetrain conform --backend ddp --nproc 2 -k gradient --report conformance"
+)
+def conform(
+    backend: Annotated[str, typer.Option(help="The driver to prove.")],
+    nproc: Annotated[int | None, typer.Option(help="Ranks; by default the suite chooses.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A folder for the report, in JSON and HTML.")
+    ] = None,
+    select: Annotated[
+        str | None, typer.Option("-k", metavar="EXPR", help="Only tests that match, as in pytest.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Prove that a driver keeps the laws of the contract; needs pytest."""
+    from .failure import told
+
+    with told(debug=debug):
+        from .conform import conform
+
+        options = (("--nproc", nproc), ("--report", report))
+        arguments = [f"{name}={value}" for name, value in options if value is not None]
+        if select is not None:
+            arguments += ["-k", select]
+        raise typer.Exit(conform(backend, arguments))
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=1))

@@ -1,0 +1,105 @@
+"""The curves of a run as inline SVG that takes its colours from the page around it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from .records import Record
+
+__all__ = ["Series", "curves", "draw"]
+
+# matplotlib writes these colours, and the page's style takes their place
+_COLOURS = {"#000001": "currentColor", "#000002": "var(--first)", "#000003": "var(--second)"}
+_INK, _FIRST, _SECOND = _COLOURS
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values by step; a value that is None leaves a gap."""
+
+    name: str
+    steps: Sequence[int]
+    values: Sequence[float | None]
+
+
+def curves(records: Sequence[Record]) -> dict[str, str]:
+    """Title -> SVG of each curve that there are records for."""
+    logged = [record for record in records if record["event"] == "logged"]
+    evaluated = [record for record in records if record["event"] == "evaluated"]
+    steps = [record["step"] for record in logged]
+    unit = logged[-1]["item_name"] if logged else "items"
+
+    def series(name: str, key: str) -> list[Series]:
+        return [Series(name, steps, [record[key] for record in logged])] if logged else []
+
+    loss = series("training", "loss")
+    for name in dict.fromkeys(record["name"] for record in evaluated):
+        points = [r for r in evaluated if r["name"] == name and "loss" in r["metrics"]]
+        values = [record["metrics"]["loss"] for record in points]
+        loss.append(Series(name, [record["step"] for record in points], values))
+    charts = {
+        "Loss": [line for line in loss if line.steps],
+        "Learning rate": series("learning rate", "learning_rate"),
+        "Gradient norm (before clipping)": series("gradient norm", "grad_norm"),
+        f"Throughput ({unit} a second)": series("throughput", "items_per_second"),
+    }
+    return {title: draw(title, lines) for title, lines in charts.items() if lines}
+
+
+def draw(title: str, lines: Sequence[Series]) -> str:
+    """One chart, as an SVG element with a title for screen readers."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    look: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,  # ids that are stable, and differ between the charts of a page
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.color": _INK,
+        "axes.edgecolor": _INK,
+        "axes.labelcolor": _INK,
+        "xtick.color": _INK,
+        "ytick.color": _INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=(5, 3), layout="constrained")
+        axes = figure.add_subplot()
+        for index, line in enumerate(lines):
+            values = [float("nan") if value is None else value for value in line.values]
+            axes.plot(
+                line.steps,
+                values,
+                color=_SECOND if index else _FIRST,
+                marker="o" if index or len(line.steps) == 1 else None,
+                markersize=4,
+                linewidth=1.5,
+                linestyle="-" if index < 2 else ["--", ":", "-."][index % 3],
+                label=line.name,
+            )
+        axes.grid(color=_INK, alpha=0.15, linewidth=0.5)
+        axes.set_xlabel("step")
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        if len(lines) > 1:
+            axes.legend(frameon=False)
+        file = StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    return _inline(file.getvalue(), title)
+
+
+def _inline(svg: str, title: str) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    for written, meant in _COLOURS.items():
+        svg = svg.replace(written, meant)
+    head, bracket, rest = svg.partition(">")
+    return f'{head} role="img" aria-label="{title}"{bracket}{rest}'

@@ -1,0 +1,98 @@
+"""How a command fails: one message on stderr and an exit code, and a traceback only on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import typer
+from rich.console import Console
+
+from ..kernel.errors import DrivetrainError
+
+__all__ = ["EXIT_INTERRUPTED", "OUTCOMES", "note_outcome", "rank", "say", "told", "world_size"]
+
+EXIT_INTERRUPTED = 130
+OUTCOMES = "DRIVETRAIN_OUTCOMES"
+"""Environment: the folder where ranks leave word of how they ended; the launcher reads it out."""
+
+
+def rank() -> int:
+    """This process's rank, as its launcher says."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks in the run, as the launcher says."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def say(text: str, *, label: str = "", style: str = "") -> None:
+    """One message on stderr, coloured on a terminal."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if label:
+        console.print(label, style=style, end=" ", markup=False)
+    console.print(text, markup=False)
+
+
+@contextmanager
+def told(*, debug: bool = False) -> Iterator[None]:
+    """Turn an error into its message and exit code. `debug` lets the traceback through too."""
+    try:
+        yield
+    except (KeyboardInterrupt, Exception) as error:
+        if isinstance(error, (typer.Exit, typer.Abort)):
+            raise
+        code = _exit_code(error)
+        message = _message(error)
+        if debug:
+            traceback.print_exc()
+        if not note_outcome(code, message):
+            where = f" (rank {rank()})" if world_size() > 1 else ""
+            say(message, label=f"error{where}:", style="bold red")
+        raise typer.Exit(code) from error
+
+
+def note_outcome(code: int, message: str) -> bool:
+    """Leave word for the launcher, so that one message is printed however many ranks fail.
+    False when no launcher of ours waits for it."""
+    folder = os.environ.get(OUTCOMES)
+    if folder is None:
+        return False
+    note = {"rank": rank(), "code": code, "message": message, "time": time.time()}
+    Path(folder, f"{rank()}.json").write_text(json.dumps(note))
+    return True
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED
+    return error.exit_code if isinstance(error, DrivetrainError) else 1
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, DrivetrainError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return f"{type(error).__name__}: {error}{_place(error.__traceback__)}"
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Where in the user's own code it was raised: the last frame outside of installed packages."""
+    package = str(Path(__file__).resolve().parent.parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith((package, sys.base_prefix, "<"))
+    ]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
+    return f"{place}; --debug shows the traceback"

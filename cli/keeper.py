@@ -1,0 +1,108 @@
+"""Keeps the run folder up to date: configuration, metrics and report, on rank 0."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .choices import Resolved
+from .folder import CONFIG, METRICS, REPORT, SAMPLE, write_atomically
+from .records import Record, history, plain, read_records
+from .report import Outcome, render
+from .watch import append_to
+
+__all__ = ["Keeper", "configuration", "result_record"]
+
+_MOODS = {"finished": "good"}
+
+
+def configuration(
+    *, name: str, recipe: Path | None, given: Mapping[str, Any], resolved: Resolved
+) -> Record:
+    """What `config.json` holds: enough to repeat the run, and to resume it without a recipe."""
+    return {
+        "name": name,
+        "command": [shlex.quote(word) for word in ("drivetrain", *sys.argv[1:])],
+        "recipe": None if recipe is None else str(recipe.resolve()),
+        "given": plain(given),
+        "settings": {
+            key: {"value": plain(value), "source": resolved.sources[key]}
+            for key, value in resolved.values.items()
+        },
+        "drivetrain": version("drivetrain"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+@dataclass
+class Keeper:
+    """A sink. Nothing is written before the run has started."""
+
+    folder: Path
+    config: Record
+    onward: Callable[[Mapping[str, Any], str], str]
+    """From the record of the start, and the reason of the end, to the command that goes on."""
+    sample: str = ""
+    started: Record | None = None
+
+    def sink(self, record: Record) -> None:
+        """Keep a record; at an evaluation and at the end, renew the report."""
+        event = record["event"]
+        if event == "run_started":
+            self.started = record
+            self.config |= {"backend": record["backend"], "world_size": record["world"]["size"]}
+            write_atomically(self.folder / CONFIG, json.dumps(self.config, indent=1) + "\n")
+        append_to(self.folder / METRICS)(record)
+        if event == "evaluated" and self.started and record["step"] < self.started["total_steps"]:
+            total = self.started["total_steps"]
+            self.write_report(Outcome(f"running: step {record['step']} of {total}"))
+        if event == "run_ended":
+            self._end(record)
+
+    def command(self, reason: str) -> str:
+        """What to type to go on after an end for that reason."""
+        return self.onward(self.started, reason) if self.started else ""
+
+    def fail(self, message: str) -> None:
+        """The run ended with an error; says so in the report if there is a run to report on."""
+        if self.started is not None:
+            self.write_report(Outcome(f"failed: {message}", "bad", self.command("failed")))
+
+    def write_report(self, outcome: Outcome) -> None:
+        """Render the history so far."""
+        records = history(read_records(self.folder / METRICS))
+        write_atomically(self.folder / REPORT, render(records, self.config, outcome))
+
+    def _end(self, record: Record) -> None:
+        reason = record["reason"]
+        if self.sample:
+            write_atomically(self.folder / SAMPLE, self.sample + "\n")
+        text = f"{reason} at step {record['step']}"
+        command = self.command(reason)
+        self.write_report(Outcome(text, _MOODS.get(reason, ""), command, self.sample))
+
+
+def result_record(keeper: Keeper, result: Any) -> Record:
+    """The last record: where everything is."""
+    return {
+        "event": "result",
+        "step": result.step,
+        "reason": result.reason,
+        "loss": plain(result.loss),
+        "metrics": plain(result.metrics),
+        "checkpoint": plain(result.checkpoint),
+        "sample": keeper.sample,
+        "report": str(keeper.folder / REPORT),
+        "command": keeper.command(result.reason),
+    }

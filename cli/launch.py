@@ -1,0 +1,160 @@
+"""Starting the ranks of a run: torchrun's work, called in this process so that the exit code and
+the message of the rank that failed first get through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..kernel.contract import Driver
+from ..kernel.errors import EXIT_PREEMPTED, SettingError
+from .failure import OUTCOMES, say
+
+__all__ = ["Launch", "adopt_slurm", "check_ranks", "is_launched", "launched_as", "run_ranks"]
+
+RANKS_PER_CPU = 4
+"""More processes than this for each CPU is a typing error, not a wish."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many ranks, and the flags that go to torchrun as they are."""
+
+    nproc: int
+    nnodes: str | None = None
+    torchrun: Mapping[str, str] | None = None
+    """`rdzv-endpoint` and so on, those that were given."""
+
+    @property
+    def wanted(self) -> bool:
+        """More than this one process is asked for."""
+        return self.nproc > 1 or self.nnodes is not None
+
+    def flags(self) -> list[str]:
+        """torchrun's command line, up to the program. One node is always standalone: a fixed port
+        would clash with another run on the same machine."""
+        given = dict(self.torchrun or {})
+        flags = [f"--nproc-per-node={self.nproc}"]
+        if self.nnodes is not None:
+            flags.append(f"--nnodes={self.nnodes}")
+        if self.nnodes in (None, "1", "1:1") and not given:
+            flags.append("--standalone")
+        return flags + [f"--{name}={value}" for name, value in given.items()]
+
+
+def is_launched() -> bool:
+    """This process is a rank that a launcher started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def launched_as(ranks: int) -> Iterator[None]:
+    """While it is open, this process looks like one of `ranks`: `auto` and the drivers' probes
+    then answer what they will answer on the ranks."""
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
+
+
+def adopt_slurm(environment: MutableMapping[str, str]) -> None:
+    """Under `srun` with several tasks, say who we are in torchrun's words."""
+    if "RANK" in environment or int(environment.get("SLURM_NTASKS", "1")) < 2:
+        return
+    if "SLURM_PROCID" not in environment:
+        return
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    words = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "MASTER_ADDR": _first_host(environment),
+        "MASTER_PORT": str(20000 + job % 20000),
+    }
+    for word, value in words.items():
+        environment.setdefault(word, value)
+
+
+def _first_host(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    if not nodes:
+        return "127.0.0.1"
+    if "[" not in nodes:
+        return nodes.split(",")[0]
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise SettingError(
+            f"the first host of {nodes!r} could not be found with scontrol ({error}); set "
+            "MASTER_ADDR in the environment"
+        ) from error
+
+
+def check_ranks(nproc: int, driver: Driver) -> None:
+    """Raises `SettingError` when this machine does not allow so many ranks."""
+    if nproc < 1:
+        raise SettingError(f"--nproc is {nproc}; it must be at least 1")
+    devices = driver.probe().devices
+    accelerators = [device for device in devices if not device.startswith("cpu")]
+    if accelerators and nproc > len(accelerators):
+        raise SettingError(
+            f"--nproc is {nproc}, and backend {driver.name!r} sees {len(accelerators)} devices "
+            f"({', '.join(accelerators)}); give at most {len(accelerators)}"
+        )
+    cpus = os.cpu_count() or 1
+    if nproc > RANKS_PER_CPU * cpus and not accelerators:
+        raise SettingError(
+            f"--nproc is {nproc}, and this machine has {cpus} CPUs; give at most "
+            f"{RANKS_PER_CPU * cpus} ({RANKS_PER_CPU} for each CPU)"
+        )
+
+
+def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
+    """Run `drivetrain ARGUMENTS` on every rank of this node; the exit code of the run.
+
+    The message of the rank that failed first is printed once, with its rank.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
+        os.environ[OUTCOMES] = folder
+        # torchrun would give each rank one thread; a rank's fair share of the CPUs is faster
+        share = max(1, (os.cpu_count() or 1) // launch.nproc)
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
+        # a rank that was asked to stop finishes its step and saves: give it the time
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+        command = [*launch.flags(), "-m", f"{__package__}", *arguments]
+        try:
+            run(parse_args(command))  # type: ignore[no-untyped-call]
+            return 0
+        except ChildFailedError as error:
+            failed_rank, failure = error.get_first_failure()
+            return _told(folder, failed_rank, failure.exitcode)
+        except SignalException as error:
+            return _told(folder, 0, 128 + int(error.sigval))
+        finally:
+            os.environ.pop(OUTCOMES, None)
+
+
+def _told(folder: str, failed_rank: int, exit_code: int) -> int:
+    """Print what the first rank to fail left word of, or that it died without."""
+    notes = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if not notes:
+        death = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        say(f"it ended with {death} and left no message", label=f"error (rank {failed_rank}):")
+        return exit_code if exit_code > 0 else 128 - exit_code
+    first = min(notes, key=lambda note: float(note["time"]))
+    if first["code"] != EXIT_PREEMPTED:
+        say(first["message"], label=f"error (rank {first['rank']}):", style="bold red")
+    return int(first["code"])

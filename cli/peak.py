@@ -1,0 +1,71 @@
+"""What this device can do at best: a short matrix product, timed on the device itself.
+
+A data sheet's figure would flatter no one less, but it is not known for most devices, and a
+processor that is shared or throttled does not reach it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Peak", "measure_peak"]
+
+LONG_ENOUGH_SECONDS = 0.004
+LARGEST_SIDE = 4096
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Operations a second of all ranks, and what that is a figure of."""
+
+    flops: float
+    device: str
+    dtype: str
+    ranks: int
+
+    def __str__(self) -> str:
+        each = f"{self.ranks} x " if self.ranks > 1 else ""
+        figure = format_flops(self.flops / self.ranks)
+        return f"{each}{figure} ({self.dtype} matrix product measured on this {self.device})"
+
+
+def format_flops(flops: float) -> str:
+    """`142 GFLOP/s`."""
+    unit, scale = ("TFLOP/s", 1e12) if flops >= 1e12 else ("GFLOP/s", 1e9)
+    return f"{flops / scale:.3g} {unit}"
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype, ranks: int) -> Peak | None:
+    """Best of a few products, well under a second; draws no random number. None where a product
+    cannot be timed from here (a device that compiles first)."""
+    if device.type not in ("cpu", "cuda", "xpu"):
+        return None
+    side, flops = 256, 0.0
+    deadline = time.perf_counter() + 0.25
+    matrix = _matrix(side, device, dtype)
+    while time.perf_counter() < deadline:
+        seconds = _time_product(matrix)
+        flops = max(flops, 2.0 * side**3 / seconds)
+        if seconds < LONG_ENOUGH_SECONDS and side < LARGEST_SIDE:
+            side *= 2
+            matrix = _matrix(side, device, dtype)
+            _time_product(matrix)  # the first product of a shape also chooses its kernel
+    name = "CPU" if device.type == "cpu" else device.type.upper()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return Peak(flops * ranks, name, str(dtype).removeprefix("torch."), ranks)
+
+
+def _matrix(side: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.arange(side * side, device=device) % 7 - 3
+    return (values / 8).to(dtype).view(side, side)
+
+
+def _time_product(matrix: torch.Tensor) -> float:
+    start = time.perf_counter()
+    product = matrix @ matrix
+    float(product[0, 0])  # waits for the device
+    return time.perf_counter() - start

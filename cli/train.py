@@ -1,0 +1,216 @@
+"""`drivetrain train`: `kernel.fit` with a run folder and someone watching."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from torch import nn
+
+from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
+from ..kernel.loop import Result, fit
+from ..kernel.registry import usable_driver
+from .choices import resolve
+from .failure import note_outcome, rank, world_size
+from .folder import CHECKPOINTS, Earlier, check_folder, default_folder, find_earlier, read_config
+from .keeper import Keeper, configuration, result_record
+from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, run_ranks
+from .live import LiveProgress
+from .onward import onward
+from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
+from .watch import Sink, Watcher, print_json, print_lines
+
+__all__ = ["TrainRequest", "train"]
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What was asked for on the command line; None where nothing was said."""
+
+    recipe: Path | None
+    backend: str | None
+    given: Mapping[str, Any]
+    out: Path | None
+    resume: str | None
+    launch: Launch
+    json: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request after an earlier run, if there is one, has filled the gaps."""
+
+    recipe: Path
+    backend: str
+    resumed: Mapping[str, Any]
+    """What the earlier run was given, where no recipe is given now."""
+    resumed_backend: str | None
+    out: Path
+    out_is_default: bool
+    resume: Path | str | None
+
+
+def train(request: TrainRequest) -> int:
+    """Train, or launch the ranks that do; the exit code. Raises `DrivetrainError`."""
+    adopt_slurm(os.environ)
+    job = _fill_gaps(request)
+    if rank() == 0:
+        check_folder(job.out, resuming=job.resume is not None)
+    if is_launched() or not request.launch.wanted:
+        check_ranks(request.launch.nproc, usable_driver(job.backend))
+        return _train_here(request, job)
+    with launched_as(request.launch.nproc):
+        check_ranks(request.launch.nproc, usable_driver(job.backend))
+    if not job.recipe.is_file():
+        load_recipe_file(job.recipe)  # raises, once instead of on each rank
+    arguments = list(sys.argv[1:])
+    if job.out_is_default:
+        arguments[1:1] = ["--out", str(job.out)]
+    return run_ranks(request.launch, arguments)
+
+
+def _fill_gaps(request: TrainRequest) -> _Job:
+    earlier, resume = _earlier(request)
+    config = earlier.config if earlier is not None and request.recipe is None else {}
+    recipe = request.recipe or Path(config.get("recipe") or DEFAULT_RECIPE)
+    out, out_is_default = request.out, False
+    if out is None:
+        out_is_default = earlier is None
+        out = earlier.folder if earlier is not None else default_folder(recipe, _run_label())
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (out / CHECKPOINTS).is_dir():
+        resume = "auto"  # the launcher started the ranks anew: go on from the newest checkpoint
+    return _Job(
+        recipe=recipe,
+        backend=request.backend or str(config.get("backend") or "auto"),
+        resumed=config.get("given", {}),
+        resumed_backend=config.get("backend"),
+        out=out,
+        out_is_default=out_is_default,
+        resume=resume,
+    )
+
+
+def _earlier(request: TrainRequest) -> tuple[Earlier | None, Path | str | None]:
+    """The run that is gone on with, and where its state is taken from."""
+    if request.resume is None:
+        return None, None
+    if request.resume != "auto":
+        earlier = find_earlier(Path(request.resume))
+        return earlier, earlier.source
+    if request.out is None:
+        raise OutputError(
+            "--resume auto goes on with the run in --out, which is not given; give --out, or "
+            "--resume with the folder of the run"
+        )
+    return Earlier(request.out, request.out, read_config(request.out)), "auto"
+
+
+def _run_label() -> str | None:
+    """What all ranks that a launcher started can call their run by; None for one rank."""
+    if world_size() == 1:
+        return None
+    for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):
+        if os.environ.get(name, "none") != "none":
+            return os.environ[name]
+    raise OutputError("the ranks must agree on a run folder; give --out")
+
+
+def _train_here(request: TrainRequest, job: _Job) -> int:
+    recipe_file = load_recipe_file(job.recipe)
+    driver = usable_driver(job.backend)
+    resumed = {
+        key: value
+        for key, value in job.resumed.items()
+        if not key.startswith("backend.") or driver.name == job.resumed_backend
+    }
+    resolved = resolve(recipe_file, driver, resumed, request.given)
+    recipe = recipe_file.build(resolved.config)
+    embedded = job.recipe == DEFAULT_RECIPE
+    keeper = Keeper(
+        job.out,
+        configuration(
+            name=job.out.name,
+            recipe=None if embedded else job.recipe,
+            given={**resumed, **request.given},
+            resolved=resolved,
+        ),
+        partial(onward, job.out),
+    )
+    with _watching(keeper, recipe_file, as_json=request.json) as (watcher, show):
+        try:
+            result = fit(
+                recipe,
+                resolved.settings,
+                backend=driver.name,
+                backend_options=resolved.backend_options,
+                out=job.out,
+                resume=job.resume,
+                observers=[watcher],
+                finish=partial(_sample, recipe_file, keeper),
+            )
+        except Exception as error:
+            if rank() == 0:
+                keeper.fail(f"{type(error).__name__}: {error}")
+            raise
+        show(result_record(keeper, result))
+    return _exit_code(result)
+
+
+def _exit_code(result: Result) -> int:
+    if result.reason != "preempted":
+        return 0
+    note_outcome(EXIT_PREEMPTED, "preempted")
+    return EXIT_PREEMPTED
+
+
+def _sample(recipe_file: RecipeFile, keeper: Keeper, module: nn.Module) -> None:
+    if recipe_file.sample is None:
+        return
+    text = recipe_file.sample(module)
+    if not isinstance(text, str):
+        raise RecipeError(f"sample() of {recipe_file.path} returned {type(text).__name__}, not str")
+    keeper.sample = text
+
+
+@contextmanager
+def _watching(
+    keeper: Keeper, recipe_file: RecipeFile, *, as_json: bool
+) -> Iterator[tuple[Watcher, Sink]]:
+    """The observer of this rank, and where the last record is shown."""
+    with ExitStack() as stack:
+        sinks: Sequence[Sink] = ()
+        on_step = None
+        show: Sink = lambda record: None  # noqa: E731
+        stream = stack.enter_context(_clean_stdout()) if as_json else None
+        if rank() == 0:
+            if stream is not None:
+                show = print_json(stream)
+            elif (console := Console()).is_terminal:
+                live = stack.enter_context(LiveProgress(console))
+                show, on_step = live.sink, live.step
+            else:
+                show = print_lines
+            sinks = (keeper.sink, show)
+        yield Watcher(sinks, recipe_file.item_name, on_step), show
+
+
+@contextmanager
+def _clean_stdout() -> Iterator[TextIO]:
+    """stdout for us alone; what anyone else prints there, libraries in C too, goes to stderr."""
+    sys.stdout.flush()
+    ours = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(ours), "w", encoding="utf-8") as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        os.dup2(ours, 1)
+        os.close(ours)

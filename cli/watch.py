@@ -1,0 +1,104 @@
+"""The observer of the command line: events become records, and records go to sinks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..kernel.errors import OutputError
+from ..kernel.events import Logged, RunStarted, StepEnded
+from ..kernel.settings import PRECISIONS
+from .peak import Peak, measure_peak
+from .records import Record, record_of, to_line
+from .words import describe
+
+__all__ = ["Sink", "Watcher", "append_to", "print_json", "print_lines"]
+
+Sink = Callable[[Record], None]
+
+
+class Watcher:
+    """Makes a record of each event, completes it, and hands it to every sink.
+
+    All ranks watch, since all are timed together for the peak; only rank 0 has sinks. The end of a
+    step holds no figures and makes no record: `on_step` is told its number.
+    """
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        item_name: str,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        self.sinks = sinks
+        self.item_name = item_name
+        self.on_step = on_step
+        self.peak: Peak | None = None
+        self.started: RunStarted | None = None
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, StepEnded):
+            if self.on_step is not None:
+                self.on_step(event.step)
+            return
+        extra: Record = {}
+        if isinstance(event, RunStarted):
+            extra = self._start(event)
+        elif isinstance(event, Logged) and self.started is not None:
+            extra = self._complete(event, self.started)
+        for sink in self.sinks:
+            sink({**record_of(event), **extra})
+
+    def _start(self, event: RunStarted) -> Record:
+        self.started = event
+        if event.flops_per_item is not None:
+            dtype = PRECISIONS[event.settings.precision].compute
+            self.peak = measure_peak(event.world.device, dtype, event.world.size)
+        return {
+            "peak": str(self.peak) if self.peak else None,
+            "peak_flops": self.peak.flops if self.peak else None,
+        }
+
+    def _complete(self, event: Logged, started: RunStarted) -> Record:
+        mfu = None
+        if self.peak and started.flops_per_item is not None:
+            mfu = started.flops_per_item * event.items_per_second / self.peak.flops
+        return {
+            "total_steps": started.total_steps,
+            "seconds_left": (started.total_steps - event.step) * event.step_seconds,
+            "item_name": self.item_name,
+            "mfu": mfu,
+        }
+
+
+def append_to(path: Path) -> Sink:
+    """A sink that adds each record to a file of lines, which it creates."""
+
+    def sink(record: Record) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(to_line(record))
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error}; give another --out") from error
+
+    return sink
+
+
+def print_lines(record: Record) -> None:
+    """A sink that prints one plain line a record."""
+    line = describe(record)
+    if line is not None:
+        print(line, flush=True)
+
+
+def print_json(stream: TextIO = sys.stdout) -> Sink:
+    """A sink that prints one line of JSON a record."""
+
+    def sink(record: Record) -> None:
+        stream.write(to_line(record))
+        stream.flush()
+
+    return sink

@@ -1,0 +1,110 @@
+"""Records in words: one line each, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["amount", "describe", "duration", "figure", "rate"]
+
+
+def describe(record: Mapping[str, Any]) -> str | None:
+    """The line for a record; None for one that says nothing to people."""
+    lines = {
+        "run_started": _run_started,
+        "resumed": _resumed,
+        "step_skipped": _step_skipped,
+        "logged": _logged,
+        "evaluated": _evaluated,
+        "saved": _saved,
+        "warned": lambda record: f"warning: {record['message']}",
+        "run_ended": _run_ended,
+        "result": _result,
+    }
+    line = lines.get(str(record["event"]))
+    return line(record) if line else None
+
+
+def _run_started(record: Mapping[str, Any]) -> str:
+    world = record["world"]
+    ranks = f" on {world['size']} ranks" if world["size"] > 1 else ""
+    line = (
+        f"{amount(record['num_parameters'])} parameters, {amount(record['num_samples'])} samples, "
+        f"{record['total_steps'] - record['first_step']} steps with backend "
+        f"{record['backend']}{ranks} ({world['device']})"
+    )
+    return f"{line}\nMFU is of {record['peak']}" if record.get("peak") else line
+
+
+def _resumed(record: Mapping[str, Any]) -> str:
+    notes = [f"  {note}" for note in record["notes"]]
+    return "\n".join([f"resumed at step {record['step']} from {record['path']}", *notes])
+
+
+def _step_skipped(record: Mapping[str, Any]) -> str:
+    return (
+        f"step {record['step']} was not applied: loss {figure(record['loss'])}, gradient norm "
+        f"{figure(record['grad_norm'])} ({record['in_a_row']} in a row)"
+    )
+
+
+def _logged(record: Mapping[str, Any]) -> str:
+    parts = [
+        f"step {record['step']}/{record['total_steps']}",
+        f"loss {figure(record['loss'])}",
+        f"lr {record['learning_rate']:.2e}",
+        f"grad norm {figure(record['grad_norm'])}",
+        rate(record),
+    ]
+    if record.get("mfu") is not None:
+        parts.append(f"MFU {record['mfu']:.0%}")
+    if record["skipped"]:
+        parts.append(f"{record['skipped']} skipped")
+    return "  ".join([*parts, f"{duration(record['seconds_left'])} left"])
+
+
+def _evaluated(record: Mapping[str, Any]) -> str:
+    metrics = "  ".join(f"{name} {figure(value)}" for name, value in record["metrics"].items())
+    return f"step {record['step']} {record['name']}: {metrics}  ({record['seconds']:.1f} s)"
+
+
+def _saved(record: Mapping[str, Any]) -> str:
+    if record["error"]:
+        return f"step {record['step']} could not be saved: {record['error']}; training goes on"
+    return f"step {record['step']} saved: {record['path']}"
+
+
+def _run_ended(record: Mapping[str, Any]) -> str:
+    return f"{record['reason']} at step {record['step']} after {duration(record['seconds'])}"
+
+
+def _result(record: Mapping[str, Any]) -> str:
+    sample = f"\n{record['sample']}\n\n" if record["sample"] else ""
+    intent = "go on with it on another driver" if record["reason"] == "finished" else "resume it"
+    return f"{sample}report: {record['report']}\nto {intent}:\n  {record['command']}"
+
+
+def rate(record: Mapping[str, Any]) -> str:
+    """`12.3k bytes/s`."""
+    return f"{amount(record['items_per_second'])} {record['item_name']}/s"
+
+
+def figure(value: float | None) -> str:
+    """Four figures; a value that JSON could not hold was not finite."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def amount(value: float | None) -> str:
+    """`2.71M`."""
+    if value is None:
+        return "?"
+    for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float | None) -> str:
+    """`0:01:20`."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
