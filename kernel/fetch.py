@@ -22,6 +22,10 @@ from .order import mix
 __all__ = ["Fetcher", "Microbatch", "Request", "from_workers"]
 
 
+_COLLATE = 1
+"""Tells the seed of a collation from that of its first sample."""
+
+
 class Request(NamedTuple):
     """What to fetch for one microbatch."""
 
@@ -58,22 +62,26 @@ class Fetcher:
 
     def __call__(self, request: Request) -> Microbatch:
         """Raises `DataError`, caused by the original exception, when that fails."""
+        if not self._isolate_random:
+            return self._microbatch(request, self._plain)
+        with _generators_kept():
+            return self._microbatch(request, self._isolated)
+
+    def in_worker(self, request: Request) -> Microbatch:
+        """The same, where the generators are a worker's own: seeded here, and not kept."""
+        if self._isolate_random:
+            return self._microbatch(request, self._isolated)
+        _seed_generators(mix(self._seed, request.epoch, request.offset))
+        return self._microbatch(request, self._plain)
+
+    def _microbatch(self, request: Request, fetch: Callable[[Request], Batch]) -> Microbatch:
         try:
-            batch = self._isolated(request) if self._isolate_random else self._plain(request)
+            return Microbatch(fetch(request), request.num_samples, request.offset)
         except Exception as error:
             raise DataError(
                 f"the samples {request.indices} (from offset {request.offset} of epoch "
                 f"{request.epoch}) could not be fetched: {type(error).__name__}: {error}"
             ) from error
-        return Microbatch(batch, request.num_samples, request.offset)
-
-    def in_worker(self, request: Request) -> Microbatch:
-        """The same, where the generators belong to a worker: what they hold depends on the worker,
-        so they are seeded here.
-        """
-        if not self._isolate_random:
-            _seed_generators(mix(self._seed, request.epoch, request.offset))
-        return self(request)
 
     def _plain(self, request: Request) -> Batch:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -84,12 +92,11 @@ class Fetcher:
     def _isolated(self, request: Request) -> Batch:
         seed, epoch, first = self._seed, request.epoch, request.offset
         samples = []
-        with _generators_kept():
-            for offset, index in enumerate(request.indices, first):
-                _seed_generators(mix(seed, epoch, offset))
-                samples.append(self._dataset[index])
-            _seed_generators(mix(seed, epoch, first, len("collate")))
-            return self._collate(samples)
+        for offset, index in enumerate(request.indices, first):
+            _seed_generators(mix(seed, epoch, offset))
+            samples.append(self._dataset[index])
+        _seed_generators(mix(seed, epoch, first, _COLLATE))
+        return self._collate(samples)
 
 
 def _seed_generators(seed: int) -> None:

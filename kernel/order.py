@@ -69,8 +69,8 @@ class _Permutation:
 
     def __init__(self, num_samples: int, keys: list[int]) -> None:
         self._num_samples = num_samples
-        # A cipher on a handful of values has few permutations to choose from: start at 8 * 8.
-        self._side = max(8, isqrt(max(num_samples - 1, 0)) + 1)
+        # A cipher on a handful of values has few permutations to choose from: start at 4 * 4.
+        self._side = max(4, isqrt(max(num_samples - 1, 0)) + 1)
         self._keys = keys
 
     def __len__(self) -> int:
