@@ -34,7 +34,7 @@ def _warmup_stable_decay(progress: float, final: float, decay: float) -> float:
     # Hu et al., https://arxiv.org/abs/2404.06395
     if progress <= 1.0 - decay:
         return 1.0
-    return 1.0 - (1.0 - final) * (progress - (1.0 - decay)) / decay
+    return max(final, 1.0 - (1.0 - final) * (progress - (1.0 - decay)) / decay)
 
 
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from drivetrain.kernel import Settings
+from drivetrain.kernel.errors import SettingError
+from drivetrain.kernel.settings import OptimizerSettings, flatten, override
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("steps", "7", 7),
+        ("steps", "none", None),
+        ("epochs", "2", 2.0),
+        ("optimizer.lr", "3e-4", 3e-4),
+        ("compile", "true", True),
+        ("compile", "False", False),
+        ("precision", "bf16", "bf16"),
+        ("activation_checkpointing", "Block,blocks.*", ("Block", "blocks.*")),
+        ("optimizer.args", '{"betas": [0.9, 0.95]}', {"betas": [0.9, 0.95]}),
+        ("checkpoint.best_mode", "max", "max"),
+    ],
+)
+def test_a_text_becomes_a_value_of_the_fields_type(key: str, text: str, value: Any) -> None:
+    assert flatten(override(Settings(), {key: text}))[key] == value
+
+
+def test_an_entry_of_a_dict_is_set_by_its_own_key() -> None:
+    settings = override(Settings(), {"optimizer.args.momentum": "0.9", "optimizer.args.x": "a"})
+    assert settings.optimizer.args == {"momentum": 0.9, "x": "a"}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("optimzer.lr", "1", "did you mean optimizer.lr"),
+        ("optimizer.learning_rate", "1", "unknown setting optimizer.learning_rate"),
+        ("steps", "many", "steps is 'many', which is not of type int"),
+        ("steps", "1.5", "steps is '1.5', which is not of type int"),
+        ("steps", "0", "steps is 0; it must be at least 1"),
+        ("epochs", "-1", "epochs is -1.0; it must be above 0"),
+        ("epochs", "nan", "epochs is nan"),
+        ("precision", "fp8", "allowed: fp32, bf16, fp16"),
+        ("compile", "1", "compile is '1', which is not of type bool"),
+        ("steps.x", "1", "setting steps has no parts"),
+        ("checkpoint.best_mode", "best", "allowed: min, max"),
+    ],
+)
+def test_nonsense_is_refused_by_name(key: str, text: str, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        override(Settings(), {key: text})
+
+
+@given(st.dictionaries(st.text(max_size=20), st.text(max_size=20), max_size=3))
+def test_any_text_is_taken_or_refused_by_a_setting_error(values: dict[str, str]) -> None:
+    try:
+        override(Settings(), values)
+    except SettingError:
+        pass
+
+
+def test_every_value_survives_a_round_trip_as_text() -> None:
+    settings = Settings(steps=5, activation_checkpointing=("Block",))
+    texts = {
+        key: ",".join(value) if isinstance(value, tuple) else str(value)
+        for key, value in flatten(settings).items()
+        if value != {}
+    }
+    assert override(Settings(), texts) == settings
+
+
+def test_vectors_do_not_decay() -> None:
+    module = nn.Linear(3, 3)
+    optimizer = OptimizerSettings(weight_decay=0.1).build(module.named_parameters())
+    decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decays == {module.weight: 0.1, module.bias: 0.0}
+
+
+def test_any_torch_optimizer_by_its_dotted_name() -> None:
+    settings = OptimizerSettings(name="torch.optim.SGD", lr=0.1, args={"momentum": 0.9})
+    optimizer = settings.build(nn.Linear(3, 3).named_parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize("name", ["SGD", "torch.optim.Nothing", "no.such.module", ""])
+def test_an_unknown_optimizer_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match="full dotted name"):
+        OptimizerSettings(name=name).build(nn.Linear(3, 3).named_parameters())
+
+
+def test_an_argument_that_the_optimizer_does_not_take_is_refused() -> None:
+    settings = OptimizerSettings(name="torch.optim.SGD", args={"betas": [0.9, 0.95]})
+    with pytest.raises(SettingError, match="betas"):
+        settings.build(nn.Linear(3, 3).named_parameters())
