@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, OutputError
 from . import catalog, files, safetensors, strict_json
+from .host import num_bytes
 from .manifest import FileEntry, Manifest, file_name, write_manifest
 from .reader import CheckpointReader
 from .safetensors import Source, TensorFile
@@ -114,7 +115,7 @@ def _building(temporary: Path, target: Path) -> Iterator[None]:
 
 def _num_bytes(reader: CheckpointReader, name: str) -> int:
     info = reader.info("weights", name)
-    return safetensors.num_bytes(info.dtype, info.shape)
+    return num_bytes(info.dtype, info.shape)
 
 
 def _shards(reader: CheckpointReader, max_bytes: int) -> list[list[str]]:

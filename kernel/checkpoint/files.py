@@ -17,16 +17,13 @@ __all__ = ["create", "open_regular", "read_small", "remove", "sync_folder"]
 @contextmanager
 def create(path: Path) -> Iterator[int]:
     """A descriptor of a new file, on disk when the block ends. An `OSError` names the file."""
-    try:
+    with _naming(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             yield fd
             os.fsync(fd)
         finally:
             os.close(fd)
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 @contextmanager
@@ -56,11 +53,12 @@ def read_small(path: Path, max_bytes: int) -> bytes:
 
 def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable; a rename is not until its parent is synced."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with _naming(folder):
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def remove(path: Path) -> None:
@@ -69,3 +67,13 @@ def remove(path: Path) -> None:
         os.unlink(path)
     else:
         shutil.rmtree(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Calls on a descriptor fail without saying of which file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise

@@ -14,8 +14,9 @@ from torch import Tensor
 from ..contract import Box, Kind, Region, TensorInfo
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from . import files, regions, strict_json
+from .host import host_bytes, memory, num_bytes
 from .manifest import read_manifest
-from .safetensors import Entry, TensorFile, host_bytes, memory, num_bytes
+from .safetensors import Entry, TensorFile, is_shape
 from .writer import PARTS
 
 __all__ = ["CheckpointReader"]
@@ -176,25 +177,30 @@ class CheckpointReader:
 
 
 def _pieces_in(file: TensorFile) -> list[tuple[str, _Stored]]:
-    parts: Any = strict_json.parse(file.metadata.get(PARTS, "{}").encode(), str(file.path))
-    if not isinstance(parts, dict) or not parts.keys() <= file.entries.keys():
-        raise file.damaged(f"describes parts that it does not hold: {parts!r:.200}")
+    raw = file.metadata.get(PARTS, "{}").encode(errors="surrogatepass")
+    labels: Any = strict_json.parse(raw, str(file.path))
+    if not isinstance(labels, dict) or not labels.keys() <= file.entries.keys():
+        raise file.damaged(f"describes parts that it does not hold: {labels!r:.200}")
     found = []
     for key, entry in file.entries.items():
         name, shape, region = key, entry.shape, None
-        if key in parts:
+        if key in labels:
             try:
-                part = dict(parts[key])
-                name, shape = part.pop("name"), tuple(part.pop("shape"))
-                region = regions.from_json(part)
-                regions.check(region, shape)
-                sound = isinstance(name, str) and regions.result_shape(region, shape) == entry.shape
-            except (KeyError, TypeError, ValueError):
-                sound = False
-            if not sound:
-                raise file.damaged(f"{key!r} {entry.shape} is described as {parts[key]!r:.200}")
+                name, shape, region = _read_label(labels[key], entry.shape)
+            except ValueError as error:
+                raise file.damaged(f"{key!r} {entry.shape}: {error}") from error
         found.append((name, _Stored(file, entry, shape, region)))
     return found
+
+
+def _read_label(label: Any, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...], Region]:
+    match label:
+        case {"name": str(name), "shape": dims, **rest} if is_shape(dims):
+            shape, region = tuple(dims), regions.from_json(rest)
+            regions.check(region, shape)
+            if regions.result_shape(region, shape) == sizes:
+                return name, shape, region
+    raise ValueError(f"cannot be the part {label!r:.200}")
 
 
 def _narrow(tensor: Tensor, box: Box, within: Box) -> Tensor:

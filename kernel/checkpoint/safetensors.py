@@ -7,7 +7,6 @@ and the tensors' bytes, row after row, with neither gaps nor overlaps
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -22,18 +21,9 @@ from torch import Tensor
 
 from ..errors import CheckpointDamaged
 from . import files, strict_json
+from .host import host_bytes, memory, num_bytes
 
-__all__ = [
-    "DTYPES",
-    "RESERVED",
-    "Entry",
-    "Source",
-    "TensorFile",
-    "host_bytes",
-    "memory",
-    "num_bytes",
-    "write",
-]
+__all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "write"]
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -63,26 +53,6 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64
-
-
-def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, not a copy; valid as long as the tensor is."""
-    if not tensor.numel():
-        return memoryview(b"")
-    if not tensor.is_cpu or not tensor.is_contiguous():
-        raise ValueError(f"needs a contiguous host tensor, not one on {tensor.device}")
-    raw = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(raw).cast("B")
-
-
-def host_bytes(size: int) -> Tensor:
-    """New host memory, uint8, whatever the default device is, which `torch.empty` would follow."""
-    return torch.frombuffer(bytearray(max(size, 1)), dtype=torch.uint8)[:size]
-
-
-def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The size of a tensor's data."""
-    return math.prod(shape) * dtype.itemsize
 
 
 # --- writing --------------------------------------------------------------------------------
@@ -215,7 +185,7 @@ class TensorFile:
 
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through a fixed buffer."""
-        crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
+        crc, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, self.size)))
         with files.open_regular(self.path) as fd:
             for start in range(0, self.size, _CHUNK_BYTES):
                 chunk = buffer[: min(_CHUNK_BYTES, self.size - start)]
@@ -236,7 +206,7 @@ class TensorFile:
             code, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
             if not isinstance(code, str) or code not in DTYPES:
                 raise self.damaged(f"{name!r} has dtype {code!r}; known are {', '.join(DTYPES)}")
-            if not _naturals(shape) or len(shape) > _MAX_DIMS or _extent(shape) >= 1 << 63:
+            if not is_shape(shape):
                 raise self.damaged(f"{name!r} has shape {shape!r:.200}")
             if not _naturals(offsets) or len(offsets) != 2:
                 raise self.damaged(f"{name!r} has data_offsets {offsets!r:.200}")
@@ -255,9 +225,14 @@ class TensorFile:
         return entries
 
 
+def is_shape(value: Any) -> bool:
+    """Whether a JSON value is the shape of a tensor that can exist."""
+    return (
+        _naturals(value)
+        and len(value) <= _MAX_DIMS
+        and math.prod(max(size, 1) for size in value) < 1 << 63
+    )
+
+
 def _naturals(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
-
-
-def _extent(shape: list[int]) -> int:
-    return math.prod(max(size, 1) for size in shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -179,7 +180,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region | None]:
         count = math.prod(shape)
         inner = draw(st.lists(st.integers(0, count), max_size=3))
         edges = sorted({0, *inner, count})
-        return [Flat(a, b) for a, b in zip(edges, edges[1:], strict=False)] or [Flat(0, 0)]
+        return [Flat(a, b) for a, b in itertools.pairwise(edges)] or [Flat(0, 0)]
     parts = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 3)) if shape else 0):
         box = parts.pop(draw(st.integers(0, len(parts) - 1)))

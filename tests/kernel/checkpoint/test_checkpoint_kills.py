@@ -1,0 +1,140 @@
+"""A save may die at any moment: before, within or after any call to the operating system."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_fakes import FakeEngine, FakeSession, contents, piece, run_of, save
+
+from drivetrain.kernel.checkpoint import CheckpointReader, CheckpointStore, newest
+
+CALLS = ["open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir"]
+
+
+class Died(BaseException):
+    """The process is gone; nothing that it would still do happens."""
+
+
+class Mortal:
+    """Makes the calls of this process to the operating system fail from the n-th on, for good."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, lives: int, *, late: bool) -> None:
+        self.lives, self.late, self.log = lives, late, []
+        for name in CALLS:
+            patch.setattr(os, name, self.mortal(name, getattr(os, name)))
+
+    def mortal(self, name, real):
+        def call(*args, **kwargs):
+            self.log.append((name, *args))
+            self.lives -= 1
+            if self.lives > 0:
+                return real(*args, **kwargs)
+            if self.lives == 0 and self.late:
+                if name == "write":
+                    real(args[0], args[1][: len(args[1]) // 2])
+                else:
+                    real(*args, **kwargs)
+            raise Died
+
+        return call
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("case", ["first", "retire", "replace", "left"])
+def test_death_at_every_call(tmp_path, monkeypatch, case, late):
+    """`late`: the call that it dies in still happens, half of it for a write."""
+    step = 1 if case == "replace" else 2
+    expected = contents(save(CheckpointStore(tmp_path / "expected"), step, run_of(2.0, size=1)))
+    survived, lives = False, 0
+    while not survived:
+        lives += 1
+        root = tmp_path / str(lives)
+        store = CheckpointStore(root, keep_last=1 if case == "retire" else None)
+        old = None if case == "first" else contents(save(store, 1, run_of(1.0)))
+        if case == "left":
+            (root / "checkpoint-000001").rename(root / ".checkpoint-000001.replaced")
+            (root / ".checkpoint-000002.writing").mkdir()
+            (root / ".checkpoint-000002.writing" / "weights-00000-of-00001.safetensors").touch()
+        with monkeypatch.context() as patch:
+            Mortal(patch, lives, late=late)
+            try:
+                save(store, step, run_of(2.0, size=1))
+                survived = True
+            except Died:
+                pass
+        found = newest(root)
+        assert (contents(found) if found else None) in (old, expected)
+        again = save(store, step, run_of(2.0, size=1))
+        assert contents(again) == expected
+        assert not [path for path in root.iterdir() if path.name.startswith(".")]
+    assert contents(newest(root)) == expected
+    assert lives > 10
+
+
+def test_all_is_synced_before_the_commit(tmp_path, monkeypatch):
+    """Power may fail too: what is renamed must be on disk, and then the rename itself."""
+    names = {}
+    with monkeypatch.context() as patch:
+        mortal = Mortal(patch, 10**6, late=False)
+        opened = os.open
+
+        def remember(path, *args, **kwargs):
+            fd = opened(path, *args, **kwargs)
+            names[fd] = Path(path).name
+            mortal.log.append(("opened", fd, names[fd]))
+            return fd
+
+        patch.setattr(os, "open", remember)
+        save(CheckpointStore(tmp_path), 1, run_of(1.0, size=1))
+    events, current = [], {}
+    for name, *args in mortal.log:
+        if name == "opened":
+            current[args[0]] = args[1]
+        if name in ("write", "fsync"):
+            events.append((name, current[args[0]]))
+        if name == "rename":
+            events.append((name, Path(args[1]).name))
+    commit = events.index(("rename", "checkpoint-000001"))
+    written = {file for name, file in events if name == "write"}
+    assert len(written) == 4
+    for file in written:
+        last_write = max(i for i, event in enumerate(events) if event == ("write", file))
+        assert last_write < events.index(("fsync", file)) < commit
+    assert events[commit - 1] == ("fsync", ".checkpoint-000001.writing")
+    assert events[commit + 1] == ("fsync", tmp_path.name)
+    assert events[commit - 2] == ("fsync", "manifest.json")
+
+
+def save_for_ever(root: str, started) -> None:
+    torch.set_num_threads(1)
+    store, session = CheckpointStore(root, keep_last=2), FakeSession()
+    for step in range(10**6):
+        tensor = torch.full((300_000,), float(step))
+        engine = FakeEngine([piece("w", tensor), piece("w/m", tensor + 1, None, "optimizer")])
+        store.save(step, engine, session, {"step": step})
+        started.set()
+
+
+def test_kill_9(tmp_path):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pytest", "hypothesis", "drivetrain.kernel.checkpoint"])
+    chance = random.Random(0)
+    for _ in range(6):
+        started = context.Event()
+        process = context.Process(target=save_for_ever, args=(str(tmp_path), started))
+        process.start()
+        assert started.wait(60)
+        time.sleep(chance.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        reader = CheckpointReader(newest(tmp_path))
+        assert reader.verify() == []
+        step = float(reader.manifest.state["step"])
+        assert torch.equal(reader.read("weights", "w"), torch.full((300_000,), step))
+        assert torch.equal(reader.read("optimizer", "w/m"), torch.full((300_000,), step + 1))
