@@ -11,13 +11,13 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kernel.contract import Batch, Outcome, Piece, Plan, Reader, Recipe
+from ..kernel.contract import Batch, Kind, Outcome, Piece, Plan, Reader, Recipe
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -226,13 +226,28 @@ def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> di
     tensors: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                narrow = value.is_floating_point() and value.element_size() < 4
-                tensors[f"{name}/{key}"] = value.detach().float() if narrow else value.detach()
-            elif isinstance(value, (int, float)):
-                mark = ":int" if isinstance(value, int) else ":float"
-                tensors[f"{name}/{key}{mark}"] = torch.tensor(value, dtype=torch.float64)
+            if (entry := stored_entry(key, value)) is not None:
+                tensors[f"{name}/{entry[0]}"] = entry[1]
     return tensors
+
+
+def stored_entry(key: str, value: Any) -> tuple[str, Tensor] | None:
+    """One entry of an optimizer's state as stored; None for what is neither tensor nor number."""
+    if isinstance(value, Tensor):
+        narrow = value.is_floating_point() and value.element_size() < 4
+        return key, value.detach().float() if narrow else value.detach()
+    if isinstance(value, (int, float)):
+        mark = ":int" if isinstance(value, int) else ":float"
+        return key + mark, torch.tensor(value, dtype=torch.float64)
+    return None
+
+
+def loaded_entry(key: str, tensor: Tensor) -> tuple[str, Tensor | float]:
+    """What `stored_entry` was given, from what it returned."""
+    for mark, number in _NUMBERS.items():
+        if key.endswith(mark):
+            return key.removesuffix(mark), number(tensor.item())
+    return key, tensor
 
 
 def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
@@ -249,23 +264,29 @@ def replicated_pieces(
     rank: int,
     size: int,
 ) -> Iterator[Piece]:
+    """Weights, optimizer state and loss scale that every rank holds whole, dealt out."""
+    yield from dealt_pieces(
+        {
+            "weights": named_state(module),
+            "optimizer": optimizer_tensors(module, optimizer),
+            "state": scale_tensors(loss_scale),
+        },
+        rank,
+        size,
+    )
+
+
+def dealt_pieces(
+    replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
+) -> Iterator[Piece]:
     """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write."""
     written = [0] * size
-    for kind, tensors in (
-        ("weights", named_state(module)),
-        ("optimizer", optimizer_tensors(module, optimizer)),
-        ("state", scale_tensors(loss_scale)),
-    ):
+    for kind, tensors in replicated.items():
         for name, tensor in tensors.items():
             writer = written.index(min(written))
             written[writer] += tensor.nbytes + 1
             if writer == rank:
-                yield Piece(
-                    cast(Literal["weights", "optimizer", "state"], kind),
-                    name,
-                    tensor,
-                    tuple(tensor.shape),
-                )
+                yield Piece(kind, name, tensor, tuple(tensor.shape))
 
 
 def check_same_model(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -325,10 +346,7 @@ def read_optimizer_state(
                 f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
                 "of this model"
             )
-        value: Tensor | float = reader.read("optimizer", name)
-        for mark, number in _NUMBERS.items():
-            if key.endswith(mark):
-                key, value = key.removesuffix(mark), number(cast(Tensor, value).item())
+        key, value = loaded_entry(key, reader.read("optimizer", name))
         state.setdefault(parameters[fqn], {})[key] = value
     return state
 
