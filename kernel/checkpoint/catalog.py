@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..contract import Session
-from ..errors import CheckpointError
+from ..errors import CheckpointError, SettingError
 from . import files
 from .manifest import Manifest, read_manifest
 
@@ -54,6 +54,8 @@ class Listing:
 
 def checkpoint_path(root: Path, step: int) -> Path:
     """Where the checkpoint of that step is, or will be."""
+    if not 0 <= step < 10**18:
+        raise SettingError(f"step is {step}: must be from 0 to 10**18 - 1")
     return root / f"checkpoint-{step:06d}"
 
 
@@ -143,9 +145,9 @@ class Retention:
         for name in ("keep_last", "keep_best", "keep_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}: must be at least 1")
+                raise SettingError(f"{name} is {value}: must be at least 1")
         if self.best_mode not in ("min", "max"):
-            raise ValueError(f"best_mode is {self.best_mode!r}: must be 'min' or 'max'")
+            raise SettingError(f"best_mode is {self.best_mode!r}: must be 'min' or 'max'")
 
     def best(self, complete: Sequence[Found]) -> list[Found]:
         """Those with the metric, best first."""

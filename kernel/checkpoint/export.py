@@ -11,7 +11,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from ..errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, OutputError
+from ..errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    OutputError,
+    SettingError,
+)
 from . import catalog, files, safetensors, strict_json
 from .host import num_bytes
 from .manifest import FileEntry, Manifest, file_name, write_manifest
@@ -37,8 +43,8 @@ def export_weights(
     `OutputError` when it exists and is not empty, or cannot be written.
     """
     if max_shard_bytes < 1:
-        raise OutputError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
-    reader, folder = CheckpointReader(checkpoint), Path(folder)
+        raise SettingError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
+    reader, folder = CheckpointReader(checkpoint), Path(folder).absolute()
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: exists and is not an empty folder; choose another")
     if not reader.names("weights"):

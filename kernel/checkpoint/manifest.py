@@ -69,6 +69,7 @@ class Manifest:
             if not sound:
                 raise CheckpointDamaged(f"{where}: {what} is {seen!r:.200}")
 
+        need(len(raw) <= _MAX_BYTES, f"size in bytes (at most {_MAX_BYTES})", len(raw))
         value = strict_json.parse(raw, where)
         need(isinstance(value, dict), "the top level", value)
         need(value.pop("format", None) == _FORMAT, "'format'", value)
@@ -119,11 +120,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write and sync it, and the names of the files around it."""
-    data = memoryview(manifest.to_bytes())
-    if len(data) > _MAX_BYTES:
-        raise ValueError(f"the manifest would be {len(data)} bytes, more than {_MAX_BYTES}")
-    with file_system.create(folder / MANIFEST) as fd:
+    """Write and sync it, and the names of the files around it. Raises, before that, what reading
+    it would raise, or `TypeError`."""
+    path, raw = folder / MANIFEST, manifest.to_bytes()
+    Manifest.from_bytes(raw, str(path))
+    data = memoryview(raw)
+    with file_system.create(path) as fd:
         while data:
             data = data[os.write(fd, data) :]
     file_system.sync_folder(folder)

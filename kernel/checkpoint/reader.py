@@ -36,6 +36,10 @@ class _Stored:
     region: Region | None
 
 
+_Overlap = tuple[_Stored, Box, int, Box]
+"""A piece, a box of it, the elements before that in its file, what of it lies in a region."""
+
+
 class CheckpointReader:
     """Implements `contract.Reader` for one checkpoint folder; needs no process group.
 
@@ -72,12 +76,16 @@ class CheckpointReader:
             regions.check(region, shape)
         except ValueError as error:
             raise CheckpointMismatch(f"{self.folder}: {kind} {name!r}: {error}") from error
+        # All is found before any of it gets memory: a forged shape must not ask for the moon.
+        wanted = [
+            (box, before, self._overlaps(f"{kind} {name!r}", pieces, box))
+            for box, before in regions.boxes(region, shape)
+        ]
         result = regions.result_shape(region, shape)
         out = host_bytes(num_bytes(dtype, result))
-        for box, before in regions.boxes(region, shape):
+        for box, before, found in wanted:
             start, size = before * dtype.itemsize, math.prod(box.sizes) * dtype.itemsize
-            target = out[start : start + size].view(*box.sizes, dtype.itemsize)
-            self._fill(f"{kind} {name!r}", pieces, box, target)
+            self._fill(found, box, out[start : start + size].view(*box.sizes, dtype.itemsize))
         return out.view(dtype).view(result)
 
     def verify(self) -> list[str]:
@@ -128,10 +136,7 @@ class CheckpointReader:
             self._stored[kind] = index
         return self._stored[kind]
 
-    def _overlaps(
-        self, what: str, pieces: list[_Stored], box: Box
-    ) -> list[tuple[_Stored, Box, int, Box]]:
-        """(piece, a box of it, elements before that in the file, what of it lies in `box`)."""
+    def _overlaps(self, what: str, pieces: list[_Stored], box: Box) -> list[_Overlap]:
         found = [
             (piece, stored, before, common)
             for piece in pieces
@@ -142,11 +147,11 @@ class CheckpointReader:
             raise CheckpointDamaged(f"{self.folder}: {what}: {problem}")
         return found
 
-    def _fill(self, what: str, pieces: list[_Stored], box: Box, out: Tensor) -> None:
+    def _fill(self, found: list[_Overlap], box: Box, out: Tensor) -> None:
         """Fill `out`, uint8 of shape (*box.sizes, itemsize), with the tensor's bytes in `box`."""
         if not len(self._buffer):
             self._buffer = host_bytes(_BUFFER_BYTES)
-        for piece, stored, before, common in self._overlaps(what, pieces, box):
+        for piece, stored, before, common in found:
             itemsize = piece.entry.dtype.itemsize
             # The stored bytes as a tensor without memory: its strides say where in the file.
             on_disk = torch.empty((*stored.sizes, itemsize), dtype=torch.uint8, device="meta")
@@ -171,8 +176,8 @@ class CheckpointReader:
             file.read_into(fd, first, memory(buffer))
             out.copy_(buffer.as_strided(source.shape, source.stride()))
             return
-        longest = next(dim for dim, size in enumerate(source.shape) if size > 1)
-        for half, target in zip(source.chunk(2, longest), out.chunk(2, longest), strict=True):
+        dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
+        for half, target in zip(source.chunk(2, dim), out.chunk(2, dim), strict=True):
             self._copy(file, fd, start, half, target)
 
 

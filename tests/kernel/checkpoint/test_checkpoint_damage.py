@@ -20,7 +20,7 @@ from drivetrain.kernel.checkpoint import (
     newest,
 )
 from drivetrain.kernel.checkpoint.safetensors import DTYPES, Source, TensorFile, write
-from drivetrain.kernel.contract import Box, Flat
+from drivetrain.kernel.contract import Box, Flat, Piece
 from drivetrain.kernel.errors import CheckpointDamaged
 
 
@@ -165,6 +165,14 @@ def test_forged_descriptions_of_parts(tmp_path, parts):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointDamaged, match=path.name):
         CheckpointReader(folder).names("weights")
+
+
+def test_a_forged_shape_gets_no_memory(tmp_path):
+    moon = Piece("weights", "w", torch.zeros(2), (1 << 62,), Flat(0, 2))
+    reader = CheckpointReader(save(CheckpointStore(tmp_path), 1, [[moon]]))
+    with pytest.raises(CheckpointDamaged, match="not stored"):
+        reader.read("weights", "w")
+    assert reader.read("weights", "w", Flat(0, 2)).tolist() == [0, 0]
 
 
 def test_missing_short_and_linked_files(tmp_path):

@@ -27,6 +27,7 @@ from drivetrain.kernel.errors import (
     CheckpointError,
     CheckpointNotFound,
     OutputError,
+    SettingError,
 )
 
 
@@ -106,7 +107,7 @@ def test_no_folder_is_overwritten(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="not an empty folder"):
         export_weights(path, tmp_path / "file")
-    with pytest.raises(OutputError, match="at least 1"):
+    with pytest.raises(SettingError, match="at least 1"):
         export_weights(path, tmp_path / "new", max_shard_bytes=0)
     import_weights(tmp_path / "mine", tmp_path / "start")
     with pytest.raises(OutputError, match="exists"):

@@ -30,7 +30,7 @@ from drivetrain.kernel.checkpoint import (
     list_checkpoints,
     newest,
 )
-from drivetrain.kernel.errors import SaveFailed
+from drivetrain.kernel.errors import SaveFailed, SettingError
 
 
 def steps(root: Path) -> list[int]:
@@ -88,6 +88,17 @@ def test_a_failing_rank_fails_all_and_leaves_nothing(tmp_path):
 def test_a_state_that_json_cannot_hold_fails_the_save(tmp_path):
     with pytest.raises(SaveFailed, match=r"\['loss'\] is a Tensor"):
         save(CheckpointStore(tmp_path), 1, run_of(1.0), {"loss": torch.tensor(1.0)})
+    assert entries(tmp_path) == []
+
+
+def test_a_state_that_could_not_be_read_back_fails_the_save(tmp_path):
+    deep: list = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(SaveFailed, match="nested deeper"):
+        save(CheckpointStore(tmp_path), 1, run_of(1.0), {"deep": deep})
+    with pytest.raises(SettingError, match="step is -1"):
+        save(CheckpointStore(tmp_path), -1, run_of(1.0))
     assert entries(tmp_path) == []
 
 
@@ -249,5 +260,5 @@ def test_retention(tmp_path_factory, scores, keep_last, keep_best, best_mode, ke
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "least"}])
 def test_retention_refuses_nonsense(tmp_path, wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+    with pytest.raises(SettingError, match=next(iter(wrong))):
         CheckpointStore(tmp_path, **wrong)
