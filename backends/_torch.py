@@ -41,8 +41,11 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device) -> nn.Module:
     return module
 
 
-def recompute_activations(module: nn.Module, pattern: str) -> None:
-    """Recompute in backward what the matching submodules computed in forward.
+def recompute_activations(
+    module: nn.Module, pattern: str, run: Callable[..., Any] | None = None
+) -> None:
+    """Recompute in backward what the matching submodules computed in forward. `run(forward, ...)`
+    does it; by default `torch.utils.checkpoint`.
 
     Chen et al., https://arxiv.org/abs/1604.06174. Raises `RecipeError` when nothing matches.
     """
@@ -59,16 +62,20 @@ def recompute_activations(module: nn.Module, pattern: str) -> None:
         )
     for part in chosen:
         # the forward is replaced, not the module, so that parameter names stay as they are
-        part.forward = _recomputed(part.forward)
+        part.forward = _recomputed(part.forward, run or _checkpoint)
 
 
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return run(forward, *args, **kwargs)
 
-    return run
+    return recomputed
 
 
 def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
@@ -409,32 +416,28 @@ def set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
 # --- feeding --------------------------------------------------------------------------------
 
 
-def move(batch: Batch, device: torch.device) -> Batch:
-    """The batch with every tensor on `device`; containers keep their type."""
+def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """The batch with every tensor changed; containers keep their type."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return change(batch)
     if isinstance(batch, Mapping):
-        moved = {key: move(value, device) for key, value in batch.items()}
-        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+        changed = {key: map_tensors(value, change) for key, value in batch.items()}
+        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(move(value, device) for value in batch))
+        return type(batch)(*(map_tensors(value, change) for value in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(move(value, device) for value in batch)
+        return type(batch)(map_tensors(value, change) for value in batch)
     return batch
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    """The batch with every tensor on `device`."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def pin(batch: Batch) -> Batch:
     """The batch in page-locked memory, so that copying it can overlap with computing."""
-    if isinstance(batch, Tensor):
-        return batch.pin_memory()
-    if isinstance(batch, Mapping):
-        pinned = {key: pin(value) for key, value in batch.items()}
-        return pinned if type(batch) is dict else type(batch)(pinned)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(pin(value) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(pin(value) for value in batch)
-    return batch
+    return map_tensors(batch, Tensor.pin_memory)
 
 
 def tensors_of(batch: Batch) -> Iterator[Tensor]:
