@@ -5,6 +5,7 @@ NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +33,8 @@ class DdpOptions:
     """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
-    broadcast_buffers: bool = True
+    sync_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward."""
     static_graph: bool = False
 
 
@@ -87,6 +89,14 @@ def _device(plan: Plan) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
+def _no_buffer_sync() -> dict[str, Any]:
+    # the argument was renamed in torch 2.15; delete the old name when 2.14 is no longer supported
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
+    }
+
+
 class DdpEngine:
     """The module in DistributedDataParallel; what is saved is as in one process."""
 
@@ -105,9 +115,9 @@ class DdpEngine:
             self.own,
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
-            broadcast_buffers=options.broadcast_buffers,
             static_graph=options.static_graph,
             gradient_as_bucket_view=True,
+            **({} if options.sync_buffers else _no_buffer_sync()),
         )
 
     @property

@@ -54,7 +54,7 @@ SHORT = Settings(steps=12, global_batch=8, micro_batch=3, log_every=5)
 
 def fit(*args: Any, **kwargs: Any) -> tuple[Any, list[Event]]:
     events: list[Event] = []
-    observers = [lambda event: events.append(event), *kwargs.pop("observers", ())]
+    observers = [events.append, *kwargs.pop("observers", ())]
     return kernel_fit(*args, backend="cpu", observers=observers, **kwargs), events
 
 
@@ -238,7 +238,7 @@ def test_a_step_that_is_not_finite_is_shown_and_not_applied(tmp_path: Path) -> N
 def test_only_such_steps_end_the_run() -> None:
     poison = dict.fromkeys(range(50), math.nan)
     settings = dataclasses.replace(SHORT, max_nonfinite=4)
-    with pytest.raises(NonFiniteTraining, match="step 4: loss nan.*4 steps in a row"):
+    with pytest.raises(NonFiniteTraining, match=r"step 4: loss nan.*4 steps in a row"):
         fit(recipe(poison=poison), settings)
 
 
@@ -331,12 +331,12 @@ def test_a_recipe_that_cannot_work_is_refused(
 
 def test_a_data_set_smaller_than_one_global_batch_is_refused() -> None:
     settings = dataclasses.replace(SHORT, global_batch=64, data=DataSettings(drop_last=True))
-    with pytest.raises(DataError, match="50 samples.*64"):
+    with pytest.raises(DataError, match=r"50 samples.*64"):
         fit(recipe(), settings)
 
 
 def test_an_unknown_backend_names_the_nearest() -> None:
-    with pytest.raises(UnknownBackend, match="'cpus'. Did you mean 'cpu'"):
+    with pytest.raises(UnknownBackend, match=r"'cpus'. Did you mean 'cpu'"):
         kernel_fit(recipe(), SHORT, backend="cpus")
 
 
