@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..kernel.contract import Batch, Engine, Plan, Recipe, World
-from ..kernel.errors import CollectiveFailed
+from ..kernel.errors import BackendUnavailable, CollectiveFailed
 from . import _torch
 
 
@@ -52,6 +52,22 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
 def local_rank() -> int:
     """Which of this machine's processes this is."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def choose_device(choice: str) -> torch.device:
+    """`cpu`, or this process's GPU; `auto` takes the GPU where there is any.
+
+    Raises `BackendUnavailable` when this machine has fewer GPUs than local ranks.
+    """
+    num_gpus = torch.cuda.device_count()
+    if choice == "cpu" or (choice == "auto" and num_gpus == 0):
+        return torch.device("cpu")
+    if local_rank() >= num_gpus:
+        raise BackendUnavailable(
+            f"local rank {local_rank()} has no GPU: this machine shows {num_gpus}. Start at most "
+            "that many processes here, or set backend.device=cpu"
+        )
+    return torch.device("cuda", local_rank())
 
 
 @contextmanager

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import Capabilities, Outcome, Piece, Plan, Probe, Reader, Recipe, World
-from ..kernel.errors import BackendUnavailable
 from . import _torch
-from ._distributed import ProcessGroupSession, collective_failed, local_rank, process_group
+from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
 
 __all__ = ["driver"]
 
@@ -78,15 +77,7 @@ class DdpDriver:
 
 
 def _device(plan: Plan) -> torch.device:
-    options = plan.options or DdpOptions()
-    if options.device == "cpu" or (options.device == "auto" and torch.cuda.device_count() == 0):
-        return torch.device("cpu")
-    if local_rank() >= torch.cuda.device_count():
-        raise BackendUnavailable(
-            f"local rank {local_rank()} has no GPU: this machine shows {torch.cuda.device_count()}."
-            " Start at most that many processes here, or set backend.device=cpu"
-        )
-    return torch.device("cuda", local_rank())
+    return choose_device((plan.options or DdpOptions()).device)
 
 
 def _no_buffer_sync() -> dict[str, Any]:
