@@ -27,15 +27,18 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 # --- building -------------------------------------------------------------------------------
 
 
-def build_model(recipe: Recipe, plan: Plan, device: torch.device) -> nn.Module:
-    """The recipe's model on `device`, tied as it was, with checkpointed activations."""
+def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.Module:
+    """The recipe's model on `device` (None: where the recipe put it), tied as it was, with
+    checkpointed activations.
+    """
     torch.manual_seed(plan.seed)
     module = recipe.model()
     if not isinstance(module, nn.Module):
         raise RecipeError(
             f"recipe.model returned {type(module).__name__}; it must build a torch.nn.Module"
         )
-    module.to(device)
+    if device is not None:
+        module.to(device)
     for pattern in plan.activation_checkpointing:
         recompute_activations(module, pattern)
     return module
@@ -339,9 +342,12 @@ def restore_replicated(
 
 
 def read_optimizer_state(
-    reader: Reader, module: nn.Module
+    reader: Reader,
+    module: nn.Module,
+    read: Callable[[Reader, str, nn.Parameter], Tensor] | None = None,
 ) -> dict[nn.Parameter, dict[str, Tensor | float]]:
-    """Parameter -> state name -> whole tensor or number. Raises `CheckpointMismatch` when the
+    """Parameter -> state name -> tensor or number. `read(reader, name, parameter)` reads what
+    this rank needs of an entry; by default all of it. Raises `CheckpointMismatch` when the
     checkpoint holds state of parameters that the module does not have.
     """
     parameters = dict(module.named_parameters())
@@ -353,7 +359,8 @@ def read_optimizer_state(
                 f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
                 "of this model"
             )
-        key, value = loaded_entry(key, reader.read("optimizer", name))
+        tensor = read(reader, name, parameters[fqn]) if read else reader.read("optimizer", name)
+        key, value = loaded_entry(key, tensor)
         state.setdefault(parameters[fqn], {})[key] = value
     return state
 
