@@ -54,7 +54,6 @@ def draw(title: str, lines: Sequence[Series]) -> str:
     """One chart, as an SVG element with a title for screen readers."""
     import matplotlib
     from matplotlib.figure import Figure
-    from matplotlib.ticker import EngFormatter
 
     look: Any = {
         "svg.fonttype": "none",
@@ -86,7 +85,7 @@ def draw(title: str, lines: Sequence[Series]) -> str:
             )
         axes.grid(color=_INK, alpha=0.15, linewidth=0.5)
         axes.set_xlabel("step")
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=True)
         if len(lines) > 1:
             axes.legend(frameon=False)
         file = StringIO()

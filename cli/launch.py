@@ -134,9 +134,10 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
         # a rank that was asked to stop finishes its step and saves: give it the time
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
-        command = [*launch.flags(), "-m", f"{__package__}", *arguments]
+        command = parse_args([*launch.flags(), "-m", str(__package__)])  # type: ignore[no-untyped-call]
+        command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
         try:
-            run(parse_args(command))  # type: ignore[no-untyped-call]
+            run(command)  # type: ignore[no-untyped-call]
             return 0
         except ChildFailedError as error:
             failed_rank, failure = error.get_first_failure()

@@ -15,6 +15,7 @@ __all__ = ["Peak", "measure_peak"]
 
 LONG_ENOUGH_SECONDS = 0.004
 LARGEST_SIDE = 4096
+PATIENCE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,17 @@ def measure_peak(device: torch.device, dtype: torch.dtype, ranks: int) -> Peak |
     cannot be timed from here (a device that compiles first)."""
     if device.type not in ("cpu", "cuda", "xpu"):
         return None
-    side, flops = 256, 0.0
-    deadline = time.perf_counter() + 0.25
+    flops, side = 0.0, 512
     matrix = _matrix(side, device, dtype)
+    _time_product(matrix)  # the first product also wakes threads and loads kernels
+    deadline = time.perf_counter() + PATIENCE_SECONDS
     while time.perf_counter() < deadline:
         seconds = _time_product(matrix)
         flops = max(flops, 2.0 * side**3 / seconds)
         if seconds < LONG_ENOUGH_SECONDS and side < LARGEST_SIDE:
             side *= 2
             matrix = _matrix(side, device, dtype)
-            _time_product(matrix)  # the first product of a shape also chooses its kernel
+            _time_product(matrix)
     name = "CPU" if device.type == "cpu" else device.type.upper()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)

@@ -67,7 +67,7 @@ def _pre(text: str) -> str:
 def _subtitle(config: Mapping[str, Any]) -> str:
     ranks = config.get("world_size", 1)
     backend = config.get("backend", "?") + (f" on {ranks} ranks" if ranks > 1 else "")
-    return f"backend {backend}, torch {config.get('torch', '?')}, {config.get('recipe_path') or ''}"
+    return f"backend {backend}, torch {config.get('torch', '?')}, recipe {config.get('recipe') or 'gpt'}"
 
 
 def _last(records: Sequence[Record], event: str) -> Record | None:

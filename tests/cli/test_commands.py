@@ -1,0 +1,87 @@
+"""The smaller commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from conftest import Drive
+
+from drivetrain.cli.launch import Launch, adopt_slurm
+
+
+def test_backends(drive: Drive) -> None:
+    records = json.loads(drive("backends", "--json").stdout)
+    cpu = records[0]
+    assert (cpu["name"], cpu["usable"]) == ("cpu", True)
+    assert "fp32" in cpu["capabilities"]["precisions"]
+    assert "torch" in cpu["versions"]
+    table = drive("backends", COLUMNS="200").stdout
+    assert all(record["name"] in table for record in records)
+
+
+def test_checkpoints(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    drive("train", recipe, "--out", "run")
+    shown = drive("checkpoint", "inspect", "run", COLUMNS="120").stdout
+    assert "step 6, written by cpu" in shown
+    assert "0.weight" in shown
+    record = json.loads(drive("checkpoint", "inspect", "run", "--json").stdout)
+    assert record["tensors"]["weights"]["0.weight"] == {"dtype": "float32", "shape": [4, 3]}
+
+    assert drive("checkpoint", "export", "run", "exported").code == 0
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    assert drive("checkpoint", "import", "exported", "imported").code == 0
+    resumed = drive("train", recipe, "--resume", "imported/checkpoints", "--out", "second")
+    assert resumed.code == 0, resumed.stderr
+    assert "resumed at step 0" in resumed.stdout
+
+    whole = drive("checkpoint", "verify", "run")
+    assert whole.code == 0
+    assert "complete and unaltered" in whole.stdout
+    damaged = next((tmp_path / "run/checkpoints/checkpoint-000006").glob("weights-*"))
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    broken = drive("checkpoint", "verify", "run")
+    assert broken.code == 1
+    assert damaged.name in broken.stderr
+
+
+def test_no_checkpoint(drive: Drive, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for command in ("inspect", "verify"):
+        ran = drive("checkpoint", command, "empty")
+        assert ran.code == 2
+        assert "empty" in ran.stderr
+
+
+def test_conform_refuses_what_it_does_not_know(drive: Drive) -> None:
+    ran = drive("conform", "--backend", "cup")
+    assert ran.code == 2
+    assert "Did you mean 'cpu'?" in ran.stderr
+
+
+def test_flags_for_torchrun() -> None:
+    assert Launch(2).flags() == ["--nproc-per-node=2", "--standalone"]
+    many = Launch(8, "2", {"rdzv-endpoint": "host:1234"})
+    assert many.flags() == ["--nproc-per-node=8", "--nnodes=2", "--rdzv-endpoint=host:1234"]
+    assert not Launch(1).wanted
+
+
+def test_slurm_tasks_are_ranks() -> None:
+    environment = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_ID": "41234",
+        "SLURM_JOB_NODELIST": "node7",
+    }
+    adopt_slurm(environment)
+    assert environment["RANK"] == "3"
+    assert environment["WORLD_SIZE"] == "4"
+    assert environment["LOCAL_RANK"] == "1"
+    assert environment["MASTER_ADDR"] == "node7"
+    assert environment["MASTER_PORT"] == "21234"
+    alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+    adopt_slurm(alone)
+    assert "RANK" not in alone

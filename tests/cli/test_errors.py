@@ -1,0 +1,108 @@
+"""What cannot be done is said in one message, with exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import Drive
+
+
+def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
+    ran = drive("train", *arguments, "--out", "new")
+    assert ran.code == 2, ran.stdout + ran.stderr
+    assert not (tmp_path / "new").exists()
+    assert ran.stdout == ""
+    assert ran.stderr.startswith("error: ")
+    return ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "there is no recipe file"),
+        ("x = 1", "has no `recipe`"),
+        ("recipe = 3", "it must be a Recipe"),
+        ("def recipe():\n    return 3", "it must be a Recipe"),
+        ("def recipe(a, b): ...", "must take nothing, or one dataclass"),
+        ("1 / 0", "1 / 0"),
+        ("def recipe():\n    return 1 / 0", "line 2, in recipe"),
+        ("settings = 3\ndef recipe(): ...", "it must be a drivetrain.kernel.settings.Settings"),
+        (
+            "from drivetrain.kernel.contract import Recipe\nrecipe = Recipe(lambda: 0, None)",
+            "has no loss",
+        ),
+    ],
+)
+def test_recipes(drive: Drive, tmp_path: Path, text: str | None, expected: str) -> None:
+    if text is not None:
+        (tmp_path / "bad.py").write_text(text)
+    message = refused(drive, tmp_path, "bad.py")
+    assert expected in message
+    assert "cli/" not in message  # our own frames are not the user's concern
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--set", "optimzer.lr=1"], "did you mean optimizer.lr?"),
+        (["--set", "optimizer.lrr=1"], "did you mean optimizer.lr?"),
+        (["--set", "recipe.widht=1"], "did you mean recipe.width?"),
+        (["--set", "backend.treads=1"], "did you mean backend.threads?"),
+        (["--set", "steps=many"], "steps is 'many', which is not of type int"),
+        (["--set", "recipe.width=wide"], "recipe.width is 'wide'"),
+        (["--set", "steps"], "not of the form KEY=VALUE"),
+        (["--steps", "0"], "steps is 0"),
+        (["--backend", "dpd"], "Did you mean 'ddp'?"),
+        (["--nproc", "0"], "--nproc is 0; it must be at least 1"),
+        (["--nproc", "100000"], "this machine has"),
+        (["--resume", "nowhere"], "nowhere is not a folder"),
+    ],
+)
+def test_arguments(
+    drive: Drive, recipe: Path, tmp_path: Path, words: list[str], expected: str
+) -> None:
+    assert expected in refused(drive, tmp_path, recipe, *words)
+
+
+def test_a_folder_in_use_is_left_alone(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "thesis.tex").touch()
+    ran = drive("train", recipe, "--out", "used")
+    assert ran.code == 2
+    assert "--resume auto" in ran.stderr
+    assert [path.name for path in (tmp_path / "used").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("out", ["small.py", "small.py/run", "/proc/run"])
+def test_a_folder_that_cannot_be_written(drive: Drive, recipe: Path, out: str) -> None:
+    ran = drive("train", recipe, "--out", out)
+    assert ran.code == 2
+    assert out.partition("/run")[0] in ran.stderr
+
+
+def test_an_error_in_the_user_s_code_names_the_line(drive: Drive, recipe: Path) -> None:
+    text = recipe.read_text().replace('batch["y"]', 'batch["z"]')
+    recipe.write_text(text)
+    ran = drive("train", recipe, "--out", "run")
+    assert ran.code == 1
+    assert "KeyError: 'z'" in ran.stderr
+    assert "small.py:" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert "Traceback" in drive("train", recipe, "--out", "run2", "--debug").stderr
+
+
+def test_an_error_on_one_rank_is_told_once_with_its_rank(drive: Drive, recipe: Path) -> None:
+    bad = "\nimport os\nif os.environ.get('RANK') == '1':\n    raise ValueError('only here')\n"
+    recipe.write_text(recipe.read_text() + bad)
+    ran = drive("train", recipe, "--out", "run", "--nproc", 2)
+    assert ran.code == 2
+    assert ran.stderr.count("ValueError: only here") == 1
+    assert "error (rank 1):" in ran.stderr
+
+
+def test_an_error_on_all_ranks_is_told_once(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    ran = drive("train", recipe, "--out", "run", "--nproc", 2, "--set", "sede=1")
+    assert ran.code == 2
+    assert ran.stderr.count("unknown setting sede") == 1
+    assert not (tmp_path / "run").exists()
