@@ -189,7 +189,16 @@ class _Run:
         if window := manifest.state.get("window"):
             self.window.restore(window, self.session)
         self.saved_at = progress.step
-        self.evaluated_at = progress.step if manifest.state.get("metrics") else -1
+        if metrics := manifest.state.get("metrics"):
+            self.evaluated_at = progress.step
+            self.metrics = {
+                name: {
+                    key.removeprefix(f"{name}."): value
+                    for key, value in metrics.items()
+                    if key.startswith(f"{name}.")
+                }
+                for name in self.recipe.eval_data
+            }
         notes = differences(manifest, self.settings, self.driver.name, world.size)
         if not load_rng(reader, self.session):
             self.session.seed(self.settings.seed + 1 + world.rank + progress.step)
@@ -232,7 +241,8 @@ class _Run:
         progress, settings = self.progress, self.settings
         stepper = Stepper(self.recipe, self.engine, self.session)
         alone = self.session.world.size == 1
-        groups = self.loader.groups(progress.position, self.total_steps - progress.step)
+        remaining = max(0, self.total_steps - progress.step)
+        groups = self.loader.groups(progress.position, remaining)
         entered: deque[tuple[Group, float]] = deque()
         microbatches = self._on_device(groups, entered)
         self.engine.module.train()

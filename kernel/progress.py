@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .contract import Session
 from .data import Position
-from .errors import CheckpointDamaged
+from .errors import CheckpointDamaged, DataError
 
 __all__ = ["Progress", "Window"]
 
@@ -40,7 +40,7 @@ class Progress:
         try:
             position = Position.from_json(value["position"])
             counts = {name: value[name] for name in asdict(cls()) if name != "position"}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, DataError) as error:
             raise CheckpointDamaged(f"the checkpoint's progress is malformed: {error!r}") from error
         if any(type(count) is not int or count < 0 for count in counts.values()):
             raise CheckpointDamaged(f"the checkpoint's counts must be whole numbers: {counts}")
@@ -87,9 +87,12 @@ class Window:
         return {"first_step": self.first_step, "losses": losses}
 
     def restore(self, value: Mapping[str, Any], session: Session) -> None:
-        """Take over what `to_json` returned, at any world size."""
-        self.first_step = int(value["first_step"])
-        losses = [math.nan if loss is None else float(loss) for loss in value["losses"]]
+        """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`."""
+        try:
+            self.first_step = int(value["first_step"])
+            losses = [math.nan if loss is None else float(loss) for loss in value["losses"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointDamaged(f"the checkpoint's window is malformed: {error!r}") from error
         world = session.world
         same = len(losses) == world.num_feeders
         self._losses = losses[world.feeder_index] if same else math.fsum(losses) / len(losses)

@@ -69,7 +69,12 @@ class Stepper:
                     check_loss(loss)
                     sums = agreed()  # waited for behind the first forward, and only then needed
                     scale = self.num_feeders / sums[0] if sums[0] else 0.0
-                loss = loss * (scale if num_samples else 0.0)
+                if loss.element_size() < 4:
+                    loss = loss.float()  # the weight must not be rounded to bfloat16
+                # a loss that is not finite makes every gradient NaN, so that no rank applies it:
+                # the gradient of an overflowed loss may be finite
+                weight = (loss.detach() * 0.0).add_(scale if num_samples else 0.0)
+                loss = loss * weight
                 engine.backward(loss)
             loss = loss.detach()
             total = loss if total is None else total + loss

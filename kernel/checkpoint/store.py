@@ -125,14 +125,17 @@ class CheckpointStore:
 
 
 def load_rng(reader: CheckpointReader, session: Session) -> bool:
-    """Give this rank the random state that it saved. False, and nothing is changed, when the
-    checkpoint is of another world size or of a driver with other generators."""
+    """Give this rank the random state that it saved; generators that it did not save stay as they
+    are. False, and nothing is changed, when the checkpoint is of another world size or of a driver
+    with other generators.
+    """
     rank = f"{RNG}/{session.world.rank}/"
     names = [name for name in reader.names("state") if name.startswith(rank)]
     stored = {name.removeprefix(rank): reader.read("state", name) for name in names}
     current = {name: (t.dtype, t.shape) for name, t in session.rng_state().items()}
-    fits = current == {name: (t.dtype, t.shape) for name, t in stored.items()}
-    if not fits or reader.manifest.world_size != session.world.size:
+    shared = stored.keys() & current.keys()
+    fits = all(current[name] == (stored[name].dtype, stored[name].shape) for name in shared)
+    if not shared or not fits or reader.manifest.world_size != session.world.size:
         return False
     session.set_rng_state(stored)
     return True

@@ -388,3 +388,21 @@ def test_a_recipe_may_bring_its_own_optimizer() -> None:
     _, events = fit(what, SHORT)
     assert seen == ["0.weight", "0.bias", "3.weight", "3.bias"]
     assert of(Logged, events)[0].learning_rate <= 0.1
+
+
+def test_an_overflowed_loss_with_a_finite_gradient_is_not_applied(tmp_path: Path) -> None:
+    settings = dataclasses.replace(
+        SHORT, log_every=1, max_grad_norm=None, data=DataSettings(shuffle=False)
+    )
+    # the square overflows; its gradient, twice the error, does not
+    _, events = fit(recipe(poison={17: 1e30}), settings)
+    assert of(StepSkipped, events)[0].step == 3
+
+
+def test_fewer_steps_than_were_done_is_nothing_to_do(tmp_path: Path) -> None:
+    fit(recipe(), SHORT, out=tmp_path)
+    fewer = dataclasses.replace(SHORT, steps=5)
+    result, events = fit(recipe(), fewer, out=tmp_path, resume="auto")
+    assert (result.reason, result.step) == ("finished", 12)
+    assert not of(StepEnded, events)
+    assert result.metrics["held_out"].keys() == {"loss"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import tracemalloc
 from unittest import mock
@@ -191,6 +192,15 @@ def test_random_state_returns_to_its_rank(tmp_path):
     other = FakeSession(0, 2)
     other.rng = {"another generator": torch.zeros(16, dtype=torch.uint8)}
     assert not load_rng(reader, other)
+
+
+def test_the_system_may_write_and_read_less_than_asked(tmp_path, monkeypatch):
+    write, preadv = os.write, os.preadv
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(os, "preadv", lambda fd, into, at: preadv(fd, [into[0][:5]], at))
+    reader = CheckpointReader(save(CheckpointStore(tmp_path), 1, [[piece("w", torch.arange(9))]]))
+    assert reader.verify() == []
+    assert torch.equal(reader.read("weights", "w"), torch.arange(9))
 
 
 def test_results_are_on_the_host_whatever_the_default_device(tmp_path):
