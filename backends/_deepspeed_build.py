@@ -1,0 +1,229 @@
+"""Building what ZeRO takes: a model sharded while it is made, with the weights of one process."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.cpp_extension import _get_build_directory
+
+from ..kernel.contract import Plan, Recipe
+from ..kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
+from . import _torch
+from ._deepspeed_state import shape_of
+
+_ATTRIBUTES = ("data", "shape")  # of a parameter, that tell of its elements
+_LARGEST_UNSHARDED = 2**28  # elements that a rank may hold whole while a constructor is at work
+
+
+def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str) -> nn.Module:
+    """The recipe's model; at stage 3 each rank keeps its part of every parameter.
+
+    The weights are those of one process under the same seed. Raises `RecipeError` when a model
+    that is to be sharded while it is made was made before.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    device = torch.device(get_accelerator().current_device_name())
+    if config["zero_optimization"]["stage"] < 3:
+        return _torch.build_model(recipe, plan, device)
+    from deepspeed.zero import Init
+
+    if construct == "whole":
+        module = _torch.build_model(recipe, plan, None)
+    else:
+        with _sharding(config) as made:
+            module = _torch.build_model(recipe, plan, None)
+        if id(module) not in made:
+            raise RecipeError(
+                "recipe.model returned a model that was made before it was called (or a copy of "
+                "one), so every rank holds all of it. Make the model inside recipe.model; or set "
+                "backend.construct=whole if each rank's host memory is enough for it"
+            )
+    Init(module=_cast(module, config), config_dict_or_path=dict(config))
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+    return module
+
+
+def _cast(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
+    """Parameters in 16 bits where the configuration holds them so, before they are sharded."""
+    for dtype, keys in ((torch.bfloat16, ("bf16", "bfloat16")), (torch.float16, ("fp16",))):
+        if any(config.get(key, {}).get("enabled") for key in keys):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+                    parameter.data = parameter.data.to(dtype)
+            for child in module.children():
+                _cast(child, config)
+    return module
+
+
+@contextmanager
+def _sharding(config: Mapping[str, Any]) -> Iterator[set[int]]:
+    """While it is open, each module is sharded when its constructor ends; gives their ids.
+
+    DeepSpeed's own `zero.Init` draws weights on the accelerator, and lets whatever a constructor
+    does to parameters of submodules that are sharded by then pass without effect (it knows of
+    `Module.apply` alone). Here modules are made on the host, and parameters that are used again
+    are made whole until the constructors are done.
+    """
+    from deepspeed.zero import Init
+
+    made: set[int] = set()
+
+    class Sharding(Init):  # type: ignore[misc]
+        def _post_init_method(self, module: nn.Module) -> None:
+            with torch._C.DisableTorchFunction():
+                made.add(id(module))
+                kept.append(module)  # so that no other object takes its id
+                super()._post_init_method(_cast(module, config))
+
+    kept: list[nn.Module] = []
+    touched = _TouchedParameters()
+    context = Sharding(config_dict_or_path=dict(config), tensor_overrides=[])
+    overrides_apply, Init.override_module_apply = Init.override_module_apply, False
+    try:
+        with context, touched:
+            yield made
+            touched.shard_again()
+    finally:
+        Init.override_module_apply = overrides_apply
+
+
+class _TouchedParameters(TorchFunctionMode):
+    """Makes sharded parameters whole, on the host, when something looks at their elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole: list[Any] = []
+        self.passing = {
+            getattr(getattr(Tensor, name), accessor)
+            for name, value in vars(torch._C.TensorBase).items()
+            if name not in _ATTRIBUTES and hasattr(value, "__set__")
+            for accessor in ("__get__", "__set__", "__delete__")
+        }
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function not in self.passing:
+            value: Any
+            for value in _torch.tensors_of((args, kwargs or {})):
+                if hasattr(value, "ds_status") and not value.numel() and value.ds_numel:
+                    self._make_whole(value)
+        return function(*args, **(kwargs or {}))
+
+    def _make_whole(self, parameter: Any) -> None:
+        if sum(other.ds_numel for other in self.whole) > _LARGEST_UNSHARDED:
+            self.shard_again()
+        parameter.all_gather()
+        parameter.data = parameter.data.cpu()  # what is drawn into it is drawn as on the host
+        self.whole.append(parameter)
+
+    def shard_again(self) -> None:
+        with torch._C.DisableTorchFunction():
+            for parameter in self.whole:
+                parameter.data = parameter.data.to(parameter.ds_tensor.device)
+                dist.broadcast(parameter.data, 0)
+                parameter.partition(has_been_updated=True)
+            self.whole.clear()
+
+
+def optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
+    """The recipe's optimizer. It sees whole shapes even of sharded parameters: recipes sort
+    parameters by their number of dimensions.
+    """
+    if not any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
+        return _torch.build_optimizer(recipe, module)
+    behind: dict[int, nn.Parameter] = {}
+    stand_in: Any = nn.Module()
+    stand_in.named_parameters = lambda: _stand_ins(module, behind)
+    built = _torch.build_optimizer(recipe, stand_in)
+    for group in built.param_groups:
+        group["params"] = [behind.get(id(chosen), chosen) for chosen in group["params"]]
+    built.state.clear()  # some hold zeros from the beginning, in the shapes of the stand-ins
+    return built
+
+
+def _stand_ins(
+    module: nn.Module, behind: dict[int, nn.Parameter]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters of the whole shape that take no memory, and what each stands for by its id."""
+    for name, parameter in module.named_parameters():
+        one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        shown = nn.Parameter(one.expand(shape_of(parameter)), parameter.requires_grad)
+        behind[id(shown)] = parameter
+        yield name, shown
+
+
+def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Raises `CapabilityRefused` for an optimizer to which the shape of a parameter matters.
+
+    ZeRO gives it stretches of flat tensors, so an Adafactor would silently become another
+    algorithm. It is tried on a matrix and on the same numbers as two stretches.
+    """
+    reason = "it updates a matrix differently from the same numbers in a row"
+    try:
+        whole, cut = (_tried(optimizer, device, shapes) for shapes in ([(4, 6)], [(10,), (14,)]))
+        same = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
+    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
+        same, reason = False, f"it fails on flat tensors ({error})"
+    if not same:
+        raise CapabilityRefused(
+            f"the optimizer {type(optimizer).__name__}",
+            "deepspeed",
+            f"{reason}, which is what ZeRO shards. Take an optimizer like torch.optim.AdamW or "
+            "SGD, or the backend fsdp or ddp",
+        )
+
+
+def _tried(
+    optimizer: torch.optim.Optimizer, device: torch.device, shapes: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """24 numbers, cut into parameters of these shapes, after two updates."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+
+    def cut(numbers: Tensor) -> list[Tensor]:
+        parts = torch.split(numbers.to(device), sizes)
+        return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
+
+    parameters = [nn.Parameter(part) for part in cut(torch.linspace(-1.0, 2.0, 24))]
+    twin = object.__new__(type(optimizer))
+    settings = {**optimizer.param_groups[0], "lr": 0.1, "params": parameters}
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[settings])
+    for turn in (1.0, 2.0):
+        for parameter, grad in zip(parameters, cut(torch.linspace(turn, -3.0, 24)), strict=True):
+            parameter.grad = grad
+        twin.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def refuse_stale_locks(patience_seconds: float) -> None:
+    """Raises `BackendUnavailable` when a lock keeps DeepSpeed's operators from being compiled and
+    nobody has been compiling for that long. A build that is killed leaves one behind, on which
+    every later run would wait for ever.
+    """
+    folder = Path(_get_build_directory("drivetrain", verbose=False)).parent
+    while locks := list(folder.glob("*/lock")):
+        newest = max(path.stat().st_mtime for lock in locks for path in lock.parent.iterdir())
+        if time.time() - newest > patience_seconds:
+            raise BackendUnavailable(
+                f"a build of DeepSpeed's operators that never ended left {locks[0]} behind, and "
+                "every run waits for it. Delete that file, unless a build is running now"
+            )
+        time.sleep(1.0)
+
+
+__all__ = ["model", "optimizer", "refuse_stale_locks", "refuse_unless_elementwise"]

@@ -1,0 +1,214 @@
+"""DeepSpeed's JSON: what the user wrote, what the plan says, and where the two contradict."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..kernel.contract import Plan
+from ..kernel.errors import CapabilityRefused, SettingError
+
+AUTO = "auto"
+
+_REFUSED = {
+    "scheduler": "the learning rate follows the settings schedule.*; remove the section",
+    "amp": "set precision instead",
+    "autotuning": "launch DeepSpeed's own autotuner instead",
+    "checkpoint": "checkpoints follow the settings checkpoint.*; remove the section",
+    "compression_training": "it changes the model in mid-training; remove the section",
+    "curriculum_learning": "the order of samples is that of the recipe; remove the section",
+    "data_efficiency": "the order of samples is that of the recipe; remove the section",
+    "dataloader_drop_last": "set data.drop_last instead",
+    "elasticity": "batches are elastic here without it; remove the section",
+    "hybrid_engine": "it serves inference; remove the section",
+    "load_universal_checkpoint": "resume with --resume instead",
+    "pipeline": "pipelines are not driven from here; remove the section",
+    "sequence_parallel_size": "data is split over all ranks; remove the key",
+    "tensor_parallel": "weights are sharded by ZeRO alone; remove the section",
+    "torch_autocast": "precision decides on torch.autocast; remove the section",
+    "zero_optimization.mics_shard_size": "replicated shards cannot be saved; remove the key",
+    "zero_optimization.zenflow": "its late updates are not the gradient's; remove the section",
+    "zero_optimization.offload_optimizer.super_offload": "its state cannot be read; remove the key",
+    "bf16.bf16_master_weights_and_grads": "masters are float32; remove the key",
+    "bf16.bf16_optimizer_states": "the optimizer's state is float32; remove the key",
+    "fp16.fp16_master_weights_and_grads": "masters are float32; remove the key",
+    "fp16.auto_cast": "torch.autocast casts inputs; remove the key",
+}
+_NO_EFFECT: tuple[Any, ...] = (None, False, AUTO, {})
+
+# FusedAdam and the like update each element by itself; the others need the shape of a parameter.
+ELEMENTWISE = ("adam", "adamw", "adagrad", "lion")
+
+
+def load(source: Any) -> dict[str, Any]:
+    """A copy of the user's configuration: a dict, the path of a JSON file, or None."""
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return copy.deepcopy(dict(source))
+    try:
+        loaded = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise SettingError(
+            f"backend.config is {source!r}, neither a dict nor a readable JSON file: {error}"
+        ) from error
+    if not isinstance(loaded, dict):
+        raise SettingError(f"{source} holds a {type(loaded).__name__}, not a JSON object")
+    return loaded
+
+
+def stage_of(options: Any) -> int:
+    """The ZeRO stage: the option, or else what the JSON says, or else 2. Raises `SettingError`."""
+    written = load(options.config).get("zero_optimization", {}).get("stage", AUTO)
+    if options.stage is not None and written not in (AUTO, options.stage):
+        raise _conflict("zero_optimization.stage", written, "backend.stage", options.stage)
+    stage = written if options.stage is None else options.stage
+    stage = 2 if stage == AUTO else stage
+    if stage not in (1, 2, 3):
+        raise SettingError(f"the ZeRO stage is {stage!r}; allowed: 1, 2, 3 (for none take ddp)")
+    return int(stage)
+
+
+def resolve(options: Any, plan: Plan, size: int) -> dict[str, Any]:
+    """The configuration that DeepSpeed gets in a run of `size` ranks.
+
+    Every `auto` is filled in, a key that contradicts the plan or that would have no effect here is
+    refused with both sides named. Raises `SettingError` and `CapabilityRefused`.
+    """
+    config = load(options.config)
+    for key, remedy in _REFUSED.items():
+        value = _get(config, key)
+        if value not in _NO_EFFECT and not (
+            isinstance(value, dict) and not value.get("enabled", 1)
+        ):
+            raise CapabilityRefused(f"{key}={value!r} of its JSON", "deepspeed", remedy)
+    per_feeder = -(-plan.global_batch // size)
+    micro_batch = plan.micro_batch or per_feeder
+    accumulation = -(-per_feeder // micro_batch)
+    precision = plan.precision.name
+    for key, wanted, setting in (
+        ("train_batch_size", plan.global_batch, "global_batch"),
+        ("train_micro_batch_size_per_gpu", micro_batch, "micro_batch"),
+        ("gradient_accumulation_steps", accumulation, "global_batch / micro_batch"),
+        ("gradient_clipping", plan.max_grad_norm or 0.0, "max_grad_norm"),
+        ("gradient_allreduce_op", "mean", "the contract"),
+        ("managed_gradient_accumulation", False, "the contract"),
+        ("bf16.check_grad_overflow", True, "the contract"),
+        ("zero_optimization.compute_grad_norm", True, "the contract"),
+        ("bfloat16.enabled", precision == "bf16", "precision"),
+        ("bf16.enabled", precision == "bf16", "precision"),
+        ("fp16.enabled", precision == "fp16", "precision"),
+    ):
+        written = _get(config, key)
+        if written in (None, AUTO) or str(written).lower() == str(wanted).lower():
+            continue
+        if key.endswith(".enabled") and not written:
+            continue  # low-precision weights are optional: autocast serves without
+        if isinstance(written, float | int) and written == wanted:
+            continue
+        raise _conflict(key, written, setting, precision if setting == "precision" else wanted)
+    for section in ("bfloat16", "bf16", "fp16"):
+        if _get(config, f"{section}.enabled") == AUTO:
+            config[section]["enabled"] = precision == ("fp16" if section == "fp16" else "bf16")
+    zero = config.setdefault("zero_optimization", {})
+    _refuse_offload(zero)
+    low = any(_get(config, f"{section}.enabled") for section in ("bfloat16", "bf16", "fp16"))
+    optimizer = config.pop("optimizer", None)
+    config = _without_auto(config)
+    config["zero_optimization"]["stage"] = stage_of(options)
+    config |= {
+        # the kernel accumulates: each `step` is an update, and `backward` divides by nothing
+        "managed_gradient_accumulation": False,
+        "gradient_accumulation_steps": 1,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "train_batch_size": micro_batch * size,
+        "gradient_clipping": plan.max_grad_norm or 0.0,
+        "zero_allow_untested_optimizer": True,
+    }
+    config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if low:  # weights in 16 bits; gradients are still summed in the plan's dtype
+        config.setdefault("communication_data_type", _name(plan.precision.reduce))
+        config.setdefault("data_types", {}).setdefault(
+            "grad_accum_dtype", _name(plan.precision.reduce)
+        )
+    return {**config, **({"optimizer": optimizer} if optimizer else {})}
+
+
+def holds_low_precision(config: Mapping[str, Any]) -> bool:
+    """Whether the module's weights are in 16 bits, beside float32 masters."""
+    return any(_get(config, f"{key}.enabled") for key in ("bfloat16", "bf16", "fp16"))
+
+
+def fill_optimizer(section: Mapping[str, Any], base: torch.optim.Optimizer) -> dict[str, Any]:
+    """The `optimizer` section with `auto` taken from the recipe's optimizer.
+
+    Raises `SettingError` where a learning rate or weight decay contradicts the recipe's, and
+    `CapabilityRefused` for types that do not update each element by itself.
+    """
+    kind = str(section.get("type", ""))
+    if kind.lower() not in ELEMENTWISE:
+        allowed = ", ".join(ELEMENTWISE)
+        raise CapabilityRefused(
+            f"optimizer.type={kind!r} of its JSON",
+            "deepspeed",
+            f"allowed are {allowed}; or remove the section and name one in the settings",
+        )
+    params = dict(section.get("params", {}))
+    for key, setting in (("lr", "optimizer.lr"), ("weight_decay", "optimizer.weight_decay")):
+        wanted = max(float(group.get(key, 0.0)) for group in base.param_groups)
+        if params.get(key, AUTO) not in (AUTO, wanted):
+            raise _conflict(f"optimizer.params.{key}", params[key], setting, wanted)
+        params[key] = wanted
+    for key, value in params.items():
+        if value == AUTO and key in base.defaults:
+            params[key] = base.defaults[key]
+    return {**section, "type": kind, "params": _without_auto(params)}
+
+
+def _refuse_offload(zero: Mapping[str, Any]) -> None:
+    for key in ("offload_optimizer", "offload_param"):
+        section = zero.get(key) or {}
+        if section.get("device") == "nvme":
+            raise CapabilityRefused(
+                f"zero_optimization.{key}.device='nvme'",
+                "deepspeed",
+                "its checkpoints were never proven there; offload to 'cpu'",
+            )
+        if section.get("ratio", 1.0) != 1.0:
+            raise CapabilityRefused(
+                f"zero_optimization.{key}.ratio={section['ratio']}",
+                "deepspeed",
+                "a second optimizer would hold a part of the state; leave the ratio at 1.0",
+            )
+
+
+def _conflict(key: str, written: Any, setting: str, wanted: Any) -> SettingError:
+    return SettingError(
+        f"{key} is {written!r} in the DeepSpeed JSON, and {setting} asks for {wanted!r}; "
+        f"make them equal, or write {AUTO!r} in the JSON"
+    )
+
+
+def _get(config: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = config
+    for part in dotted.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
+    """`auto` where nothing is planned leaves DeepSpeed's own default."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in section.items()
+        if value != AUTO
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]

@@ -1,0 +1,279 @@
+"""What a ZeRO optimizer holds, in the coordinates of the model's own parameters.
+
+ZeRO keeps float32 masters and moments in flat tensors, one a group of parameters and a rank. Each
+stretch of such a tensor is a flat range of one parameter, which is how it is saved; what DeepSpeed
+itself saves is pickled and tied to the world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernel.contract import Flat, Piece, Reader
+from ..kernel.errors import CheckpointMismatch
+from . import _torch
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start <= i < stop` of a parameter, which lie at `offset` of a flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def region(self) -> Flat:
+        return Flat(self.start, self.stop)
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This stretch of the flat tensor, or of another one laid out alike."""
+        return flat.detach()[self.offset : self.offset + self.stop - self.start]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """This rank's part of one group of parameters."""
+
+    master: Tensor
+    """Flat, float32; what the optimizer updates."""
+    settings: Mapping[str, Any]
+    """The optimizer's `param_groups` entry."""
+    slices: list[Slice] = field(default_factory=list)
+
+
+def shape_of(parameter: Tensor) -> tuple[int, ...]:
+    """Of the whole parameter, even when it is partitioned (stage 3)."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of parameters (each tied group once) and persistent buffers, by FQN."""
+    return {name: shape_of(tensor) for name, tensor in _weights(module).items()}
+
+
+def trained(zero: Any) -> set[int]:
+    """The ids of the parameters that have masters."""
+    groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.fp16_groups
+    return {id(parameter) for group in groups for parameter in group}
+
+
+def partitions(zero: Any, module: nn.Module) -> list[Partition]:
+    """Of a stage 1, 2 or 3 optimizer, from where DeepSpeed put each parameter."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = []
+    if hasattr(zero, "bit16_groups"):
+        for i, group in enumerate(zero.bit16_groups):
+            part = Partition(zero.single_partition_of_fp32_groups[i], zero.param_groups[i])
+            for parameter in group:
+                if (mapping := parameter._hp_mapping) is not None:
+                    here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                    start, stop = here.start, here.start + here.numel
+                    name, shape = names[parameter], shape_of(parameter)
+                    part.slices.append(Slice(name, shape, start, stop, there.start))
+            found.append(part)
+        return found
+    for i, group in enumerate(zero.fp16_groups):
+        settings = zero.param_groups[zero.sub_group_to_group_id[i]]
+        part, offset = Partition(zero.fp32_partitioned_groups_flat[i], settings), 0
+        for parameter in group:
+            start, stop = _own_range(parameter)
+            if start < stop:
+                name, shape = names[parameter], shape_of(parameter)
+                part.slices.append(Slice(name, shape, start, stop, offset))
+            offset += parameter.partition_numel()
+        found.append(part)
+    return found
+
+
+def _own_range(parameter: Any) -> tuple[int, int]:
+    """Of a parameter that is partitioned on its own, in padded parts of one size (stage 3)."""
+    size = parameter.partition_numel()
+    rank = torch.distributed.get_rank(parameter.ds_process_group)
+    return min(rank * size, parameter.ds_numel), min((rank + 1) * size, parameter.ds_numel)
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    """`named_state` with the parameters themselves: they know how they are partitioned."""
+    return {**_torch.named_state(module), **dict(module.named_parameters())}
+
+
+def _apart(
+    module: nn.Module, parts: list[Partition], trained: frozenset[str]
+) -> tuple[dict[str, Tensor], list[tuple[Slice, Tensor]]]:
+    """What has no master: whole tensors that every rank holds, and own ranges of frozen ones."""
+    whole, ranges = {}, []
+    for name, tensor in _weights(module).items():
+        if name in trained:
+            continue
+        if hasattr(tensor, "ds_tensor"):
+            start, stop = _own_range(tensor)
+            if start < stop:
+                ranges.append((Slice(name, shape_of(tensor), start, stop, 0), tensor.ds_tensor))
+        else:
+            whole[name] = tensor.detach()
+    return whole, ranges
+
+
+def pieces(
+    module: nn.Module,
+    zero: Any,
+    trained: frozenset[str],
+    loss_scale: Mapping[str, Tensor],
+    rank: int,
+    size: int,
+) -> Iterator[Piece]:
+    """What this rank writes; weights are the masters."""
+    parts = partitions(zero, module)
+    for part in parts:
+        state = zero.optimizer.state.get(part.master, {})
+        for piece in part.slices:
+            yield Piece("weights", piece.name, piece.of(part.master), piece.shape, piece.region)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    name = f"{piece.name}/{key}"
+                    flat = piece.of(value)
+                    narrow = flat.is_floating_point() and flat.element_size() < 4
+                    flat = flat.float() if narrow else flat
+                    yield Piece("optimizer", name, flat, piece.shape, piece.region)
+                elif piece.start == 0 and (entry := _torch.stored_entry(key, value)) is not None:
+                    yield Piece("optimizer", f"{piece.name}/{entry[0]}", entry[1], ())
+    whole, ranges = _apart(module, parts, trained)
+    for piece, flat in ranges:
+        yield Piece("weights", piece.name, piece.of(flat), piece.shape, piece.region)
+    yield from _torch.dealt_pieces({"weights": whole, "state": loss_scale}, rank, size)
+
+
+@torch.no_grad()
+def restore(reader: Reader, module: nn.Module, zero: Any, trained: frozenset[str]) -> None:
+    """Masters, moments, and what has no master, from any checkpoint; `publish` must follow.
+
+    Reads this rank's ranges only. Raises `CheckpointMismatch` before anything is changed.
+    """
+    _torch.check_same_model(reader, shapes(module))
+    parts = partitions(zero, module)
+    stored = _stored_state(reader, shapes(module))
+    planned = [_plan(part, stored, reader, zero.optimizer) for part in parts]
+    for part, (entries, numbers) in zip(parts, planned, strict=True):
+        for piece in part.slices:
+            piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
+        state = zero.optimizer.state[part.master] if entries or numbers else {}
+        for key, dtype in entries.items():
+            if key not in state:
+                dtype = part.master.dtype if dtype.is_floating_point else dtype
+                state[key] = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
+            for piece in part.slices:
+                name = f"{piece.name}/{key}"
+                if key in stored.get(piece.name, ()):
+                    piece.of(state[key]).copy_(reader.read("optimizer", name, piece.region))
+                else:  # that parameter was never updated
+                    piece.of(state[key]).zero_()
+        state.update(numbers)
+    whole, ranges = _apart(module, parts, trained)
+    for piece, flat in ranges:
+        piece.of(flat).copy_(reader.read("weights", piece.name, piece.region))
+    for name, tensor in whole.items():
+        tensor.copy_(reader.read("weights", name))
+
+
+def publish(zero: Any) -> None:
+    """Give the module the weights of the masters. Called by all ranks."""
+    if hasattr(zero, "update_lp_params"):
+        zero.update_lp_params()
+        return
+    zero._partition_all_parameters()
+    with torch.no_grad():
+        for i in range(len(zero.fp16_groups)):
+            zero._reassign_or_swap_out_partitioned_parameters(i)
+
+
+def _stored_state(
+    reader: Reader, known: Mapping[str, tuple[int, ...]]
+) -> dict[str, dict[str, str]]:
+    """Parameter -> key of its state -> name in the checkpoint."""
+    stored: dict[str, dict[str, str]] = {}
+    for name in reader.names("optimizer"):
+        parameter, _, key = name.rpartition("/")
+        if parameter not in known:
+            raise CheckpointMismatch(
+                f"the checkpoint holds optimizer state {key!r} of {parameter!r}, which is no "
+                "parameter of this model"
+            )
+        stored.setdefault(parameter, {})[key] = name
+    return stored
+
+
+def _plan(
+    part: Partition,
+    stored: Mapping[str, Mapping[str, str]],
+    reader: Reader,
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, torch.dtype], dict[str, Tensor | float]]:
+    """The keys with a value an element, and those with one value for all, read already."""
+    entries: dict[str, torch.dtype] = {}
+    numbers: dict[str, Tensor | float] = {}
+    for piece in part.slices:
+        for key, name in stored.get(piece.name, {}).items():
+            info = reader.info("optimizer", name)
+            if info.shape == piece.shape and (piece.shape or not _is_number(key)):
+                entries[key] = info.dtype
+                continue
+            if info.shape:
+                raise CheckpointMismatch(
+                    f"the optimizer state {name!r} has shape {info.shape}, its parameter "
+                    f"{piece.shape}: it was written by an optimizer that does not update each "
+                    "element by itself, which ZeRO cannot continue. Use the optimizer settings of "
+                    "that run with cpu, ddp or fsdp, or start this optimizer anew"
+                )
+            key, value = _torch.loaded_entry(key, reader.read("optimizer", name))
+            if key == "step":
+                value = _count(optimizer, part, value)
+            if key in numbers and bool(numbers[key] != value):
+                raise CheckpointMismatch(
+                    f"the optimizer state {name!r} is {float(value)}, that of another parameter "
+                    f"{float(numbers[key])}: ZeRO keeps one number for all parameters of a group. "
+                    "Give parameters that were trained for different times groups of their own"
+                )
+            numbers[key] = value
+    return entries, numbers
+
+
+def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Tensor | float) -> Tensor | int:
+    """A number of steps as that optimizer keeps it: torch's in a tensor, DeepSpeed's in an int."""
+    if not type(optimizer).__module__.startswith("torch."):
+        return int(step)
+    on_device = part.settings.get("fused") or part.settings.get("capturable")
+    return torch.tensor(float(step), device=part.master.device if on_device else "cpu")
+
+
+def _is_number(key: str) -> bool:
+    return key == "step" or ":" in key
+
+
+# --- DeepSpeed's own loss scaler, used where the weights are float16 --------------------------
+
+
+def scaler_tensors(scaler: Any) -> dict[str, Tensor]:
+    """Its state under the names of `_torch.scale_tensors`; empty when it never changes."""
+    if not scaler.dynamic:
+        return {}
+    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+    return {
+        "loss_scale": torch.tensor(float(scaler.cur_scale)),
+        "loss_scale_good_steps": torch.tensor(good_steps, dtype=torch.int32),
+        "loss_scale_hysteresis": torch.tensor(scaler.cur_hysteresis, dtype=torch.int32),
+    }
+
+
+def set_scaler(scaler: Any, state: Mapping[str, Tensor]) -> None:
+    """Undo what changed since that `scaler_tensors`."""
+    scaler.cur_scale = float(state["loss_scale"])
+    scaler.last_overflow_iter = scaler.cur_iter - int(state["loss_scale_good_steps"]) - 1
+    scaler.cur_hysteresis = int(state["loss_scale_hysteresis"])

@@ -1,0 +1,287 @@
+"""DeepSpeed's ZeRO: optimizer state (1), gradients (2) and weights (3) sharded over ranks.
+
+NCCL where there is CUDA, gloo on the CPU. Rajbhandari et al., https://arxiv.org/abs/1910.02054
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import os
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..kernel.contract import Capabilities, Outcome, Piece, Plan, Probe, Reader, Recipe, World
+from ..kernel.errors import BackendUnavailable
+from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _torch
+from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
+
+__all__ = ["driver"]
+
+
+@dataclass(frozen=True)
+class DeepspeedOptions:
+    """The driver's own arguments; all others of DeepSpeed go into `config`."""
+
+    stage: int | None = None
+    """1 shards the optimizer's state, 2 gradients too, 3 weights too; 2 by default."""
+    config: Any = None
+    """DeepSpeed's JSON: its path, or a dict. `auto` is filled in; what contradicts the plan is
+    refused. `"bf16": {"enabled": "auto"}` holds the module's weights in 16 bits; without it
+    torch.autocast computes in them. An `optimizer` section replaces the recipe's optimizer."""
+    construct: Literal["sharded", "whole"] = "sharded"
+    """At stage 3: shard each submodule when it is made, or the whole model when all is made (each
+    rank needs host memory for all of it then, and the model may come from outside the recipe)."""
+    device: str = "auto"
+    """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
+
+
+_kept = ExitStack()  # DeepSpeed keeps handles of the process group for as long as the process lives
+
+
+class DeepspeedDriver:
+    """One process for each device; what is sharded is up to the ZeRO stage."""
+
+    name = "deepspeed"
+    options_type = DeepspeedOptions
+
+    def probe(self) -> Probe:
+        missing = "" if find_spec("deepspeed") else "deepspeed is not installed"
+        if not dist.is_available():
+            missing = "this build of torch has no torch.distributed"
+        if missing:
+            return Probe(False, missing, "pip install 'drivetrain[deepspeed]'")
+        num_gpus = torch.cuda.device_count()
+        return Probe(
+            usable=True,
+            reason=f"NCCL on {num_gpus} GPUs" if num_gpus else "gloo on the CPU",
+            versions={"torch": torch.__version__, "deepspeed": version("deepspeed")},
+            devices=tuple(torch.cuda.get_device_name(i) for i in range(num_gpus)) or ("cpu",),
+            preference=-2,
+        )
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        options = plan.options or DeepspeedOptions()
+        stage = _deepspeed_config.stage_of(options)
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            multi_process=True,
+            sharded=stage == 3,
+            compile=stage < 3,
+            activation_checkpointing=True,
+            feeds_ahead=choose_device(options.device).type != "cpu",
+        )
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
+        options = plan.options or DeepspeedOptions()
+        if missing := self.probe().reason if not self.probe().usable else "":
+            raise BackendUnavailable(f"{missing}; pip install 'drivetrain[deepspeed]'")
+        device = choose_device(options.device)
+        size = dist.get_world_size() if dist.is_initialized() else _launched()
+        config = _deepspeed_config.resolve(options, plan, size)
+        if size == 1:
+            warnings.warn("deepspeed shards nothing in one process; launch more", stacklevel=3)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        _import(device)
+        if not dist.is_initialized():
+            _kept.enter_context(process_group(plan, device))
+            atexit.register(_kept.close)
+        engines: list[ZeroEngine] = []
+
+        def build(recipe: Recipe, plan: Plan, world: World) -> ZeroEngine:
+            engines.append(ZeroEngine(recipe, plan, world, copy.deepcopy(config)))
+            return engines[-1]
+
+        with process_group(plan, device) as world:
+            try:
+                yield ProcessGroupSession(plan, world, build)
+            finally:
+                for engine in engines:
+                    engine.close()
+
+
+def _launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _import(device: torch.device) -> None:
+    """DeepSpeed for that device, which it chooses once for the life of the process."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # it reads them even in a single process
+    # compiled operators of one environment crash in another, and their folder is shared by default
+    folder = Path.home() / ".cache" / "torch_extensions" / Path(sys.prefix).as_posix().strip("/")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != device.type:
+        raise BackendUnavailable(
+            f"DeepSpeed was set to {get_accelerator().device_name()!r} in this process, or by "
+            f"DS_ACCELERATOR, and {device.type!r} is asked for; start another process"
+        )
+    # as if no operator could be compiled: else it compiles one for the host's shared memory that
+    # is not needed; delete when 0.19 is no longer supported and `shm_comm` can be switched off
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+
+
+class ZeroEngine:
+    """The module in a DeepSpeed engine; the kernel accumulates."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, config: dict[str, Any]) -> None:
+        import deepspeed
+
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+        self.plan, self.world = plan, world
+        construct = (plan.options or DeepspeedOptions()).construct
+        self.own = _deepspeed_build.model(recipe, plan, config, construct)
+        self.tied = _torch.tied_groups(self.own)
+        base = _deepspeed_build.optimizer(recipe, self.own)
+        own_optimizer, groups = None, None
+        if section := config.pop("optimizer", None):
+            config["optimizer"] = _deepspeed_config.fill_optimizer(section, base)
+            keys = ("params", "lr", "weight_decay")
+            groups = [{key: group[key] for key in keys} for group in base.param_groups]
+            _deepspeed_build.refuse_stale_locks(plan.timeout_seconds)
+        else:
+            own_optimizer = base
+            _deepspeed_build.refuse_unless_elementwise(base, world.device)
+        self.autocast = _torch.autocast(plan, world.device)
+        self._plain = [(part, _hooks(part)) for part in self.own.modules()]
+        self._plain_forward = self.own.forward
+        if plan.precision.compute != plan.precision.params:
+            self.own.forward = self._computing
+        if plan.compile:
+            self.own.compile()
+        self.module, self.zero, *_ = deepspeed.initialize(
+            model=self.own,
+            optimizer=own_optimizer,
+            model_parameters=groups,
+            config=config,
+            dist_init_required=False,
+        )
+        trained = _deepspeed_state.trained(self.zero)
+        named = dict(self.own.named_parameters())
+        self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
+        self._others = [p for name, p in named.items() if name not in self._trained]
+        self.loss_scale = None
+        if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
+            self.loss_scale = _torch.LossScale(world.device)
+            self.zero.custom_loss_scaler = True
+            self.zero.external_loss_scale = float(self.loss_scale.scale)
+
+    def _computing(self, *args: Any, **kwargs: Any) -> Any:
+        # the engine turns autocast off around the forward; a cache would hold every weight, whole
+        dtype = self.plan.precision.compute
+        with torch.autocast(self.world.device.type, dtype, cache_enabled=False):
+            return self._plain_forward(*args, **kwargs)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.zero.param_groups
+        return groups
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        return _torch.NO_CONTEXT
+
+    def backward(self, loss: Tensor) -> None:
+        with self._named("summing gradients"):
+            self.module.backward(loss, scale_wrt_gas=False)
+
+    def update(self) -> Outcome:
+        with self._named("updating"):
+            self.module.step()
+        for parameter in self._others:
+            parameter.grad = None
+        norm = torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32)
+        applied = bool(self.module.was_step_applied())
+        if self.loss_scale is not None:
+            self.loss_scale.update(torch.full((), float(not applied), device=self.world.device))
+            self.zero.external_loss_scale = float(self.loss_scale.scale)
+        return Outcome(norm.to(self.world.device), lambda: applied)
+
+    def shards(self) -> Iterator[Piece]:
+        return _deepspeed_state.pieces(
+            self.own, self.zero, self._trained, self._scale(), self.world.rank, self.world.size
+        )
+
+    def restore(self, reader: Reader) -> None:
+        _deepspeed_state.restore(reader, self.own, self.zero, self._trained)
+        _deepspeed_state.publish(self.zero)
+        stored = set(reader.names("state"))
+        scale = self._scale()
+        for name, tensor in scale.items():
+            if name in stored:
+                tensor.copy_(reader.read("state", name))
+        if self.loss_scale is not None:
+            self.zero.external_loss_scale = float(self.loss_scale.scale)
+        elif scale:
+            _deepspeed_state.set_scaler(self.zero.loss_scaler, scale)
+
+    def _scale(self) -> dict[str, Tensor]:
+        if self.loss_scale is None:
+            return _deepspeed_state.scaler_tensors(self.zero.loss_scaler)
+        return _torch.scale_tensors(self.loss_scale)
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        from deepspeed.zero import GatheredParameters
+
+        named = dict(self.own.named_parameters(remove_duplicate=False))
+        if hasattr(self.zero, "_partition_all_parameters"):
+            self.zero._partition_all_parameters()  # nothing half fetched is left
+        chosen = list(named.values()) if names is None else [named[name] for name in names]
+        with GatheredParameters(chosen), self._local():
+            yield self.own
+
+    @contextmanager
+    def _local(self) -> Iterator[None]:
+        """Without DeepSpeed's hooks, which would fetch and free weights together with all ranks."""
+        theirs = [(part, _hooks(part)) for part in self.own.modules()]
+        forward, self.own.forward = self.own.forward, self._plain_forward
+        try:
+            for part, hooks in self._plain:
+                vars(part).update(hooks)
+            yield
+        finally:
+            self.own.forward = forward
+            for part, hooks in theirs:
+                vars(part).update(hooks)
+
+    @contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise collective_failed(call, self.world.rank, error) from error
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the module, and its references to it."""
+        from deepspeed.runtime.zero import parameter_offload
+
+        self.module.destroy()
+        with suppress(ValueError):
+            parameter_offload.FWD_MODULE_STACK.remove(self.own)
+
+
+def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Copies of a module's tables of hooks, by attribute."""
+    return {name: copy.copy(table) for name, table in vars(module).items() if name in _HOOK_TABLES}
+
+
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+driver = DeepspeedDriver()
