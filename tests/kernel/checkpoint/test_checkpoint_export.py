@@ -22,6 +22,7 @@ from drivetrain.kernel.checkpoint import (
     import_weights,
     newest,
 )
+from drivetrain.kernel.contract import Flat
 from drivetrain.kernel.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -116,11 +117,10 @@ def test_no_folder_is_overwritten(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_not_exported_in_part(tmp_path):
-    path = save(CheckpointStore(tmp_path / "run"), 1, [[piece("w", torch.ones(2))], [
-        piece("x", torch.ones(4)[:2], None)]])  # fmt: skip
-    next(path.glob("weights-00001*")).unlink()
-    with pytest.raises(CheckpointDamaged):
-        export_weights(path, tmp_path / "hub")
+    pieces = [piece("a", torch.ones(2)), piece("b", torch.ones(4), Flat(0, 3))]
+    path = save(CheckpointStore(tmp_path / "run"), 1, [pieces])
+    with pytest.raises(CheckpointDamaged, match="1 elements"):
+        export_weights(path, tmp_path / "hub", max_shard_bytes=1)
     assert not list(tmp_path.glob("*hub*"))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointDamaged, match="too short"):

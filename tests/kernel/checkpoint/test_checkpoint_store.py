@@ -21,7 +21,7 @@ from checkpoint_fakes import (
     run_of,
     save,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from drivetrain.kernel.checkpoint import (
@@ -232,6 +232,8 @@ scores = st.one_of(st.none(), st.floats(), st.integers(-3, 3))
     best_mode=st.sampled_from(["min", "max"]),
     keep_every=st.none() | st.integers(1, 4),
 )
+@example([math.nan, 1.0, 0.5, 2.0, math.nan], 1, 1, "min", None)
+@example([2, 2, None, True, -math.inf], 1, 2, "max", 4)
 @settings(deadline=None, max_examples=40)
 def test_retention(tmp_path_factory, scores, keep_last, keep_best, best_mode, keep_every):
     """After every save: the last ones, the best so far, every n-th; and nothing else."""
