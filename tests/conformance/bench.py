@@ -1,0 +1,46 @@
+"""What a job finds in its process: the driver under test, by name, and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernel.contract import Driver, Plan, Recipe, Session
+from ..kernel.loop import Result, fit
+from ..kernel.registry import find_driver
+from ..kernel.settings import Settings, override
+
+__all__ = ["Bench"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One driver with one set of options, in a process that was started as a rank."""
+
+    backend: str
+    options: Mapping[str, Any]
+
+    @property
+    def driver(self) -> Driver:
+        return find_driver(self.backend)
+
+    def plan(self, **settings: Any) -> Plan:
+        """The plan that the kernel would make of these settings (dotted keys)."""
+        options = override(self.driver.options_type(), self.options, "backend.")
+        return override(Settings(max_grad_norm=None), settings).plan(options)
+
+    def open(self, **settings: Any) -> AbstractContextManager[Session]:
+        """A session under such a plan."""
+        return self.driver.open(self.plan(**settings))
+
+    def fit(self, recipe: Recipe, settings: Mapping[str, Any], **arguments: Any) -> Result:
+        """The kernel's `fit` on this driver; settings by dotted keys."""
+        return fit(
+            recipe,
+            override(Settings(), settings),
+            backend=self.backend,
+            backend_options=self.options,
+            **arguments,
+        )

@@ -1,0 +1,107 @@
+"""What is checked: every check of every law, with every set of its arguments."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .subject import Subject
+
+__all__ = ["LAWS", "Case", "Refused", "cases", "check"]
+
+LAWS = ("law_1_gradient",)
+"""The modules that hold the checks; each docstring is the law."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a check returns that found no ability to prove, and proved a proper refusal instead."""
+
+    message: str
+
+
+Check = Callable[..., "Refused | None"]
+F = TypeVar("F", bound=Check)
+
+
+def check(**over: Sequence[Any]) -> Callable[[F], F]:
+    """Marks a function as a check; it is run with every combination of the arguments listed."""
+
+    def mark(function: F) -> F:
+        function.over = over  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check of one driver with one set of arguments."""
+
+    subject: Subject
+    law: str
+    statement: str
+    function: Check
+    arguments: Mapping[str, Any]
+    allow_unavailable: bool = False
+
+    def check(self) -> Refused | None:
+        """Raises `LawBroken` when the driver breaks the law, `WorkerFailure` when it crashed or
+        hung, `BackendUnavailable` when it cannot run here."""
+        if self.allow_unavailable and not self.subject.facts.usable:
+            import pytest
+
+            pytest.skip(self.subject.facts.reason)
+        self.subject.require_usable()
+        return self.function(self.subject, **self.arguments)
+
+    def __str__(self) -> str:
+        values = [name_of(argument) for argument in self.arguments.values()]
+        return "-".join((self.law, self.function.__name__, *values))
+
+
+def name_of(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        return "_".join(name_of(part) for part in argument)
+    return str(argument)
+
+
+def cases(
+    backend: str,
+    *,
+    num_processes: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    peers: Sequence[str] | None = None,
+    allow_unavailable: bool = False,
+) -> list[Case]:
+    """All cases for the driver of that name, the same for every driver. Nothing is started yet.
+
+    `num_processes`: the world size, by default 2 where the driver can. `options`: the driver's
+    own. `peers`: drivers (`NAME` or `NAME:PROCESSES`) whose checkpoints must be exchangeable with
+    this one's, by default itself at other world sizes. `allow_unavailable`: skip, with the reason,
+    a driver that cannot run here; without it, it fails.
+    """
+    subject = Subject(backend, num_processes, options or {}, peers)
+    return [
+        Case(subject, law, statement, function, arguments, allow_unavailable)
+        for law, statement, function in checks()
+        for arguments in combinations(function.over)  # type: ignore[attr-defined]
+    ]
+
+
+def checks() -> Iterator[tuple[str, str, Check]]:
+    """The law, what it says, and a function; in the order in which they are written."""
+    for name in LAWS:
+        module = importlib.import_module(f"{__package__}.{name}")
+        for function in vars(module).values():
+            if inspect.isfunction(function) and hasattr(function, "over"):
+                yield name.removeprefix("law_"), inspect.getdoc(module) or "", function
+
+
+def combinations(over: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*over.values()):
+        yield dict(zip(over, values, strict=True))

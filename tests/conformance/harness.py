@@ -1,0 +1,202 @@
+"""Pools of worker processes that live on between tests.
+
+Starting a rank costs seconds (it imports torch), running one law costs milliseconds. So the ranks
+stay, sessions come and go in them, and only a failure costs a new pool: whatever state the ranks
+are in then, nobody uses it again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+__all__ = ["Pool", "WorkerFailure", "lend"]
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to answer once one has failed."""
+
+MAX_WORKERS = 8
+"""Idle pools are closed, the longest unused first, before there are more processes than this."""
+
+LOG_TAIL_BYTES = 6000
+
+
+class WorkerFailure(Exception):
+    """A rank raised, died or hung; the message holds what each rank left behind."""
+
+
+class Worker:
+    """One rank: a process, a pipe for its answers, and a log for all that it prints."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+        self.rank = rank
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        receiving, sending = os.pipe()
+        self.answers = os.fdopen(receiving, "rb")
+        # a session of its own: data workers that it starts can be ended with it
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "drivetrain.conformance.worker", str(sending)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=self.log,
+            pass_fds=(sending,),
+            start_new_session=True,
+            text=True,
+        )
+        os.close(sending)
+
+    def send(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # a dead rank is found when its answer is missing
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+
+    def receive(self) -> dict[str, Any]:
+        size = int.from_bytes(self.answers.read(8), "little")
+        if not size:
+            return {"error": f"the process ended: {self._ending()}\n{self.last_words()}"}
+        answer: dict[str, Any] = torch.load(
+            io.BytesIO(self.answers.read(size)), weights_only=True, map_location="cpu"
+        )
+        return answer
+
+    def _ending(self) -> str:
+        code = self.process.wait(GRACE_SECONDS)
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def interrupt(self) -> dict[str, Any]:
+        """End a rank that hangs; its stacks tell where."""
+        self.process.send_signal(signal.SIGABRT)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(GRACE_SECONDS)
+        return {"error": f"no answer; it was ended, its stacks were:\n{self.last_words()}"}
+
+    def last_words(self) -> str:
+        end = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, end - LOG_TAIL_BYTES))
+        return self.log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.answers.close()
+        self.log.close()
+
+
+class Pool:
+    """The ranks of one world, started as `torchrun` starts them."""
+
+    def __init__(self, size: int) -> None:
+        self.workers = [Worker(rank, environment(rank, size)) for rank in range(size)]
+
+    def call(self, job: Mapping[str, Any], timeout_seconds: float) -> list[Any]:
+        """The job's value on every rank, in rank order. Raises `WorkerFailure`; the pool must not
+        be used afterwards."""
+        # a port of its own for each job: what is left of the last one may still listen
+        line = json.dumps({**job, "port": str(free_port())}) + "\n"
+        for worker in self.workers:
+            worker.send(line)
+        answers = self._collect(timeout_seconds)
+        if any("error" in answer for answer in answers.values()):
+            told = "\n".join(
+                f"--- rank {worker.rank} of {len(self.workers)}: "
+                f"{answers[worker.rank].get('error', 'answered')}"
+                for worker in self.workers
+            )
+            arguments = textwrap.shorten(str(job["arguments"]), 300)
+            raise WorkerFailure(f"{job['function']} with {arguments} failed\n{told}")
+        return [answers[worker.rank]["value"] for worker in self.workers]
+
+    def _collect(self, timeout_seconds: float) -> dict[int, dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            for worker in self.workers:
+                selector.register(worker.answers, selectors.EVENT_READ, worker)
+            while len(answers) < len(self.workers):
+                ready = selector.select(max(0.0, deadline - time.monotonic()))
+                for key, _ in ready:
+                    worker = key.data
+                    answers[worker.rank] = worker.receive()
+                    selector.unregister(worker.answers)
+                    if "error" in answers[worker.rank]:
+                        deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                if not ready:
+                    late = [worker for worker in self.workers if worker.rank not in answers]
+                    answers.update({worker.rank: worker.interrupt() for worker in late})
+        return answers
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def environment(rank: int, size: int) -> dict[str, str]:
+    """What `torchrun` sets, but for MASTER_PORT, and the parent's import path."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+_pools: dict[tuple[str, int], Pool] = {}
+"""By backend and world size, the longest unused first."""
+
+
+@contextmanager
+def lend(backend: str, size: int) -> Iterator[Pool]:
+    """The living pool of that backend and world size; an exception ends it."""
+    key = backend, size
+    ranks = _pools.pop(key, None)
+    if ranks is None:
+        while _pools and sum(size for _, size in _pools) + size > MAX_WORKERS:
+            _pools.pop(next(iter(_pools))).close()
+        ranks = Pool(size)
+    _pools[key] = ranks
+    try:
+        yield ranks
+    except BaseException:
+        _pools.pop(key).close()
+        raise
+
+
+@atexit.register
+def close_pools() -> None:
+    """End all workers."""
+    while _pools:
+        _pools.popitem()[1].close()

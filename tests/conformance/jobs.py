@@ -1,0 +1,118 @@
+"""Training against the contract alone, in the ranks: no loop, loader or checkpoint of the kernel.
+
+What a job takes and returns is JSON, tensors aside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernel.contract import Engine, Session
+from .bench import Bench
+from .problems import PROBLEMS, Problem, Sample, Samples, collate
+from .state import pieces
+
+__all__ = ["deal", "optimizer_called", "train"]
+
+Dealt = list[tuple[list[int], bool]]
+"""Sample indices of each microbatch, and whether they count."""
+
+
+def train(
+    bench: Bench,
+    *,
+    problem: str,
+    groups: Sequence[Sequence[int]],
+    rates: Sequence[float],
+    optimizer: str,
+    micro_batch: int | None = None,
+    spoil: dict[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """One update on each group of samples. `spoil`: a factor for the loss of one microbatch of
+    one feeder in one step."""
+    chosen = PROBLEMS[problem]
+    with bench.open(**settings) as session:
+        engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer)))
+        initial = pieces(engine)
+        engine.module.train()
+        world = session.world
+        dealt = [
+            deal(group, world.feeder_index, world.num_feeders, micro_batch) for group in groups
+        ]
+        batches = session.feed(microbatches(problem, dealt))
+        losses, outcomes = [], []
+        for step, (parts, rate) in enumerate(zip(dealt, rates, strict=True)):
+            factors = [1.0 if counts else 0.0 for _, counts in parts]
+            if spoil and (step, world.feeder_index) == (spoil["step"], spoil["feeder"]):
+                factors[spoil["microbatch"]] = spoil["factor"]
+            losses.append(accumulate(session, engine, chosen, batches, factors))
+            for group in engine.param_groups:
+                group["lr"] = rate
+            outcomes.append(engine.update())
+        return {
+            "losses": losses,
+            "norms": [outcome.grad_norm.detach().cpu() for outcome in outcomes],
+            "applied": [bool(outcome.applied()) for outcome in outcomes],
+            "initial": initial,
+            "final": pieces(engine),
+        }
+
+
+def accumulate(
+    session: Session,
+    engine: Engine,
+    problem: Problem,
+    batches: Iterator[Sample],
+    factors: Sequence[float],
+) -> float:
+    """Forward and backward of one update; the mean loss an item over the global batch."""
+    taken = [next(batches) for _ in factors]
+    mine = sum(problem.items(b) for b, factor in zip(taken, factors, strict=True) if factor)
+    items = session.tally([mine])()[0]
+    total = torch.zeros((), device=session.world.device)
+    for index, (batch, factor) in enumerate(zip(taken, factors, strict=True)):
+        with engine.microbatch(index == len(factors) - 1):
+            with engine.autocast():
+                loss = problem.loss(engine.module, batch)
+            engine.backward(loss * (factor * session.world.num_feeders / items))
+        total += loss.detach() * factor
+    return float(session.reduce(total)) / items
+
+
+def deal(group: Sequence[int], feeder: int, feeders: int, micro_batch: int | None) -> Dealt:
+    """A feeder's microbatches: contiguous, of nearly equal size, as many on every feeder. One that
+    would be empty runs on a sample that does not count."""
+    size = -(-len(group) // feeders)
+    mine = split(group, feeders)[feeder]
+    parts = split(mine, -(-size // (micro_batch or size)))
+    return [(part or [group[0]], bool(part)) for part in parts]
+
+
+def split(values: Sequence[int], parts: int) -> list[list[int]]:
+    size, larger = divmod(len(values), parts)
+    ends = [index * size + min(index, larger) for index in range(parts + 1)]
+    return [list(values[start:stop]) for start, stop in itertools.pairwise(ends)]
+
+
+def microbatches(problem: str, dealt: Sequence[Dealt]) -> Iterator[Sample]:
+    samples = Samples(problem, size=10**6)
+    for parts in dealt:
+        for part, _ in parts:
+            yield collate([samples[index] for index in part])
+
+
+def optimizer_called(name: str) -> Any:
+    """A factory of that `torch.optim` class, over all parameters alike."""
+
+    def build(named: Any) -> torch.optim.Optimizer:
+        parameters: list[Tensor] = [parameter for _, parameter in named]
+        made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.0)
+        return made
+
+    return build

@@ -1,0 +1,77 @@
+"""What is right: the same training in plain PyTorch, one process, float64, nothing of drivetrain.
+
+Each global batch is one forward, its loss is the sum over the batch divided by its items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .problems import PROBLEMS, Sample, Samples, collate
+
+__all__ = ["Trained", "evaluate", "train"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it: one loss and norm an update, and the weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def train(
+    problem: str,
+    weights: Mapping[str, Tensor],
+    groups: Sequence[Sequence[int]],
+    rates: Sequence[float],
+    optimizer: type[torch.optim.Optimizer],
+    max_grad_norm: float | None = None,
+) -> Trained:
+    """One update on each group of samples, from the given weights on."""
+    torch.set_num_threads(1)  # the driver's processes need the cores, and nothing here is large
+    model, measure = load(problem, weights).train(), PROBLEMS[problem].measure
+    updater = optimizer(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+    losses, norms = [], []
+    for group, rate in zip(groups, rates, strict=True):
+        batch = batch_of(problem, group)
+        loss = measure(model, batch)["loss"] / PROBLEMS[problem].items(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        largest = float("inf") if max_grad_norm is None else max_grad_norm
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), largest)))
+        losses.append(float(loss.detach()))
+        for parameters in updater.param_groups:
+            parameters["lr"] = rate
+        updater.step()
+        updater.zero_grad()
+    return Trained(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+
+
+def evaluate(problem: str, weights: Mapping[str, Tensor], size: int) -> dict[str, float]:
+    """The metrics of `problems.summarise` over the first `size` samples."""
+    model, batch = load(problem, weights).eval(), batch_of(problem, range(size))
+    with torch.no_grad():
+        sums = PROBLEMS[problem].measure(model, batch)
+    sums |= {"items": torch.tensor(PROBLEMS[problem].items(batch)), "samples": torch.tensor(size)}
+    recipe = PROBLEMS[problem].recipe()
+    assert recipe.summarise is not None
+    return dict(recipe.summarise(sums))
+
+
+def load(problem: str, weights: Mapping[str, Tensor]) -> nn.Module:
+    model = PROBLEMS[problem].model().double()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(weights[name])
+    return model
+
+
+def batch_of(problem: str, group: Sequence[int]) -> Sample:
+    samples = Samples(problem, size=max(group) + 1)
+    batch = collate([samples[index] for index in group])
+    return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}

@@ -1,0 +1,227 @@
+"""Small things to train on, each with one difficulty that a driver can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..kernel.contract import Recipe
+
+__all__ = ["PROBLEMS", "Problem", "Samples", "collate"]
+
+Sample = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """`size` samples, each a pure function of its index, which it carries as `id`."""
+
+    problem: str
+    size: int
+    poison: int | None = None
+    """The first input of this sample is not a number."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = PROBLEMS[self.problem].sample(torch.Generator().manual_seed(1000 + index))
+        if index == self.poison:
+            sample["x"] = sample["x"].index_fill(0, torch.tensor(0), float("nan"))
+        return {"id": torch.tensor(index), **sample}
+
+
+def collate(samples: list[Sample]) -> Sample:
+    """Stacked; what the samples are made of has one size within a problem."""
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model, how a sample is drawn, and what is measured; sums over the batch, all of them."""
+
+    model: Callable[[], nn.Module]
+    sample: Callable[[torch.Generator], Sample]
+    measure: Callable[[nn.Module, Sample], dict[str, Tensor]]
+    """The `loss` among others."""
+    count_items: Callable[[Sample], int] | None = None
+    trained_layer: str = "Linear"
+    """Class name of a submodule whose activations can be recomputed."""
+
+    def loss(self, module: nn.Module, batch: Sample) -> Tensor:
+        return self.measure(module, batch)["loss"]
+
+    def items(self, batch: Sample) -> int:
+        return len(batch["id"]) if self.count_items is None else self.count_items(batch)
+
+    def recipe(self, **parts: Any) -> Recipe:
+        """What a driver is given to prepare; `parts` replace what is there by default."""
+        defaults: dict[str, Any] = {
+            "model": self.model,
+            "loss": self.loss,
+            "measure": self.measure,
+            "count_items": self.count_items,
+            "collate": collate,
+            "summarise": summarise,
+        }
+        return Recipe(**{**defaults, **parts})
+
+
+def summarise(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean loss; of all else the sums themselves, so that a sample too many shows."""
+    flat = {
+        f"{name}[{index}]" if value.dim() else name: float(figure)
+        for name, value in sums.items()
+        for index, figure in enumerate(value.reshape(-1))
+    }
+    return {**flat, "loss": flat["loss"] / flat["items"]}
+
+
+def at_least_float32(output: Tensor) -> Tensor:
+    """Losses are summed in the precision of the oracle, or in float32 after a lower one."""
+    return output if output.dtype == torch.float64 else output.float()
+
+
+# --- regression: batches of any size ---------------------------------------------------------
+
+
+def regression_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
+
+
+def regression_sample(generator: torch.Generator) -> Sample:
+    x = torch.randn(6, generator=generator)
+    return {"x": x, "y": torch.stack((x[0] * x[1], x[2:4].sum(), x[4] - x[5] ** 2))}
+
+
+def squared_error(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
+    return {"loss": (at_least_float32(module(batch["x"])) - batch["y"]).square().sum()}
+
+
+# --- language: tied weights, items that are not samples ---------------------------------------
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 29, 10, 16, 2
+IGNORED = -100
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, both residual, normalised before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class LanguageModel(nn.Module):
+    """Two blocks between an embedding and a head that are one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.Sequential(Block(), Block())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.blocks(self.embedding(tokens) + self.position)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def language_sample(generator: torch.Generator) -> Sample:
+    length = int(torch.randint(2, LENGTH + 1, (), generator=generator))
+    tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+    labels = (3 * tokens + 1) % VOCABULARY
+    labels[length:] = IGNORED
+    return {"x": tokens, "y": labels}
+
+
+def language_loss(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
+    logits = at_least_float32(module(batch["x"]))
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1), batch["y"].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return {"loss": loss}
+
+
+def count_tokens(batch: Sample) -> int:
+    return int((batch["y"] != IGNORED).sum())
+
+
+# --- classification: convolutions, and metrics besides the loss -------------------------------
+
+CLASSES = 4
+
+
+def classification_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 8, CLASSES)
+    )
+
+
+def classification_sample(generator: torch.Generator) -> Sample:
+    x = torch.randn(1, 8, generator=generator)
+    return {"x": x, "y": x.view(CLASSES, 2).sum(1).argmax()}
+
+
+def classification_measure(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
+    logits, y = at_least_float32(module(batch["x"])), batch["y"]
+    right = logits.argmax(-1) == y
+    return {
+        "loss": functional.cross_entropy(logits, y, reduction="sum"),
+        "right": right.sum(),
+        "right_by_class": torch.zeros(CLASSES, device=y.device).index_add_(0, y, right.float()),
+    }
+
+
+# --- dropout: random numbers and a buffer in the forward --------------------------------------
+
+
+class Dropout(nn.Module):
+    """Regression with dropout; it counts its forwards in training."""
+
+    num_forwards: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 3))
+        self.register_buffer("num_forwards", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_forwards += 1
+        y: Tensor = self.body(x)
+        return y
+
+
+PROBLEMS: dict[str, Problem] = {
+    "regression": Problem(regression_model, regression_sample, squared_error),
+    "language": Problem(
+        LanguageModel, language_sample, language_loss, count_tokens, trained_layer="Block"
+    ),
+    "classification": Problem(classification_model, classification_sample, classification_measure),
+    "dropout": Problem(Dropout, regression_sample, squared_error),
+}

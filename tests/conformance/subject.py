@@ -1,0 +1,119 @@
+"""The driver under test, seen from outside: jobs are sent to its ranks, and answers judged here.
+
+The driver is never imported in this process, so that several can be tested from one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..kernel.errors import BackendUnavailable
+from .bench import Bench
+from .harness import lend
+
+__all__ = ["Facts", "Subject"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a driver says of itself before it runs."""
+
+    name: str
+    usable: bool
+    reason: str
+    versions: dict[str, str]
+    devices: list[str]
+    capabilities: dict[str, Any]
+
+    @property
+    def precisions(self) -> list[str]:
+        return sorted(self.capabilities["precisions"])
+
+
+def describe(bench: Bench) -> dict[str, Any]:
+    """A job: the facts."""
+    probe = bench.driver.probe()
+    capabilities = dict(vars(bench.driver.capabilities(bench.plan())))
+    capabilities["precisions"] = sorted(capabilities["precisions"])
+    return {
+        "name": bench.driver.name,
+        "usable": probe.usable,
+        "reason": probe.reason + (f"; install it with: {probe.install}" if probe.install else ""),
+        "versions": {package: str(version) for package, version in probe.versions.items()},
+        "devices": list(probe.devices),
+        "capabilities": capabilities,
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A driver, its options, and how many processes it is run in."""
+
+    backend: str
+    num_processes: int | None = None
+    """By default two if the driver can, else one."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    peer_names: Sequence[str] | None = None
+    """`NAME` or `NAME:PROCESSES` each; by default the same driver at other world sizes."""
+    timeout_seconds: float = 120.0
+
+    def run(
+        self, job: Callable[..., T], /, *, world: int | None = None, **arguments: Any
+    ) -> list[T]:
+        """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
+        default). `job` must be importable, its arguments JSON. Raises `WorkerFailure`."""
+        message = {
+            "function": f"{job.__module__}:{job.__qualname__}",
+            "bench": {"backend": self.backend, "options": dict(self.options)},
+            "arguments": arguments,
+        }
+        with lend(self.backend, world or self.world) as ranks:
+            return ranks.call(message, self.timeout_seconds)
+
+    @functools.cached_property
+    def facts(self) -> Facts:
+        return Facts(**self.run(describe, world=1)[0])
+
+    @functools.cached_property
+    def world(self) -> int:
+        """Processes in a run."""
+        return self.num_processes or (2 if self.can("multi_process") else 1)
+
+    @functools.cached_property
+    def peers(self) -> list[Subject]:
+        """With whom checkpoints are exchanged."""
+        if self.peer_names is None:
+            others = (1, self.world + 1) if self.can("multi_process") else ()
+            return [self.at(size) for size in others if size != self.world]
+        return [parse_peer(name) for name in self.peer_names]
+
+    def at(self, num_processes: int) -> Subject:
+        """The same driver in another number of processes."""
+        return Subject(
+            self.backend, num_processes, self.options, timeout_seconds=self.timeout_seconds
+        )
+
+    def can(self, capability: str) -> bool:
+        """Whether the driver declares that ability."""
+        return bool(self.facts.capabilities[capability])
+
+    def require_usable(self) -> None:
+        """Raises `BackendUnavailable` with the driver's own reason."""
+        if not self.facts.usable:
+            raise BackendUnavailable(
+                f"driver {self.backend!r} cannot run here: {self.facts.reason}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.backend} in {self.world} process{'es' if self.world > 1 else ''}"
+
+
+def parse_peer(text: str) -> Subject:
+    """`NAME` or `NAME:PROCESSES`."""
+    name, _, processes = text.partition(":")
+    return Subject(name, int(processes) if processes else None)
