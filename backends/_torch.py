@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kernel.contract import Batch, Kind, Outcome, Piece, Plan, Reader, Recipe
+from ..kernel.contract import Batch, Kind, Layout, Outcome, Piece, Plan, Reader, Recipe
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -104,6 +104,28 @@ def autocast(plan: Plan, device: torch.device) -> Callable[[], AbstractContextMa
         return lambda: NO_CONTEXT
     dtype = plan.precision.compute
     return lambda: torch.autocast(device.type, dtype)
+
+
+def replicated_layout(
+    plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], *, notes: tuple[str, ...] = ()
+) -> Layout:
+    """The whole of everything on every rank."""
+    parameters = list(model.parameters())
+    groups = tied_groups(model)
+    tied = tuple(f"{' = '.join(group)} is one parameter" for group in groups)
+    compute = plan.precision.compute
+    casts: tuple[str, ...] = ()
+    cast_bytes = 0
+    if compute != plan.precision.params:
+        casts = (f"matrix products in {compute}; the casts of the weights are kept in a forward",)
+        cast_bytes = sum(p.numel() * compute.itemsize for p in parameters if p.dim() >= 2)
+    return Layout(
+        parameter_bytes=sum(t.nbytes for t in (*parameters, *model.buffers())),
+        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        optimizer_bytes=sum(state_bytes.values()),
+        transient_bytes=cast_bytes,
+        notes=(*tied, *casts, *notes),
+    )
 
 
 # --- the step -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..kernel.contract import (
     Batch,
     Capabilities,
+    Layout,
     Outcome,
     Piece,
     Plan,
@@ -60,6 +61,11 @@ class CpuDriver:
             activation_checkpointing=True,
             feeds_ahead=False,
         )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        return _torch.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[CpuSession]:

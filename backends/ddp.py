@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..kernel.contract import Capabilities, Outcome, Piece, Plan, Probe, Reader, Recipe, World
+from ..kernel.contract import (
+    Capabilities,
+    Layout,
+    Outcome,
+    Piece,
+    Plan,
+    Probe,
+    Reader,
+    Recipe,
+    World,
+)
 from . import _torch
 from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
 
@@ -66,6 +76,11 @@ class DdpDriver:
             activation_checkpointing=True,
             feeds_ahead=_device(plan).type != "cpu",
         )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        return _torch.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -36,6 +36,7 @@ __all__ = [
     "Engine",
     "Flat",
     "Kind",
+    "Layout",
     "Outcome",
     "Piece",
     "Plan",
@@ -190,6 +191,24 @@ class Capabilities:
     """Resuming on the same driver and world size is bit-exact."""
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How a model would lie in the memory of one rank, the fullest, in bytes."""
+
+    parameter_bytes: int
+    """Weights as the module holds them between steps, and buffers."""
+    gradient_bytes: int
+    """At their most, just before the update."""
+    optimizer_bytes: int
+    """The optimizer's state, and float32 master copies where they lie beside the weights."""
+    transient_bytes: int = 0
+    """What is gathered or cast for a while: the largest unit of a sharded model, say."""
+    units: tuple[str, ...] = ()
+    """FQNs of the submodules that are wrapped, each gathered as one; none in a plain module."""
+    notes: tuple[str, ...] = ()
+    """What else a user should know: what is tied, cast, or not counted here."""
+
+
 # --- what a checkpoint is made of -----------------------------------------------------------
 
 Kind = Literal["weights", "optimizer", "state"]
@@ -293,6 +312,14 @@ class Driver(Protocol):
 
     def capabilities(self, plan: Plan) -> Capabilities:
         """Pure: touches no device."""
+        ...
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        """What `model` (its tensors may be on the meta device) would take on each of `world_size`
+        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure.
+        """
         ...
 
     def open(self, plan: Plan) -> AbstractContextManager[Session]:
