@@ -65,7 +65,7 @@ def check_folder(folder: Path, *, resuming: bool) -> None:
 
 
 def find_earlier(path: Path) -> Earlier:
-    """The run that `--resume PATH` names by its folder or by one of its checkpoints.
+    """The run that `--resume PATH` names by its folder, its checkpoints, or one of them.
 
     Raises `CheckpointNotFound` when it is neither.
     """
@@ -75,6 +75,8 @@ def find_earlier(path: Path) -> Earlier:
         )
     if (path / "manifest.json").is_file():
         return Earlier(path.parent.parent, path, read_config(path.parent.parent))
+    if path.name == CHECKPOINTS:
+        return Earlier(path.parent, path, read_config(path.parent))
     if (path / CHECKPOINTS).is_dir():
         return Earlier(path, path / CHECKPOINTS, read_config(path))
     raise CheckpointNotFound(

@@ -5,6 +5,7 @@ the message of the rank that failed first get through.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import tempfile
@@ -134,6 +135,8 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
         # a rank that was asked to stop finishes its step and saves: give it the time
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+        if launch.nnodes is None:  # what it would say of one node, we say in one line
+            logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         command = parse_args([*launch.flags(), "-m", str(__package__)])  # type: ignore[no-untyped-call]
         command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
         try:

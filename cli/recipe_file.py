@@ -41,7 +41,7 @@ class RecipeFile:
     """The recipe's own defaults."""
     config: Any
     """The default configuration; None when the recipe takes none."""
-    item_name: str
+    item_name: str | None
     sample: Callable[[Any], str] | None
     _recipe: Any
 
@@ -87,12 +87,11 @@ def load_recipe_file(path: Path) -> RecipeFile:
             f"settings of {path} is of type {type(settings).__name__}; it must be a "
             "drivetrain.kernel.settings.Settings"
         )
-    counts = isinstance(recipe, Recipe) and recipe.count_items is None
     return RecipeFile(
         path=path,
         settings=settings,
         config=_default_config(path, module, recipe),
-        item_name=getattr(module, "item_name", "samples" if counts else "items"),
+        item_name=getattr(module, "item_name", None),
         sample=getattr(module, "sample", None),
         _recipe=recipe,
     )

@@ -67,7 +67,8 @@ def _pre(text: str) -> str:
 def _subtitle(config: Mapping[str, Any]) -> str:
     ranks = config.get("world_size", 1)
     backend = config.get("backend", "?") + (f" on {ranks} ranks" if ranks > 1 else "")
-    return f"backend {backend}, torch {config.get('torch', '?')}, recipe {config.get('recipe') or 'gpt'}"
+    recipe = config.get("recipe") or "gpt (the default)"
+    return f"backend {backend}, torch {config.get('torch', '?')}, recipe {recipe}"
 
 
 def _last(records: Sequence[Record], event: str) -> Record | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,11 @@ def _run_label() -> str | None:
 
 
 def _train_here(request: TrainRequest, job: _Job) -> int:
+    with _clean_stdout() if request.json else nullcontext() as stream:
+        return _exit_code(_fit(request, job, stream))
+
+
+def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
     recipe_file = load_recipe_file(job.recipe)
     driver = usable_driver(job.backend)
     resumed = {
@@ -143,7 +148,8 @@ def _train_here(request: TrainRequest, job: _Job) -> int:
         ),
         partial(onward, job.out),
     )
-    with _watching(keeper, recipe_file, as_json=request.json) as (watcher, show):
+    item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
+    with _watching(keeper, item_name, stream) as (watcher, show):
         try:
             result = fit(
                 recipe,
@@ -160,7 +166,7 @@ def _train_here(request: TrainRequest, job: _Job) -> int:
                 keeper.fail(f"{type(error).__name__}: {error}")
             raise
         show(result_record(keeper, result))
-    return _exit_code(result)
+    return result
 
 
 def _exit_code(result: Result) -> int:
@@ -181,14 +187,13 @@ def _sample(recipe_file: RecipeFile, keeper: Keeper, module: nn.Module) -> None:
 
 @contextmanager
 def _watching(
-    keeper: Keeper, recipe_file: RecipeFile, *, as_json: bool
+    keeper: Keeper, item_name: str, stream: TextIO | None
 ) -> Iterator[tuple[Watcher, Sink]]:
-    """The observer of this rank, and where the last record is shown."""
+    """The observer of this rank, and where the last record is shown. `stream`: for JSON lines."""
     with ExitStack() as stack:
         sinks: Sequence[Sink] = ()
         on_step = None
         show: Sink = lambda record: None  # noqa: E731
-        stream = stack.enter_context(_clean_stdout()) if as_json else None
         if rank() == 0:
             if stream is not None:
                 show = print_json(stream)
@@ -198,7 +203,7 @@ def _watching(
             else:
                 show = print_lines
             sinks = (keeper.sink, show)
-        yield Watcher(sinks, recipe_file.item_name, on_step), show
+        yield Watcher(sinks, item_name, on_step), show
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def _child(arguments: tuple[str, ...], folder: Path, environment: dict[str, str]
 
 
 Drive = Callable[..., Ran]
+Meanwhile = Callable[[BaseProcess], None]
 
 
 @pytest.fixture(scope="session")
@@ -95,14 +97,17 @@ def server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-@pytest.fixture()
+@pytest.fixture
 def drive(tmp_path: Path, server: multiprocessing.context.ForkServerContext) -> Drive:
     """Run `drivetrain ARGUMENTS` in the test's folder."""
 
-    def run(*arguments: object, **environment: str) -> Ran:
+    def run(*arguments: object, meanwhile: Meanwhile | None = None, **environment: str) -> Ran:
         words = tuple(str(argument) for argument in arguments)
+        (tmp_path / ".stdout").write_text("")
         process = server.Process(target=_child, args=(words, tmp_path, environment))
         process.start()
+        if meanwhile is not None:
+            meanwhile(process)
         process.join(120)
         assert process.exitcode is not None, f"drivetrain {' '.join(words)} hangs"
         out, err = ((tmp_path / name).read_text() for name in (".stdout", ".stderr"))
@@ -111,7 +116,7 @@ def drive(tmp_path: Path, server: multiprocessing.context.ForkServerContext) -> 
     return run
 
 
-@pytest.fixture()
+@pytest.fixture
 def shell(tmp_path: Path) -> Drive:
     """Paste a command into a shell in the test's folder."""
 
@@ -132,7 +137,7 @@ def shell(tmp_path: Path) -> Drive:
     return run
 
 
-@pytest.fixture()
+@pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """A recipe file in the test's folder that trains in a moment."""
     path = tmp_path / "small.py"

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -138,18 +140,19 @@ def test_the_printed_command_goes_on_with_the_run(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_saves_and_has_its_own_exit_code(ranks: int, recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "drivetrain.cli", "train", "small.py", "--out", "run"]
-    command += ["--steps=1000000", "--nproc", str(ranks), "--json"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if json.loads(line)["event"] == "logged":
-            break
-    process.send_signal(signal.SIGTERM)
-    rest = process.stdout.read()
-    assert process.wait(60) == EXIT_PREEMPTED
-    result = json.loads(rest.splitlines()[-1])
+def test_a_signal_saves_and_has_its_own_exit_code(
+    ranks: int, drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    def stop_when_it_trains(process: BaseProcess) -> None:
+        while '"logged"' not in (tmp_path / ".stdout").read_text():
+            assert process.is_alive()
+            time.sleep(0.05)
+        os.kill(process.pid or 0, signal.SIGTERM)
+
+    words = ["--out=run", "--steps=1000000", f"--nproc={ranks}", "--json"]
+    ran = drive("train", recipe, *words, meanwhile=stop_when_it_trains)
+    assert ran.code == EXIT_PREEMPTED
+    result = ran.records()[-1]
     assert result["reason"] == "preempted"
     assert (tmp_path / result["checkpoint"] / "manifest.json").is_file()
 
