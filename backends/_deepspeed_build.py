@@ -35,7 +35,7 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
     device = torch.device(get_accelerator().current_device_name())
     if config["zero_optimization"]["stage"] < 3:
         return _torch.build_model(recipe, plan, device)
-    from deepspeed.zero import Init
+    from deepspeed.runtime.zero.partition_parameters import Init
 
     if construct == "whole":
         module = _torch.build_model(recipe, plan, None)
@@ -75,7 +75,7 @@ def _sharding(config: Mapping[str, Any]) -> Iterator[set[int]]:
     `Module.apply` alone). Here modules are made on the host, and parameters that are used again
     are made whole until the constructors are done.
     """
-    from deepspeed.zero import Init
+    from deepspeed.runtime.zero.partition_parameters import Init
 
     made: set[int] = set()
 

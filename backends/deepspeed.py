@@ -238,7 +238,7 @@ class ZeroEngine:
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
         named = dict(self.own.named_parameters(remove_duplicate=False))
         if hasattr(self.zero, "_partition_all_parameters"):
