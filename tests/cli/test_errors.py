@@ -13,7 +13,7 @@ def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
     assert ran.code == 2, ran.stdout + ran.stderr
     assert not (tmp_path / "new").exists()
     assert ran.stdout == ""
-    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("error: ") == 1
     return ran.stderr
 
 
