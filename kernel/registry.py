@@ -24,6 +24,8 @@ ENTRY_POINT_GROUP = "drivetrain.backends"
 _SHIPPED = {
     "cpu": "cpu:driver",
     "ddp": "ddp:driver",
+    "fsdp": "fsdp:driver",
+    "deepspeed": "deepspeed:driver",
 }
 
 

@@ -1,0 +1,388 @@
+"""Fully sharded data parallelism: each rank keeps a part of every weight, gradient and state.
+
+FSDP2, `torch.distributed.fsdp.fully_shard` (https://arxiv.org/abs/2304.11277); NCCL where there is
+CUDA, gloo on the CPU. The model is cut into *units*: the weights of a unit are gathered when its
+forward or backward begins, and let go of afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..kernel.contract import (
+    Capabilities,
+    Layout,
+    Outcome,
+    Piece,
+    Plan,
+    Probe,
+    Reader,
+    Recipe,
+    World,
+)
+from ..kernel.errors import RecipeError, SettingError
+from . import _dtensor, _modules, _torch, _units
+from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
+
+__all__ = ["driver"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How the model is cut, and what is traded for memory."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes CUDA where there is a device for every local rank."""
+    wrap: tuple[str, ...] = ()
+    """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
+    model: children of one class in a list; the root takes what is left."""
+    min_unit_params: int | None = None
+    """Without `wrap`: units by size, each submodule with at least so many parameters that are not
+    in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
+    reshard_after_forward: bool = True
+    """Let a unit's weights go between its forward and its backward, and gather them again."""
+    reshard_after_backward: bool = True
+    """Likewise between microbatches; False keeps them until the update."""
+    sync_each_microbatch: bool = False
+    """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
+    shard_size: int | None = None
+    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
+    the number of ranks. By default all ranks are one group."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    gather_dtype: Literal["auto", "params", "compute"] = "auto"
+    """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
+    memory; `params` is for models with layers that refuse weights of another dtype than their
+    input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
+    normalisation layers do."""
+    optimizer_step: Literal["auto", "parts", "whole"] = "auto"
+    """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
+    alike. `whole`: tensors are gathered one by one, for all others. `auto`: `parts` for torch's
+    own elementwise optimizers."""
+    meta: bool = False
+    """No rank ever holds the whole model. False: every rank builds it in host memory, with the
+    recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is
+    dropped (to the meta device) as soon as it is made, and only this rank's part of it comes back:
+    from the checkpoint on resume; on a fresh start from `reset_parameters()` of each module, or
+    `_init_weights(module)` of the model, called on one whole module at a time, which give the same
+    weights at any world size, but need not be those of the recipe's constructor."""
+    sync_buffers: bool = True
+    """Before each forward, buffers that are saved (running statistics) become those of rank 0."""
+
+
+class FsdpDriver:
+    """One process for each device, each holding a part of the model."""
+
+    name = "fsdp"
+    options_type = FsdpOptions
+
+    def probe(self) -> Probe:
+        if not dist.is_available():
+            return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
+        num_gpus = torch.cuda.device_count()
+        return Probe(
+            usable=True,
+            reason=f"NCCL on {num_gpus} GPUs" if num_gpus else "gloo on the CPU",
+            versions={"torch": torch.__version__},
+            devices=tuple(torch.cuda.get_device_name(i) for i in range(num_gpus)) or ("cpu",),
+            preference=10 if _num_launched() > 1 else -2,
+        )
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            multi_process=True,
+            sharded=True,
+            compile=True,
+            activation_checkpointing=True,
+            feeds_ahead=choose_device(_options(plan).device).type != "cpu",
+        )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        options = _options(plan)
+        units = _units.choose_units(model, options.wrap, options.min_unit_params)
+        where = ("host memory",) if options.cpu_offload else ()
+        return _units.sharded_layout(
+            plan,
+            model,
+            units,
+            state_bytes,
+            num_parts=options.shard_size or world_size,
+            gathered=_gathered(plan),
+            keeps_gathered=not (options.reshard_after_forward and options.reshard_after_backward),
+            accumulates_whole=not options.sync_each_microbatch
+            and (plan.micro_batch or plan.global_batch) * world_size < plan.global_batch,
+            notes=tuple(f"weights, gradients and state in {place}" for place in where),
+        )
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
+        options, size = _options(plan), _num_launched()
+        if options.shard_size is not None and size % max(options.shard_size, 1):
+            raise SettingError(
+                f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
+            )
+        if size == 1:
+            _LOG.warning("fsdp in one process shards nothing; launch more, or use cpu or ddp")
+        device = choose_device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with process_group(plan, device) as world:
+            yield ProcessGroupSession(plan, world, FsdpEngine)
+
+
+def _gathered(plan: Plan) -> torch.dtype:
+    """The dtype that weights travel in."""
+    options = _options(plan)
+    in_compute = options.gather_dtype == "compute" or (
+        options.gather_dtype == "auto" and choose_device(options.device).type != "cpu"
+    )
+    return plan.precision.compute if in_compute else plan.precision.params
+
+
+def _options(plan: Plan) -> FsdpOptions:
+    return plan.options or FsdpOptions()
+
+
+def _num_launched() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class FsdpEngine:
+    """The user's module, cut in place: its names stay, its parameters are `DTensor`s.
+
+    Order matters: activations are recomputed inside of what is compiled, and that inside of the
+    hooks that gather; the optimizer is built last, over this rank's parts.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
+        self.options = options = _options(plan)
+        self.plan, self.world = plan, world
+        self.home = torch.device("cpu") if options.cpu_offload else world.device
+        with _modules.parameters_on_meta() if options.meta else _torch.NO_CONTEXT:
+            self.module = _torch.build_model(recipe, plan, None)
+        self.uninitialised = any(p.is_meta for p in self.module.parameters())
+        self.tied = _torch.tied_groups(self.module)
+        parameters = dict(self.module.named_parameters())
+        if scalars := [name for name, p in parameters.items() if not p.dim()]:
+            raise RecipeError(
+                f"FSDP cannot cut parameters of no dimension ({', '.join(scalars)}): give them one "
+                "element and one dimension, or choose ddp"
+            )
+        self.buffers = sorted(_torch.named_state(self.module).keys() - parameters.keys())
+        units = _units.choose_units(self.module, options.wrap, options.min_unit_params)
+        if plan.compile:
+            for unit in units or [self.module]:
+                # not `unit.compile()`, which would trace the hooks too
+                unit.forward = torch.compile(unit.forward)
+        mesh = _mesh(options, world)
+        self.units = [_shard(unit, plan, mesh) for unit in (*units, self.module)]
+        self.num_replicas = world.size // (options.shard_size or world.size)
+        if self.uninitialised:
+            _modules.materialise(self.module, self.home)
+        if options.sync_buffers and world.size > 1 and self.buffers:
+            self.module.register_forward_pre_hook(self._sync_buffers)
+        self.optimizer = _torch.build_optimizer(recipe, self.module)
+        by_parts = options.optimizer_step == "parts" or (
+            options.optimizer_step == "auto" and type(self.optimizer) in _dtensor.ELEMENTWISE
+        )
+        self.stepper = self.optimizer if by_parts else _whole_step(self.optimizer, world)
+        self.loss_scale = _torch.LossScale(self.home) if plan.precision.loss_scaling else None
+        self._autocast = _torch.autocast(plan, world.device)
+        self._last: bool | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        if last is not self._last:  # each of these walks over all modules
+            self._last, root = last, self.units[-1]
+            root.set_requires_gradient_sync(last or self.options.sync_each_microbatch)
+            root.set_reshard_after_backward(last or self.options.reshard_after_backward)
+            root.set_is_last_backward(last)
+        yield
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        self._initialise()
+        with self._named("gathering weights in a forward"), self._autocast():
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale.scale
+        with self._named("gathering weights or averaging gradients in a backward"):
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> Outcome:
+        grads = [_dtensor.own_part(p.grad) for p in self.module.parameters() if p.grad is not None]
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(grads)
+        # each rank's part of the square; every replica of a part counts it once
+        square = _torch.global_norm(grads).to(self.home).double().square()
+        with self._named("adding up the gradient norm"):
+            dist.all_reduce(square)
+        norm = (square / self.num_replicas).sqrt().float()
+        with self._named("updating the weights"):
+            return _torch.step_if_finite(
+                self.stepper, grads, norm, self.plan.max_grad_norm, self.loss_scale
+            )
+
+    def shards(self) -> Iterator[Piece]:
+        self._initialise()
+        self._let_go()
+        weights = _torch.named_state(self.module)
+        optimizer = _torch.optimizer_tensors(self.module, self.optimizer)
+        # ranks may differ in a buffer, and rank 0's is the one that counts
+        for name in self.buffers if self.world.rank == 0 else ():
+            yield Piece("weights", name, weights[name], tuple(weights[name].shape))
+        yield from _dtensor.pieces(
+            {
+                "weights": {k: v for k, v in weights.items() if k not in self.buffers},
+                "optimizer": optimizer,
+                "state": _torch.scale_tensors(self.loss_scale),
+            },
+            self.world.rank,
+            self.world.size,
+        )
+
+    def restore(self, reader: Reader) -> None:
+        self._let_go()
+        weights = _torch.named_state(self.module)
+        _torch.check_same_model(reader, {name: t.shape for name, t in weights.items()})
+        state = _torch.read_optimizer_state(reader, self.module, _dtensor.read_optimizer_entry)
+        for name, tensor in weights.items():
+            _dtensor.own_part(tensor).copy_(_dtensor.read_weight(reader, name, tensor))
+        if state:
+            _torch.load_optimizer_state(self.optimizer, state)
+        stored = reader.names("state")
+        for name, tensor in _torch.scale_tensors(self.loss_scale).items():
+            if name in stored:
+                tensor.copy_(reader.read("state", name))
+        self.uninitialised = False
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        self._initialise()
+        self._let_go()
+        tied = {name: group[0] for group in self.tied for name in group}
+        wanted = None if names is None else {tied.get(name, name) for name in names}
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            if wanted is None or name in wanted:
+                data = _dtensor.whole(parameter, self.world.device)
+                full[parameter] = nn.Parameter(data, parameter.requires_grad)
+        own_hooks = ("torch.distributed.fsdp", __name__)
+        with (
+            _modules.replaced(self.module, full),
+            _modules.unwrapped(self.module, _fsdp_module(), own_hooks),
+        ):
+            yield self.module
+
+    def _let_go(self) -> None:
+        """Register the parts again: after an evaluation the root still has its whole weights."""
+        for unit in self.units:
+            unit.reshard()
+
+    def _initialise(self) -> None:
+        """Fresh weights for what was never in memory; late, since a checkpoint may come first."""
+        if not self.uninitialised:
+            return
+
+        def keep(parameter: nn.Parameter, whole: Tensor) -> None:
+            part = _dtensor.take_own(whole, cast(Any, parameter))
+            _dtensor.own_part(parameter).copy_(part)
+
+        missing = _modules.initialise(self.module, self.plan.seed, keep)
+        if missing:
+            raise RecipeError(
+                f"backend.meta is true and nothing initialises {', '.join(missing)}: give their "
+                "modules reset_parameters(), resume from a checkpoint, or set backend.meta=false"
+            )
+        self.uninitialised = False
+
+    def _sync_buffers(self, module: nn.Module, args: Any) -> None:
+        with self._named("taking over the buffers of rank 0"):
+            for name in self.buffers:
+                dist.broadcast(module.get_buffer(name), src=0)
+
+    @contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise collective_failed(call, self.world.rank, error) from error
+
+
+def _whole_step(optimizer: torch.optim.Optimizer, world: World) -> torch.optim.Optimizer:
+    return cast(torch.optim.Optimizer, _dtensor.WholeStep(optimizer, world.device))
+
+
+# --- FSDP2 ----------------------------------------------------------------------------------
+
+
+def _shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
+    """Cut what no smaller unit has cut. Raises `RecipeError` for a 0-d parameter."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    options = _options(plan)
+    # The policy says what travels; autocast says what each operation computes in, as on all other
+    # drivers. Alone, the policy would compute everything in the lower precision, also losses and
+    # normalisation, and would round inputs that are no activations, such as targets.
+    policy = MixedPrecisionPolicy(
+        param_dtype=_gathered(plan),
+        reduce_dtype=plan.precision.reduce,
+        cast_forward_inputs=False,
+    )
+    pinned = mesh.device_type != "cpu"
+    fully_shard(
+        unit,
+        mesh=mesh,
+        # None: all but the root, whose weights the backward needs at once
+        reshard_after_forward=None if options.reshard_after_forward else False,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
+    )
+    assert isinstance(unit, FSDPModule)
+    # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
+
+
+def _fsdp_module() -> type:
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def _mesh(options: FsdpOptions, world: World) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind, size = world.device.type, options.shard_size or world.size
+    if size == world.size:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+driver = FsdpDriver()
