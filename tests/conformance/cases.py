@@ -13,7 +13,12 @@ from .subject import Subject
 
 __all__ = ["LAWS", "Case", "Refused", "cases", "check"]
 
-LAWS = ("law_1_gradient",)
+LAWS = (
+    "law_1_gradient",
+    "law_2_norm",
+    "law_3_not_applied",
+    "law_4_learning_rate",
+)
 """The modules that hold the checks; each docstring is the law."""
 
 

@@ -32,35 +32,39 @@ def train(
     optimizer: str,
     micro_batch: int | None = None,
     spoil: dict[str, Any] | None = None,
+    silent: Sequence[int] = (),
+    watch: Sequence[int] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """One update on each group of samples. `spoil`: a factor for the loss of one microbatch of
-    one feeder in one step."""
+    one feeder in one step. `silent`: steps whose losses are multiplied by zero. `watch`: steps
+    after which the state is kept."""
     chosen = PROBLEMS[problem]
     with bench.open(**settings) as session:
         engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer)))
-        initial = pieces(engine)
+        states = {"initial": pieces(engine)}
         engine.module.train()
-        world = session.world
-        dealt = [
-            deal(group, world.feeder_index, world.num_feeders, micro_batch) for group in groups
-        ]
+        feeder, feeders = session.world.feeder_index, session.world.num_feeders
+        dealt = [deal(group, feeder, feeders, micro_batch) for group in groups]
         batches = session.feed(microbatches(problem, dealt))
         losses, outcomes = [], []
         for step, (parts, rate) in enumerate(zip(dealt, rates, strict=True)):
-            factors = [1.0 if counts else 0.0 for _, counts in parts]
-            if spoil and (step, world.feeder_index) == (spoil["step"], spoil["feeder"]):
+            factors = [0.0 if step in silent else 1.0 for _ in parts]
+            if spoil and (step, feeder) == (spoil["step"], spoil["feeder"] % feeders):
                 factors[spoil["microbatch"]] = spoil["factor"]
-            losses.append(accumulate(session, engine, chosen, batches, factors))
+            counted = [counts for _, counts in parts]
+            losses.append(accumulate(session, engine, chosen, batches, counted, factors))
             for group in engine.param_groups:
                 group["lr"] = rate
             outcomes.append(engine.update())
+            if step in watch:
+                states[f"after {step}"] = pieces(engine)
         return {
             "losses": losses,
             "norms": [outcome.grad_norm.detach().cpu() for outcome in outcomes],
+            # asked late, when other updates are done: each answer is of its own update
             "applied": [bool(outcome.applied()) for outcome in outcomes],
-            "initial": initial,
-            "final": pieces(engine),
+            "states": {**states, "final": pieces(engine)},
         }
 
 
@@ -69,19 +73,21 @@ def accumulate(
     engine: Engine,
     problem: Problem,
     batches: Iterator[Sample],
+    counted: Sequence[bool],
     factors: Sequence[float],
 ) -> float:
     """Forward and backward of one update; the mean loss an item over the global batch."""
-    taken = [next(batches) for _ in factors]
-    mine = sum(problem.items(b) for b, factor in zip(taken, factors, strict=True) if factor)
+    taken = [next(batches) for _ in counted]
+    mine = sum(problem.items(batch) for batch, counts in zip(taken, counted, strict=True) if counts)
     items = session.tally([mine])()[0]
     total = torch.zeros((), device=session.world.device)
-    for index, (batch, factor) in enumerate(zip(taken, factors, strict=True)):
-        with engine.microbatch(index == len(factors) - 1):
+    for index, batch in enumerate(taken):
+        with engine.microbatch(index == len(taken) - 1):
             with engine.autocast():
                 loss = problem.loss(engine.module, batch)
-            engine.backward(loss * (factor * session.world.num_feeders / items))
-        total += loss.detach() * factor
+            loss = loss * (factors[index] if counted[index] else 0.0)
+            engine.backward(loss * (session.world.num_feeders / items))
+        total += loss.detach()
     return float(session.reduce(total)) / items
 
 

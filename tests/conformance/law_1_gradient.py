@@ -7,19 +7,16 @@ ragged batches, accumulation and the world size do not show.
 from __future__ import annotations
 
 from .cases import Refused, check
-from .judge import require_close
 from .refusal import refuses_precision
 from .rehearsal import rehearse
 from .subject import Subject
 
-PROBLEMS = ("regression", "language", "classification")
 
-
-@check(problem=PROBLEMS, micro_batch=(None, 2))
+@check(problem=("regression", "language", "classification"), micro_batch=(None, 2))
 def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: int | None) -> None:
     """Nothing but the gradient moves the weights: a wrong scale shows at once."""
     seen = rehearse(subject, problem, optimizer="SGD", micro_batch=micro_batch)
-    require_close("loss of step", seen.losses, seen.expected.losses, 1e-6)
+    seen.require_losses(1e-6)
     seen.require_weights(1e-6)
 
 
@@ -29,7 +26,7 @@ def clipped_adamw_equals_one_process(
 ) -> None:
     """Losses only: the weights of AdamW may differ where a gradient is nearly zero."""
     seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=micro_batch, max_grad_norm=1.0)
-    require_close("loss of step", seen.losses, seen.expected.losses, 2e-6)
+    seen.require_losses(2e-6)
 
 
 @check(precision=("bf16", "fp16"))
@@ -38,6 +35,6 @@ def low_precision_stays_near(subject: Subject, precision: str) -> Refused | None
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
     seen = rehearse(subject, "language", optimizer="SGD", micro_batch=2, precision=precision)
-    require_close("loss of step", seen.losses, seen.expected.losses, 1e-2)
-    seen.require_other_than_float32()
+    seen.require_losses(1e-2)
+    seen.require_lower_precision()
     return None

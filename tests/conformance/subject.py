@@ -77,7 +77,7 @@ class Subject:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        return Facts(**self.run(describe, world=1)[0])
+        return Facts(**self.run(describe, world=self.num_processes or 1)[0])
 
     @functools.cached_property
     def world(self) -> int:

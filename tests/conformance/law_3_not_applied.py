@@ -1,0 +1,110 @@
+"""Law 3. A gradient that is not finite is never applied and never hidden.
+
+Wherever it arose, weights and optimizer state stay bitwise as they were on all ranks, the clock of
+the learning rate does not tick, and an event tells.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..kernel.schedule import build_schedule
+from .cases import Refused, check
+from .judge import require, require_close, require_same, require_same_bits
+from .refusal import refuses_precision
+from .rehearsal import Rehearsal, consecutive, rehearse
+from .runs import run
+from .subject import Subject
+
+BAD_STEP = 2
+"""Of five; one with several microbatches on each feeder."""
+
+
+@check(precision=("fp32", "bf16", "fp16"), factor=(math.nan, math.inf))
+def one_bad_rank_spoils_the_update_of_none(
+    subject: Subject, precision: str, factor: float
+) -> Refused | None:
+    """The first microbatch of the last feeder turns bad: nothing of that step is left."""
+    if precision not in subject.facts.precisions:
+        return refuses_precision(subject, precision)
+    seen = spoiled(subject, precision=precision, factor=factor)
+    for kind in ("weights", "optimizer"):
+        require_same_bits(
+            f"{kind} after a step that is not finite",
+            seen.state(f"after {BAD_STEP}")[kind],
+            seen.state(f"after {BAD_STEP - 1}")[kind],
+        )
+    require(seen.applied[-1], "the step after one that is not finite was not applied")
+    return None
+
+
+@check(optimizer=("SGD", "AdamW"))
+def training_goes_on_as_if_it_had_not_been(subject: Subject, optimizer: str) -> None:
+    """Without the bad step's samples, the same bits come out."""
+    seen = spoiled(subject, precision="fp32", factor=math.nan, optimizer=optimizer)
+    groups = consecutive(5)
+    del groups[BAD_STEP]
+    clean = rehearse(subject, "regression", optimizer=optimizer, groups=groups, micro_batch=2)
+    for kind in ("weights", "optimizer"):
+        require_same_bits(f"final {kind}", seen.state("final")[kind], clean.state("final")[kind])
+
+
+@check()
+def overflow_of_a_scaled_loss_costs_its_step_alone(subject: Subject) -> Refused | None:
+    """A loss too large for float16 is skipped; the scale adapts, and training goes on."""
+    if "fp16" not in subject.facts.precisions:
+        return refuses_precision(subject, "fp16")
+    seen = spoiled(subject, precision="fp16", factor=1e6, steps=8)
+    require_same("updates applied after the overflow", seen.applied[BAD_STEP + 1 :], [True] * 5)
+    seen.require_losses(1e-2)
+    return None
+
+
+@check()
+def skipped_step_is_told_and_the_clock_waits(subject: Subject) -> None:
+    """One sample is not a number: its step is reported on every rank, and the next one takes the
+    learning rate that it would have had."""
+    settings = {"steps": 6, "global_batch": 4, "optimizer.lr": 0.01, "log_every": 1}
+    ranks = subject.run(
+        run, problem="regression", samples=24, poison=9, settings={**settings, "micro_batch": 1}
+    )
+    for rank, told in enumerate(ranks):
+        require_same(f"steps reported as skipped on rank {rank}", len(told["skipped"]), 1)
+        bad = told["skipped"][0]["step"]
+        shown = (told["skipped"][0]["loss"], told["skipped"][0]["grad_norm"])
+        require(not any(map(math.isfinite, shown)), f"skipped, with finite loss and norm: {shown}")
+        factor = build_schedule("cosine", total_steps=6, final=0.1)
+        clock = [step - (step >= bad) for step in range(6)]
+        rates = [logged["learning_rate"] for logged in told["logged"]]
+        require_close("learning rate of step", rates, [0.01 * factor(t) for t in clock], 1e-12)
+
+
+def spoiled(
+    subject: Subject,
+    *,
+    precision: str,
+    factor: float,
+    optimizer: str = "AdamW",
+    steps: int = 5,
+    **arguments: Any,
+) -> Rehearsal:
+    """A training in which the loss of one microbatch is multiplied by `factor`. Raises `LawBroken`
+    unless all ranks say that this update was not applied, with a norm that is not finite."""
+    seen = rehearse(
+        subject,
+        "regression",
+        optimizer=optimizer,
+        steps=steps,
+        micro_batch=2,
+        spoil={"step": BAD_STEP, "feeder": -1, "microbatch": 0, "factor": factor},
+        watch=[BAD_STEP - 1, BAD_STEP],
+        precision=precision,
+        **arguments,
+    )
+    for rank, other in enumerate(seen.ranks):
+        require(not other["applied"][BAD_STEP], f"a bad step was applied, says rank {rank}")
+        norm = float(other["norms"][BAD_STEP])
+        require(not math.isfinite(norm), f"the norm of a bad step is {norm} on rank {rank}")
+        require_same(f"what was applied, on rank {rank}", other["applied"], seen.applied)
+    return seen

@@ -1,0 +1,79 @@
+"""Whole runs of the kernel's `fit` on the driver, as jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernel.events import Evaluated, Logged, StepEnded, StepSkipped
+from .bench import Bench
+from .problems import PROBLEMS, Sample, Samples
+
+__all__ = ["run"]
+
+
+class Recorder:
+    """An observer that keeps what a law may ask for."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[dict[str, Any]]] = {"logged": [], "skipped": [], "evaluated": []}
+        self.ids: list[int] = []
+        self.ids_by_step: list[list[int]] = []
+
+    def __call__(self, event: object) -> None:
+        match event:
+            case Logged():
+                self.kept["logged"].append(asdict(event))
+            case StepSkipped():
+                self.kept["skipped"].append(asdict(event))
+            case Evaluated():
+                self.kept["evaluated"].append(asdict(event))
+            case StepEnded():
+                self.ids_by_step.append(sorted(set(self.ids)))
+                self.ids = []
+
+
+def run(
+    bench: Bench,
+    *,
+    problem: str,
+    samples: int,
+    settings: dict[str, Any],
+    poison: int | None = None,
+    evaluate: Sequence[int] = (),
+    out: str | None = None,
+    resume: str | None = None,
+) -> dict[str, Any]:
+    """`fit`, with evaluation data sets of these sizes; what was logged, skipped and evaluated, the
+    samples of each step on this rank, the checkpoint, and the weights at the end."""
+    chosen, recorder = PROBLEMS[problem], Recorder()
+
+    def loss(module: nn.Module, batch: Sample) -> Tensor:
+        recorder.ids += batch["id"].tolist()
+        return chosen.loss(module, batch)
+
+    def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+        return {name: tensor.detach().cpu().clone() for name, tensor in named}
+
+    result = bench.fit(
+        chosen.recipe(
+            loss=loss,
+            train_data=Samples(problem, samples, poison),
+            eval_data={str(size): Samples(problem, size) for size in evaluate},
+        ),
+        settings,
+        out=out,
+        resume=resume,
+        observers=[recorder],
+        finish=whole_weights,
+    )
+    return {
+        **recorder.kept,
+        "ids": recorder.ids_by_step,
+        "checkpoint": str(result.checkpoint),
+        "weights": result.finish,
+    }
