@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,11 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 
 
 # --- building -------------------------------------------------------------------------------
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.Module:

@@ -50,6 +50,7 @@ class CpuDriver:
             reason=f"{torch.get_num_threads()} threads",
             versions={"torch": torch.__version__},
             devices=("cpu",),
+            memory_bytes=_torch.host_memory(),
         )
 
     def capabilities(self, plan: Plan) -> Capabilities:

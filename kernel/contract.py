@@ -165,6 +165,8 @@ class Probe:
     """The command that installs what is missing; empty when nothing is."""
     versions: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    """Of all these devices together, which the ranks on this machine share; 0 when unknown."""
     preference: int = 0
     """`auto` takes the usable driver with the highest preference."""
 
