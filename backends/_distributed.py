@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..kernel.contract import Batch, Engine, Plan, Recipe, World
+from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
 from . import _torch
 
@@ -107,6 +107,26 @@ def _missing_ranks(rank: int) -> list[int]:
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def probe_devices(preference: int, **versions: str) -> Probe:
+    """The probe of a driver that runs on CUDA where there is any, else on the host."""
+    if not dist.is_available():
+        return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return Probe(
+        usable=True,
+        reason=f"NCCL on {len(gpus)} GPUs" if gpus else "gloo on the CPU",
+        versions={"torch": torch.__version__, **versions},
+        devices=tuple(gpu.name for gpu in gpus) or ("cpu",),
+        memory_bytes=sum(gpu.total_memory for gpu in gpus) or _torch.host_memory(),
+        preference=preference,
+    )
+
+
+def num_launched() -> int:
+    """How many ranks the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class ProcessGroupSession:

@@ -6,7 +6,6 @@ NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +28,14 @@ from ..kernel.contract import (
     World,
 )
 from . import _torch
-from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
+from ._distributed import (
+    ProcessGroupSession,
+    choose_device,
+    collective_failed,
+    num_launched,
+    probe_devices,
+    process_group,
+)
 
 __all__ = ["driver"]
 
@@ -54,18 +60,8 @@ class DdpDriver:
     options_type = DdpOptions
 
     def probe(self) -> Probe:
-        if not dist.is_available():
-            return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
-        num_gpus = torch.cuda.device_count()
-        devices = tuple(torch.cuda.get_device_name(i) for i in range(num_gpus)) or ("cpu",)
-        launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        return Probe(
-            usable=True,
-            reason=f"NCCL on {num_gpus} GPUs" if num_gpus else "gloo on the CPU",
-            versions={"torch": torch.__version__},
-            devices=devices,
-            preference=20 if num_gpus or launched else -1,
-        )
+        preferred = num_launched() > 1 or torch.cuda.device_count() > 0
+        return probe_devices(20 if preferred else -1)
 
     def capabilities(self, plan: Plan) -> Capabilities:
         return Capabilities(

@@ -11,9 +11,9 @@ import os
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +23,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernel.contract import Capabilities, Outcome, Piece, Plan, Probe, Reader, Recipe, World
+from ..kernel.contract import (
+    Capabilities,
+    Layout,
+    Outcome,
+    Piece,
+    Plan,
+    Probe,
+    Reader,
+    Recipe,
+    World,
+)
 from ..kernel.errors import BackendUnavailable
 from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _torch
-from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
+from ._distributed import (
+    ProcessGroupSession,
+    choose_device,
+    collective_failed,
+    num_launched,
+    probe_devices,
+    process_group,
+)
 
 __all__ = ["driver"]
 
@@ -58,19 +75,9 @@ class DeepspeedDriver:
     options_type = DeepspeedOptions
 
     def probe(self) -> Probe:
-        missing = "" if find_spec("deepspeed") else "deepspeed is not installed"
-        if not dist.is_available():
-            missing = "this build of torch has no torch.distributed"
-        if missing:
-            return Probe(False, missing, "pip install 'drivetrain[deepspeed]'")
-        num_gpus = torch.cuda.device_count()
-        return Probe(
-            usable=True,
-            reason=f"NCCL on {num_gpus} GPUs" if num_gpus else "gloo on the CPU",
-            versions={"torch": torch.__version__, "deepspeed": version("deepspeed")},
-            devices=tuple(torch.cuda.get_device_name(i) for i in range(num_gpus)) or ("cpu",),
-            preference=-2,
-        )
+        if find_spec("deepspeed") is None:
+            return Probe(False, "deepspeed is not installed", "pip install 'drivetrain[deepspeed]'")
+        return probe_devices(-2, deepspeed=version("deepspeed"))
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = plan.options or DeepspeedOptions()
@@ -84,13 +91,35 @@ class DeepspeedDriver:
             feeds_ahead=choose_device(options.device).type != "cpu",
         )
 
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        stage = _deepspeed_config.stage_of(plan.options or DeepspeedOptions())
+        whole = _torch.replicated_layout(plan, model, state_bytes)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+        def part(num_bytes: int) -> int:
+            return -(-num_bytes // world_size)
+
+        return replace(
+            whole,
+            parameter_bytes=part(whole.parameter_bytes) if stage == 3 else whole.parameter_bytes,
+            gradient_bytes=part(whole.gradient_bytes) if stage >= 2 else whole.gradient_bytes,
+            # float32 master copies lie beside the weights in every precision
+            optimizer_bytes=part(whole.optimizer_bytes + 4 * trained),
+            notes=(
+                *whole.notes,
+                f"ZeRO stage {stage}: what is gathered for a while is not counted",
+            ),
+        )
+
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         options = plan.options or DeepspeedOptions()
         if missing := self.probe().reason if not self.probe().usable else "":
             raise BackendUnavailable(f"{missing}; pip install 'drivetrain[deepspeed]'")
         device = choose_device(options.device)
-        size = dist.get_world_size() if dist.is_initialized() else _launched()
+        size = dist.get_world_size() if dist.is_initialized() else num_launched()
         config = _deepspeed_config.resolve(options, plan, size)
         if size == 1:
             warnings.warn("deepspeed shards nothing in one process; launch more", stacklevel=3)
@@ -112,10 +141,6 @@ class DeepspeedDriver:
             finally:
                 for engine in engines:
                     engine.close()
-
-
-def _launched() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _import(device: torch.device) -> None:

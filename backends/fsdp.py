@@ -8,7 +8,6 @@ forward or backward begins, and let go of afterwards.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,14 @@ from ..kernel.contract import (
 )
 from ..kernel.errors import RecipeError, SettingError
 from . import _dtensor, _modules, _torch, _units
-from ._distributed import ProcessGroupSession, choose_device, collective_failed, process_group
+from ._distributed import (
+    ProcessGroupSession,
+    choose_device,
+    collective_failed,
+    num_launched,
+    probe_devices,
+    process_group,
+)
 
 __all__ = ["driver"]
 
@@ -88,16 +94,7 @@ class FsdpDriver:
     options_type = FsdpOptions
 
     def probe(self) -> Probe:
-        if not dist.is_available():
-            return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
-        num_gpus = torch.cuda.device_count()
-        return Probe(
-            usable=True,
-            reason=f"NCCL on {num_gpus} GPUs" if num_gpus else "gloo on the CPU",
-            versions={"torch": torch.__version__},
-            devices=tuple(torch.cuda.get_device_name(i) for i in range(num_gpus)) or ("cpu",),
-            preference=10 if _num_launched() > 1 else -2,
-        )
+        return probe_devices(10 if num_launched() > 1 else -2)
 
     def capabilities(self, plan: Plan) -> Capabilities:
         return Capabilities(
@@ -130,7 +127,7 @@ class FsdpDriver:
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        options, size = _options(plan), _num_launched()
+        options, size = _options(plan), num_launched()
         if options.shard_size is not None and size % max(options.shard_size, 1):
             raise SettingError(
                 f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
@@ -155,10 +152,6 @@ def _gathered(plan: Plan) -> torch.dtype:
 
 def _options(plan: Plan) -> FsdpOptions:
     return plan.options or FsdpOptions()
-
-
-def _num_launched() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class FsdpEngine:

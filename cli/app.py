@@ -165,6 +165,42 @@ def backends(json: AsJson = False, debug: Debug = False) -> None:
             show_backends(records, Console())
 
 
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain explain my.py --backend fsdp --nproc 8\n\n"
+    "drivetrain explain my.py --all --nproc 2 --set optimizer.name=torch.optim.SGD"
+)
+def explain(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe file; by default the small GPT.", show_default=False),
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", "-b", help="The driver, or auto.")] = "auto",
+    every: Annotated[bool, typer.Option("--all", help="All drivers, side by side.")] = False,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")] = 1,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As in train.")
+    ] = None,
+    json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """What a run would do: each value and its source, what is wrapped, tied, cast and sharded, and
+    the memory that it would take."""
+    from .failure import told
+
+    with told(debug=debug):
+        from rich.console import Console
+
+        from .choices import parse_pairs
+        from .explain import explain, show_explanation
+
+        names = None if every else [backend]
+        records = explain(recipe, names, parse_pairs(set_ or (), {}), nproc)
+        if json:
+            _print_json(records)
+        else:
+            show_explanation(records, Console())
+
+
 checkpoint = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -150,8 +151,8 @@ def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_r
         collate=recipe.collate,
         num_feeders=num_ranks,
     )
-    (group,) = loader.groups(Position(), 1)
-    batch = next(group.microbatches).batch
+    with closing(loader.groups(Position(), 1)) as groups:
+        batch = next(next(groups).microbatches).batch
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage is freed and its address used again
@@ -175,17 +176,16 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in (
         "backend",
-        "ranks",
         "weights",
-        "gradients",
+        "grads",
         "optimizer",
         "at times",
-        "kept for backward",
-        "in all",
+        "activ.",
+        "total",
         "of",
         "fits",
     ):
-        table.add_column(title, justify="left" if title == "backend" else "right")
+        table.add_column(title, justify="left" if title == "backend" else "right", no_wrap=True)
     remarks = []
     for record in records:
         name = record["backend"]
@@ -199,13 +199,13 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
         ]
         fits = {True: "yes", False: "NO", None: "?"}[record["fits"]]
         memory = _size(record["memory_bytes"]) if record["memory_bytes"] else "?"
-        table.add_row(name, str(record["ranks"]), *sizes, memory, fits)
+        table.add_row(name, *sizes, memory, fits)
         remarks += [f"{name}: {note}" for note in layout["notes"]]
         if layout["units"]:
             remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
         if not record["usable"]:
             remarks.append(f"{name}: not usable here: {record['reason']}")
-    console.print("Memory of one rank, estimated:")
+    console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
     console.print(table)
     for remark in remarks:
         console.print(remark, highlight=False, markup=False)
