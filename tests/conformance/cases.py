@@ -18,6 +18,11 @@ LAWS = (
     "law_2_norm",
     "law_3_not_applied",
     "law_4_learning_rate",
+    "law_5_evaluation",
+    "law_6_resume",
+    "law_6_files",
+    "law_7_capabilities",
+    "contract_session",
 )
 """The modules that hold the checks; each docstring is the law."""
 
@@ -104,7 +109,11 @@ def checks() -> Iterator[tuple[str, str, Check]]:
         module = importlib.import_module(f"{__package__}.{name}")
         for function in vars(module).values():
             if inspect.isfunction(function) and hasattr(function, "over"):
-                yield name.removeprefix("law_"), inspect.getdoc(module) or "", function
+                yield (
+                    name.removeprefix("law_").removeprefix("contract_"),
+                    inspect.getdoc(module) or "",
+                    function,
+                )
 
 
 def combinations(over: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:

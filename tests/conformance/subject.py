@@ -88,8 +88,8 @@ class Subject:
     def peers(self) -> list[Subject]:
         """With whom checkpoints are exchanged."""
         if self.peer_names is None:
-            others = (1, self.world + 1) if self.can("multi_process") else ()
-            return [self.at(size) for size in others if size != self.world]
+            others = (1, self.world + 1) if self.can("multi_process") else (1,)
+            return [self.at(size) for size in others if size != self.world or self.world == 1]
         return [parse_peer(name) for name in self.peer_names]
 
     def at(self, num_processes: int) -> Subject:

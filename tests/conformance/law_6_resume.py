@@ -1,0 +1,240 @@
+"""Law 6. Saving and resuming is bit-exact on the same driver and world size.
+
+On another driver or world size the restored weights and moments are bit-equal, the next loss
+agrees, and the order of samples does not change. Tied weights stay tied.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from ..kernel.checkpoint import CheckpointReader
+from ..kernel.contract import Kind, Reader, Region, TensorInfo
+from ..kernel.errors import CheckpointMismatch
+from . import oracle
+from .bench import Bench
+from .cases import check
+from .jobs import accumulate, microbatches, optimizer_called
+from .judge import LawBroken, require, require_close, require_same, require_same_bits
+from .problems import PROBLEMS
+from .runs import run
+from .state import KINDS, assemble, pieces, read_all
+from .subject import Subject
+
+STEPS = 9
+SAMPLES = 22
+"""Three updates an epoch, of 8, 8 and 6 samples."""
+
+SETTINGS = {
+    "steps": STEPS,
+    "global_batch": 8,
+    "micro_batch": 3,
+    "log_every": 1,
+    "optimizer.lr": 0.01,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": STEPS,
+}
+
+
+@check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)), workers=(0,))
+def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], workers: int) -> None:
+    """With dropout, resumed in mid-epoch, at its end, before and after its last, partial batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        straight = record(subject, f"{folder}/straight", workers)
+        resumed = straight
+        for number, stop in enumerate(stops):
+            source = resumed["checkpoint"].replace(f"{STEPS:06}", f"{stop:06}")
+            resumed = record(subject, f"{folder}/{number}", workers, resume=source)
+        exact = compare(resumed, straight, last=STEPS - stops[-1])
+    if subject.can("exact_resume"):
+        require(exact is None, f"resumed at {stops}: {exact}")
+    else:
+        require(exact is not None, "exact_resume is not declared, and the run was bit-exact")
+        losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
+        require_close("loss after resuming", losses[0], losses[1][-len(losses[0]) :], 1e-5)
+
+
+@check()
+def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
+    """What was fetched ahead of the checkpoint is fetched again."""
+    resumed_run_is_bit_exact(subject, (4,), workers=2)
+
+
+@check(direction=("to", "from"))
+def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str) -> None:
+    """Weights and moments bit-equal, the next losses agree, the samples are the same."""
+    for peer in subject.peers:
+        writer, reader = (subject, peer) if direction == "to" else (peer, subject)
+        with tempfile.TemporaryDirectory() as folder:
+            straight = record(writer, f"{folder}/straight", problem="language")
+            source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
+            stored = read_all(CheckpointReader(source))
+            restored = assemble(
+                [rank["state"] for rank in reader.run(restore, problem="language", source=source)]
+            )
+            for kind in ("weights", "optimizer"):
+                what = f"{kind} written by {writer}, restored by {reader}"
+                require_same_bits(what, restored[kind], stored[kind])
+            resumed = record(reader, f"{folder}/on", problem="language", resume=source)
+        what = f"written by {writer}, resumed by {reader}"
+        require_same(f"samples of each step, {what}", resumed["ids"], straight["ids"][4:])
+        losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
+        require_close(f"next loss, {what}", losses[0][:1], losses[1][4:5], 1e-6)
+        require_close(f"losses, {what}", losses[0], losses[1][4:], 1e-5)
+
+
+@check()
+def a_checkpoint_is_what_plain_torch_reads(subject: Subject) -> None:
+    """Evaluated in plain PyTorch, the stored weights give the metrics of the run."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = record(subject, folder, problem="language", evaluate=[11])
+        weights = read_all(CheckpointReader(told["checkpoint"]))["weights"]
+    expected = oracle.evaluate("language", weights, 11)["loss"]
+    require_close("loss", [told["evaluated"][-1]["metrics"]["loss"]], [expected], 1e-6)
+
+
+@check()
+def tied_weights_stay_tied(subject: Subject) -> None:
+    """They are stored once, and one parameter still after an update of the restored model."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="language")["checkpoint"]
+        stored = CheckpointReader(source).names("weights")
+        ranks = subject.run(restore, problem="language", source=source, update=True)
+    for rank in ranks:
+        groups = [sorted(group) for group in rank["tied"]]
+        require_same("tied groups", groups, [["embedding.weight", "head.weight"]])
+        first, *others = rank["tied"][0]
+        require(first in stored, f"{first} is not stored")
+        for name in others:
+            require(name not in list(assemble([rank["state"]])["weights"]), f"{name} is stored too")
+            a, b = rank["whole"][first], rank["whole"][name]
+            require_same_bits("tied weights after an update", {name: b}, {name: a})
+
+
+@check()
+def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
+    """`full_params` on every rank, and the shards of all ranks together."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="language")["checkpoint"]
+        ranks = subject.run(restore, problem="language", source=source, update=True)
+    weights = assemble([rank["state"] for rank in ranks])["weights"]
+    for number, rank in enumerate(ranks):
+        whole = {name: rank["whole"][name] for name in weights}
+        require_same_bits(f"full_params on rank {number}", whole, weights)
+
+
+@check()
+def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
+    """`CheckpointMismatch`, and the weights are as they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="language")["checkpoint"]
+        ranks = subject.run(restore, problem="regression", source=source)
+    require(all(rank["mismatch"] for rank in ranks), "restored from another model's checkpoint")
+    before, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
+    require_same_bits("weights", after["weights"], before["weights"])
+
+
+@check()
+def weights_alone_can_be_restored(subject: Subject) -> None:
+    """Of a checkpoint without optimizer tensors the weights are taken; the optimizer is fresh."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="language")["checkpoint"]
+        stored = read_all(CheckpointReader(source))
+        ranks = subject.run(restore, problem="language", source=source, weights_only=True)
+    fresh, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
+    require_same_bits("weights", after["weights"], stored["weights"])
+    require_same_bits("optimizer", after["optimizer"], fresh["optimizer"])
+
+
+def record(
+    subject: Subject,
+    out: str,
+    workers: int = 0,
+    *,
+    problem: str = "dropout",
+    **arguments: Any,
+) -> dict[str, Any]:
+    """A run to the end that saves after each step; `ids` are those of all ranks, and `state` is
+    the content of its last checkpoint."""
+    ranks = subject.run(
+        run,
+        problem=problem,
+        samples=SAMPLES,
+        settings={**SETTINGS, "data.workers": workers},
+        out=out,
+        **arguments,
+    )
+    steps = zip(*(rank["ids"] for rank in ranks), strict=True)
+    return {
+        **ranks[0],
+        "ids": [sorted({index for ids in step for index in ids}) for step in steps],
+        "state": read_all(CheckpointReader(ranks[0]["checkpoint"])),
+    }
+
+
+def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) -> str | None:
+    """What differs in the last steps, or in any bit of the state at the end; None if nothing."""
+    figures = ("loss", "grad_norm", "learning_rate", "items", "samples")
+    logs = [
+        [[line[name] for name in figures] for line in told["logged"][-last:]]
+        for told in (resumed, straight)
+    ]
+    try:
+        require_same("samples of each step", resumed["ids"], straight["ids"][-last:])
+        require_same(f"logged {', '.join(figures)}", *logs)
+        for kind in KINDS:
+            require_same_bits(kind, resumed["state"][kind], straight["state"][kind])
+    except LawBroken as broken:
+        return str(broken)
+    return None
+
+
+class WeightsAlone:
+    """A `Reader` of a checkpoint, without its optimizer tensors."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+
+    def names(self, kind: Kind) -> Any:
+        return () if kind == "optimizer" else self.reader.names(kind)
+
+    def info(self, kind: Kind, name: str) -> TensorInfo:
+        return self.reader.info(kind, name)
+
+    def read(self, kind: Kind, name: str, region: Region | None = None) -> Any:
+        return self.reader.read(kind, name, region)
+
+
+def restore(
+    bench: Bench, *, problem: str, source: str, update: bool = False, weights_only: bool = False
+) -> dict[str, Any]:
+    """A job: prepare, restore, if asked for run one update, and show everything."""
+    with bench.open() as session:
+        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called("AdamW")))
+        fresh = pieces(engine)
+        reader: Reader = CheckpointReader(source)
+        mismatch = ""
+        try:
+            engine.restore(WeightsAlone(reader) if weights_only else reader)
+        except CheckpointMismatch as error:
+            mismatch = str(error)
+        if update:
+            world = session.world
+            mine = list(range(world.feeder_index, 4 * world.num_feeders, world.num_feeders))
+            batches = session.feed(microbatches(problem, [[(mine, True)]]))
+            accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])
+            for group in engine.param_groups:
+                group["lr"] = 0.01
+            engine.update()
+        with engine.full_params() as module:
+            named = list(module.named_parameters(remove_duplicate=False))
+            whole = {name: tensor.detach().cpu().clone() for name, tensor in named}
+        return {
+            "fresh": fresh,
+            "mismatch": mismatch,
+            "state": pieces(engine),
+            "tied": [list(group) for group in engine.tied],
+            "whole": whole,
+        }

@@ -1,0 +1,182 @@
+"""Law 7. What is declared is proved, and what is not declared is refused by name.
+
+A trait that can be measured and is not declared is a breach too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .bench import Bench
+from .cases import Refused, check
+from .jobs import deal, microbatches, optimizer_called, train
+from .judge import require, require_same
+from .problems import PROBLEMS, Sample
+from .refusal import refuses, refuses_precision
+from .rehearsal import rehearse
+from .subject import Subject
+
+
+@check(precision=("fp32", "bf16", "fp16"))
+def precisions(subject: Subject, precision: str) -> Refused | None:
+    """A declared one trains, once its loss scale has settled; laws 1 and 2 set the bounds."""
+    if precision not in subject.facts.precisions:
+        return refuses_precision(subject, precision)
+    seen = rehearse(subject, "regression", optimizer="SGD", steps=8, precision=precision)
+    require(seen.applied[-1], f"of 8 updates, these were applied: {seen.applied}")
+    return None
+
+
+@check()
+def multi_process(subject: Subject) -> Refused | None:
+    """Two processes are one world, or are refused."""
+    if not subject.can("multi_process"):
+        return refuses(subject, "more than one process", {}, world=2)
+    worlds = subject.at(2).run(world_of)
+    require_same("ranks", [world["rank"] for world in worlds], [0, 1])
+    require_same("sizes", [world["size"] for world in worlds], [2, 2])
+    return None
+
+
+@check()
+def compilation(subject: Subject) -> Refused | None:
+    """A compiled model gives the same losses."""
+    if not subject.can("compile"):
+        return refuses(subject, "compile", {"compile": True})
+    seen = rehearse(subject, "regression", optimizer="SGD", groups=[[0, 1, 2, 3]] * 2, compile=True)
+    seen.require_losses(1e-5)
+    return None
+
+
+@check()
+def activation_checkpointing(subject: Subject) -> Refused | None:
+    """The chosen layers run once more in the backward, and the losses are the same."""
+    asked: dict[str, Any] = {"activation_checkpointing": ("Block",)}
+    if not subject.can("activation_checkpointing"):
+        return refuses(subject, "activation_checkpointing", asked)
+    rehearse(subject, "language", optimizer="SGD", steps=3, **asked).require_losses(1e-6)
+    plain, again = (max(subject.run(forwards, settings=settings)) for settings in ({}, asked))
+    require_same("forwards of a recomputed layer, for one of a plain one", again / plain, 2.0)
+    return None
+
+
+@check()
+def feeds_ahead(subject: Subject) -> None:
+    """No more than one batch ahead, and none where that is not declared."""
+    allowed = int(subject.can("feeds_ahead"))
+    ahead = max(subject.run(batches_ahead))
+    require(ahead <= allowed, f"feed pulls {ahead} batches ahead; declared: {allowed}")
+
+
+@check()
+def sharded(subject: Subject) -> None:
+    """Where it is not declared, each rank holds all of the weights; where it is, less."""
+    held = subject.run(weights_held)
+    whole = sum(p.numel() for p in PROBLEMS["language"].model().parameters())
+    if not subject.can("sharded"):
+        require_same("weights held by each rank", held, [whole] * len(held))
+    elif len(held) > 1:
+        require(max(held) < whole, f"sharded, but each rank holds all {whole} weights: {held}")
+
+
+@check()
+def looking_changes_nothing(subject: Subject) -> None:
+    """`probe` and `capabilities` twice: the same answers; no process group, no device, no random
+    number, no variable of the environment is touched. Options are a frozen dataclass with
+    defaults."""
+    for changed in subject.run(traces_of_looking):
+        require_same("traces of looking at the driver", changed, [])
+
+
+def world_of(bench: Bench) -> dict[str, int]:
+    """A job: who this process is."""
+    with bench.open() as session:
+        return {"rank": session.world.rank, "size": session.world.size}
+
+
+def forwards(bench: Bench, *, settings: dict[str, Any]) -> int:
+    """A job: how often a layer inside a block ran in one update."""
+    count = 0
+
+    def counted(*args: object) -> None:
+        nonlocal count
+        count += 1
+
+    def model() -> nn.Module:
+        built = PROBLEMS["language"].model()
+        norms = [part for name, part in built.named_modules() if name.endswith("mlp_norm")]
+        norms[0].register_forward_pre_hook(counted)
+        return built
+
+    problem = dataclasses.replace(PROBLEMS["language"], model=model)
+    PROBLEMS["counted"] = problem
+    try:
+        train(bench, problem="counted", groups=[range(6)], rates=[0.1], optimizer="SGD", **settings)
+    finally:
+        del PROBLEMS["counted"]
+    return count
+
+
+def batches_ahead(bench: Bench) -> int:
+    """A job: how many batches `feed` had pulled beyond the one it gave."""
+    pulled = 0
+
+    def source() -> Iterator[Sample]:
+        nonlocal pulled
+        for batch in microbatches("regression", [deal(range(3), 0, 1, None)] * 5):
+            pulled += 1
+            yield batch
+
+    with bench.open() as session:
+        fed = session.feed(source())
+        before = [pulled]
+        for index, _ in enumerate(fed):
+            before.append(pulled - index - 1)
+    return max(before)
+
+
+def weights_held(bench: Bench) -> int:
+    """A job: elements of the parameters in this rank's memory."""
+    with bench.open() as session:
+        engine = session.prepare(PROBLEMS["language"].recipe(optimizer=optimizer_called("SGD")))
+        return sum(local(parameter).numel() for parameter in engine.module.parameters())
+
+
+def local(parameter: Tensor) -> Tensor:
+    to_local = getattr(parameter, "to_local", None)
+    part: Tensor = parameter if to_local is None else to_local()
+    return part
+
+
+def traces_of_looking(bench: Bench) -> list[str]:
+    """A job: what is different after having looked."""
+    driver, plan = bench.driver, bench.plan()
+
+    def world() -> dict[str, Any]:
+        return {
+            "environment": dict(os.environ),
+            "python's random state": random.getstate(),
+            "torch's random state": torch.get_rng_state().tolist(),
+            "process group": dist.is_available() and dist.is_initialized(),
+            "device": torch.cuda.is_initialized(),
+            "threads": torch.get_num_threads(),
+        }
+
+    before = world()
+    told = [(driver.probe(), driver.capabilities(plan)) for _ in range(2)]
+    after = world()
+    changed = [name for name in before if before[name] != after[name]]
+    if told[0] != told[1]:
+        changed.append("the answers")
+    parameters = getattr(driver.options_type, "__dataclass_params__", None)
+    if parameters is None or not parameters.frozen or driver.options_type() is None:
+        changed.append("options_type is no frozen dataclass with defaults")
+    return changed
