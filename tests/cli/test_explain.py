@@ -1,0 +1,138 @@
+"""explain: where values come from, what refuses, and estimates that hold against measured peaks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.cli.explain import activation_bytes, explain, state_bytes
+from drivetrain.kernel import OptimizerSettings, Recipe, Settings
+from drivetrain.kernel.errors import UnknownBackend
+
+RECIPE = """
+import torch
+from torch import nn
+from drivetrain.kernel import Recipe, Settings
+
+inputs = torch.randn(64, 1024)
+settings = Settings(steps=3, global_batch=16, micro_batch=8)
+
+
+def model():
+    return nn.Sequential(nn.Linear(1024, 12288), nn.GELU(), nn.Linear(12288, 1024))
+
+
+def loss(module, batch):
+    return module(batch[0]).square().sum()
+
+
+recipe = Recipe(model=model, loss=loss, train_data=torch.utils.data.TensorDataset(inputs))
+"""
+
+MEASURE = """
+import resource, sys, torch
+from pathlib import Path
+torch.set_num_threads(1)
+from drivetrain.cli.recipe_file import load_recipe_file
+from drivetrain.kernel import fit
+import torch._dynamo  # the first optimizer imports it: not the model's
+file = load_recipe_file(Path(sys.argv[1]))
+recipe = file.build(None)
+warm = torch.zeros(8, 8) @ torch.zeros(8, 8)
+now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+fit(recipe, file.settings, backend="cpu")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - now)
+"""
+
+
+@pytest.fixture
+def recipe_path(tmp_path: Path) -> Path:
+    path = tmp_path / "wide.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_the_estimate_holds_against_the_measured_peak(recipe_path: Path) -> None:
+    (record,) = explain(recipe_path, ["cpu"], {}, 1)
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(recipe_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    measured = int(run.stdout)
+    assert record["layout"]["total_bytes"] == pytest.approx(measured, rel=0.15)
+
+
+def test_each_value_has_its_source(recipe_path: Path) -> None:
+    (record,) = explain(recipe_path, ["ddp"], {"seed": "3", "backend.bucket_cap_mb": "7"}, 2)
+    sources = {key: entry["source"] for key, entry in record["settings"].items()}
+    assert sources["steps"] == "recipe"
+    assert sources["seed"] == "command line"
+    assert sources["precision"] == "default"
+    assert sources["backend.bucket_cap_mb"] == "command line"
+
+
+def test_a_driver_that_refuses_says_so_beside_the_others(recipe_path: Path) -> None:
+    records = {record["backend"]: record for record in explain(recipe_path, None, {}, 2)}
+    assert "more than one process" in records["cpu"]["refused"]
+    assert records["ddp"]["fits"] is True
+
+
+def test_sharding_divides_what_it_says_it_divides(recipe_path: Path) -> None:
+    def layout(backend: str, ranks: int) -> dict[str, Any]:
+        (record,) = explain(recipe_path, [backend], {}, ranks)
+        return dict(record["layout"])
+
+    whole, parts = layout("ddp", 4), layout("fsdp", 4)
+    for name in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+        assert parts[name] == pytest.approx(whole[name] / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [
+        (OptimizerSettings(), 2),
+        (OptimizerSettings(name="torch.optim.SGD"), 0),
+        (OptimizerSettings(name="torch.optim.SGD", args={"momentum": 0.9}), 1),
+    ],
+)
+def test_optimizer_state_is_measured(optimizer: OptimizerSettings, states: int) -> None:
+    module = nn.Linear(100, 100, bias=False)
+    found = state_bytes(Recipe(model=nn.Module, loss=lambda m, b: b), optimizer, module)
+    assert found["weight"] == pytest.approx(states * module.weight.nbytes, abs=8)
+
+
+def test_activations_are_counted_once_and_without_weights() -> None:
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        hidden = module(batch)
+        return (hidden.exp() * hidden).sum()  # both keep `hidden`, or its exponential
+
+    data = list(torch.zeros(4, 100))
+    what = Recipe(model=nn.Module, loss=loss, train_data=data)
+    found = activation_bytes(what, Settings(global_batch=4), nn.Linear(100, 100), 1)
+    # the batch (kept for the weight's gradient), `hidden` and its exponential
+    assert found == 3 * 4 * 100 * 4
+
+
+def test_an_unknown_backend_is_refused(recipe_path: Path) -> None:
+    with pytest.raises(UnknownBackend):
+        explain(recipe_path, ["cpux"], {}, 1)
+
+
+def test_the_command_prints_json(recipe_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "drivetrain.cli", "explain", str(recipe_path), "--all", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    records = json.loads(run.stdout)
+    assert {"cpu", "ddp", "fsdp"} <= {record["backend"] for record in records}
