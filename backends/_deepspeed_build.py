@@ -34,7 +34,10 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
 
     device = torch.device(get_accelerator().current_device_name())
     if config["zero_optimization"]["stage"] < 3:
-        return _torch.build_model(recipe, plan, device)
+        module = _torch.build_model(recipe, plan, device)
+        for part in module.modules():
+            _refuse_scalars(part)
+        return module
     from deepspeed.runtime.zero.partition_parameters import Init
 
     if construct == "whole":
@@ -54,8 +57,18 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
     return module
 
 
+def _refuse_scalars(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() == 0:
+            raise RecipeError(
+                f"the parameter {name!r} of a {type(module).__name__} has no dimension, which "
+                "DeepSpeed cannot broadcast; make it a tensor of one element"
+            )
+
+
 def _cast(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
     """Parameters in 16 bits where the configuration holds them so, before they are sharded."""
+    _refuse_scalars(module)
     for dtype, keys in ((torch.bfloat16, ("bf16", "bfloat16")), (torch.float16, ("fp16",))):
         if any(config.get(key, {}).get("enabled") for key in keys):
             for parameter in module.parameters(recurse=False):
