@@ -223,7 +223,8 @@ class _Run:
             )
         )
         reason = self._train()
-        self._settle()
+        if self.progress.step > self.window.first_step:
+            self._log()  # and the window stays open: a longer run logs as if it had not ended here
         if reason != "preempted" and self.settings.evaluate.at_end:
             self._evaluate()
         if reason == "preempted" or self.settings.checkpoint.at_end:
@@ -269,6 +270,7 @@ class _Run:
                     agreed = [a + b for a, b in zip(agreed, self.requests.send(), strict=True)]
                 if agreed[Request.LOG] or progress.step % settings.log_every == 0:
                     self._log()
+                    self.window = Window(progress)
                 if agreed[Request.EVALUATE] or _due(progress.step, settings.evaluate.every):
                     self._evaluate()
                 if agreed[Request.SAVE] or _due(progress.step, settings.checkpoint.every):
@@ -277,8 +279,6 @@ class _Run:
                     return "preempted"
                 if agreed[Request.STOP]:
                     return "stopped"
-        if progress.step > self.window.first_step:
-            self._log()
         return "finished"
 
     def _on_device(
@@ -347,7 +347,6 @@ class _Run:
         progress = self.progress
         figures = self.window.figures(progress, self.session)
         self.loss = figures["loss"]
-        self.window = Window(progress)
         self._emit(
             Logged(
                 step=progress.step,

@@ -406,3 +406,14 @@ def test_fewer_steps_than_were_done_is_nothing_to_do(tmp_path: Path) -> None:
     assert (result.reason, result.step) == ("finished", 12)
     assert not of(StepEnded, events)
     assert result.metrics["held_out"].keys() == {"loss"}
+
+
+def test_the_last_steps_before_a_stop_are_logged(tmp_path: Path) -> None:
+    def asks(seen: Event) -> Request | None:
+        return Request.PREEMPT if isinstance(seen, StepEnded) and seen.step == 8 else None
+
+    _, events = fit(recipe(), SHORT, out=tmp_path, observers=[asks])
+    assert list(losses(events)) == [5, 8]
+    _, resumed = fit(recipe(), SHORT, out=tmp_path, resume="auto")
+    _, whole = fit(recipe(), SHORT)
+    assert losses(resumed) == {step: losses(whole)[step] for step in (10, 12)}
