@@ -223,7 +223,7 @@ class _Run:
             )
         )
         reason = self._train()
-        if self.progress.step > self.window.first_step:
+        if self.window.has_grown(self.progress):
             self._log()  # and the window stays open: a longer run logs as if it had not ended here
         if reason != "preempted" and self.settings.evaluate.at_end:
             self._evaluate()

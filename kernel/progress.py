@@ -57,6 +57,10 @@ class Window:
         self._grad_norm: Any = math.nan
         self._since = time.perf_counter()
 
+    def has_grown(self, progress: Progress) -> bool:
+        """Whether there is a step that no log has covered."""
+        return progress.step > self._timed_step
+
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         """One more step; waits for nothing."""
         self._losses = self._losses + loss
