@@ -6,7 +6,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .subject import Subject
@@ -48,7 +48,7 @@ def check(**over: Sequence[Any]) -> Callable[[F], F]:
     return mark
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Case:
     """One check of one driver with one set of arguments."""
 
@@ -58,8 +58,10 @@ class Case:
     function: Check
     arguments: Mapping[str, Any]
     allow_unavailable: bool = False
+    refused: Refused | None = field(default=None, init=False)
+    """Once checked: how the driver refused what it does not declare."""
 
-    def check(self) -> Refused | None:
+    def check(self) -> None:
         """Raises `LawBroken` when the driver breaks the law, `WorkerFailure` when it crashed or
         hung, `BackendUnavailable` when it cannot run here."""
         if self.allow_unavailable and not self.subject.facts.usable:
@@ -67,7 +69,17 @@ class Case:
 
             pytest.skip(self.subject.facts.reason)
         self.subject.require_usable()
-        return self.function(self.subject, **self.arguments)
+        self.refused = self.function(self.subject, **self.arguments)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a report needs to know of it."""
+        return {
+            "subject": self.subject.to_json(),
+            "law": self.law,
+            "statement": self.statement,
+            "check": self.function.__name__,
+            "arguments": {key: name_of(value) for key, value in self.arguments.items()},
+        }
 
     def __str__(self) -> str:
         values = [name_of(argument) for argument in self.arguments.values()]

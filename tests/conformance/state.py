@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernel.contract import Box, Engine, Kind, Reader
+from ..kernel.errors import CheckpointError
 from .judge import LawBroken
 
 __all__ = ["State", "assemble", "pieces", "read_all"]
@@ -70,5 +71,10 @@ def part_of(whole: Tensor, piece: dict[str, Any]) -> Tensor:
 
 
 def read_all(reader: Reader) -> State:
-    """Everything that a checkpoint holds."""
-    return {kind: {name: reader.read(kind, name) for name in reader.names(kind)} for kind in KINDS}
+    """Everything that a checkpoint holds. Raises `LawBroken` when it cannot be read."""
+    try:
+        return {
+            kind: {name: reader.read(kind, name) for name in reader.names(kind)} for kind in KINDS
+        }
+    except CheckpointError as error:
+        raise LawBroken(f"a checkpoint of this driver cannot be read: {error}") from error

@@ -102,6 +102,18 @@ class Subject:
         """Whether the driver declares that ability."""
         return bool(self.facts.capabilities[capability])
 
+    def to_json(self) -> dict[str, Any]:
+        """What a report needs to know of it."""
+        facts = {
+            name: getattr(self.facts, name) for name in ("versions", "devices", "capabilities")
+        }
+        return {
+            "backend": self.backend,
+            "processes": self.world,
+            "options": dict(self.options),
+            **facts,
+        }
+
     def require_usable(self) -> None:
         """Raises `BackendUnavailable` with the driver's own reason."""
         if not self.facts.usable:

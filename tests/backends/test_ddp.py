@@ -1,0 +1,10 @@
+"""The ddp driver keeps the laws."""
+
+import pytest
+
+from drivetrain.conformance import Case, cases
+
+
+@pytest.mark.parametrize("case", cases("ddp", num_processes=2), ids=str)
+def test_laws(case: Case) -> None:
+    case.check()

@@ -1,0 +1,416 @@
+"""The faults: one mistake each, as it is made in practice, and the check that must catch it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.conformance.law_6_resume import WeightsAlone
+from drivetrain.kernel.contract import Batch, Capabilities, Outcome, Piece, Plan, Reader, Recipe
+
+
+class Wrapped:
+    """All of the inner object, but for what a fault replaces."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        self.inner, self.plan = inner, plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class WrappedSession(Wrapped):
+    """A session that wraps the engines it prepares."""
+
+    build: type[WrappedEngine]
+
+    def prepare(self, recipe: Recipe) -> WrappedEngine:
+        return self.build(self.inner.prepare(recipe), self.plan)
+
+
+class WrappedEngine(Wrapped):
+    """An engine, with what faults want of it."""
+
+    def grads(self) -> list[Tensor]:
+        return [p.grad for p in self.inner.parameters if p.grad is not None]
+
+
+T = TypeVar("T")
+
+
+def unchanged(value: T) -> T:
+    return value
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is replaced, and `caught_by`: the check that must see it (part of a case's name)."""
+
+    caught_by: str
+    engine: type[WrappedEngine] = WrappedEngine
+    session: type[WrappedSession] = WrappedSession
+    plan: Callable[[Plan], Plan] = unchanged
+    capabilities: Callable[[Capabilities], Capabilities] = unchanged
+
+
+# --- law 1: the gradient -----------------------------------------------------------------------
+
+
+class MeanOfLocalMeans(WrappedSession):
+    """Each feeder divides by its own items."""
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        wait = self.inner.tally(values)
+        return lambda: [values[0] * self.inner.world.num_feeders, *wait()[1:]]
+
+
+class SumOverFeeders(WrappedEngine):
+    """The gradient is summed over feeders where it should be averaged."""
+
+    def backward(self, loss: Tensor) -> None:
+        self.inner.backward(loss * self.inner.world.num_feeders)
+
+
+class DividedByAccumulation(WrappedEngine):
+    """The mean over microbatches, not their sum."""
+
+    count = 0
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        self.count += 1
+        context: AbstractContextManager[Any] = self.inner.microbatch(last)
+        return context
+
+    def update(self) -> Outcome:
+        torch._foreach_div_(self.grads(), self.count)
+        self.count = 0
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
+class NeverSynchronised(WrappedEngine):
+    """The last microbatch of several is taken for one of the others."""
+
+    first = True
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        alone, self.first = self.first and last, last
+        context: AbstractContextManager[Any] = self.inner.microbatch(alone)
+        return context
+
+
+class NoAutocast(WrappedEngine):
+    """bf16 is promised, and everything runs in float32."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", enabled=False)
+
+
+# --- law 2: the norm ---------------------------------------------------------------------------
+
+
+class OtherNorm(WrappedEngine):
+    """Reports another norm."""
+
+    def update(self) -> Outcome:
+        grads = [grad.clone() for grad in self.grads()]
+        outcome: Outcome = self.inner.update()
+        return dataclasses.replace(outcome, grad_norm=self.norm(outcome.grad_norm, grads))
+
+    def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+
+class NormOfTheLocalShard(OtherNorm):
+    """Each rank over its own part of the parameters."""
+
+    def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
+        mine = grads[self.inner.world.rank :: self.inner.world.size]
+        return torch.stack([grad.norm() for grad in mine]).norm()
+
+
+class NormAfterClipping(OtherNorm):
+    def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
+        limit = self.plan.max_grad_norm
+        return right if limit is None else right.clamp(max=limit)
+
+
+class NoNormWithoutClipping(OtherNorm):
+    def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
+        return torch.zeros(()) if self.plan.max_grad_norm is None else right
+
+
+class NormOfTheScaledLoss(OtherNorm):
+    def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
+        scale = self.inner.loss_scale
+        return right if scale is None else torch.mul(right, scale.scale)
+
+
+def never_clip(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, max_grad_norm=None)
+
+
+# --- law 3: steps that are not applied ---------------------------------------------------------
+
+
+class OverflowApplied(WrappedEngine):
+    """Steps whatever the gradient is."""
+
+    def update(self) -> Outcome:
+        grads = [grad.clone() for grad in self.grads()]
+        outcome: Outcome = self.inner.update()
+        if not outcome.applied():
+            trained = [p for p in self.inner.parameters if p.requires_grad]
+            for parameter, grad in zip(trained, grads, strict=True):
+                parameter.grad = grad
+            self.inner.optimizer.step()
+            self.inner.optimizer.zero_grad()
+        return Outcome(outcome.grad_norm, lambda: True)
+
+
+class OverflowHidden(WrappedEngine):
+    """NaN becomes zero, and nobody hears of it."""
+
+    def update(self) -> Outcome:
+        for grad in self.grads():
+            grad.nan_to_num_(0.0, 0.0, 0.0)
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
+class ClockTicksOnOverflow(WrappedEngine):
+    """The weights are kept, the step count of the optimizer is not."""
+
+    def update(self) -> Outcome:
+        outcome: Outcome = self.inner.update()
+        if not outcome.applied():
+            for state in self.inner.optimizer.state.values():
+                state["step"] += 1
+        return outcome
+
+
+class LastAnswerForAll(WrappedEngine):
+    """`applied` answers for the newest update, whichever was asked about."""
+
+    newest: Outcome
+
+    def update(self) -> Outcome:
+        self.newest = self.inner.update()
+        return Outcome(self.newest.grad_norm, self.answer)
+
+    def answer(self) -> bool:
+        return self.newest.applied()
+
+
+# --- law 4: the learning rate, and gradients that stay -----------------------------------------
+
+
+class RateOneUpdateLate(WrappedEngine):
+    """The optimizer took its copy of the rate when the last update ended."""
+
+    late: list[float] | None = None
+
+    def update(self) -> Outcome:
+        groups = self.inner.param_groups
+        written = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self.late or written, strict=True):
+            group["lr"] = rate
+        outcome: Outcome = self.inner.update()
+        self.late = written
+        return outcome
+
+
+class GradientStays(WrappedEngine):
+    """Nobody cleared it."""
+
+    def update(self) -> Outcome:
+        grads = [grad.clone() for grad in self.grads()]
+        outcome: Outcome = self.inner.update()
+        for parameter, grad in zip(self.inner.parameters, grads, strict=True):
+            parameter.grad = grad
+        return outcome
+
+
+# --- law 5: evaluation -------------------------------------------------------------------------
+
+
+class RandomStateNotPutBack(WrappedSession):
+    """Evaluation's random numbers are taken from training's."""
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+
+class EvaluationCounts(WrappedEngine):
+    """A buffer moves in evaluation as well."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if not self.inner.module.training and hasattr(self.inner.own, "num_forwards"):
+            self.inner.own.num_forwards += 1
+        context: AbstractContextManager[Any] = self.inner.autocast()
+        return context
+
+
+class PaddedWithDuplicates(WrappedSession):
+    """Odd batches are filled up with their last sample, which is then counted twice."""
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in self.inner.feed(batches):
+            yield batch if torch.is_grad_enabled() else {k: pad(v) for k, v in batch.items()}
+
+
+def pad(rows: Tensor) -> Tensor:
+    return torch.cat((rows, rows[-1:])) if len(rows) % 2 else rows
+
+
+class EverythingInMemory(WrappedSession):
+    """All batches are fetched before the first is measured."""
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        fed: Iterator[Batch] = self.inner.feed(batches)
+        return fed if torch.is_grad_enabled() else iter(list(fed))
+
+
+# --- law 6: saving and resuming ----------------------------------------------------------------
+
+
+class MomentsDropped(WrappedEngine):
+    """The optimizer starts afresh."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(WeightsAlone(reader))
+
+
+class MomentsRounded(WrappedEngine):
+    """To save space they are stored in bfloat16."""
+
+    def shards(self) -> Iterator[Piece]:
+        for piece in self.inner.shards():
+            rounded = piece.tensor.bfloat16().to(piece.tensor.dtype)
+            moment = piece.kind == "optimizer"
+            yield dataclasses.replace(piece, tensor=rounded) if moment else piece
+
+
+class Untied(WrappedEngine):
+    """After restoring, the head has a weight of its own."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(reader)
+        head = getattr(self.inner.own, "head", None)
+        if head is not None:
+            head.weight = nn.Parameter(head.weight.detach().clone())
+
+
+class BuffersForgotten(WrappedEngine):
+    """Buffers keep what they were built with."""
+
+    def restore(self, reader: Reader) -> None:
+        kept = [(buffer, buffer.clone()) for buffer in self.inner.own.buffers()]
+        self.inner.restore(reader)
+        for buffer, value in kept:
+            buffer.copy_(value)
+
+
+class WrittenTwice(WrappedEngine):
+    """Every rank writes everything."""
+
+    def shards(self) -> Iterator[Piece]:
+        for kind, tensors in (("weights", self.inner.own.named_parameters()),):
+            for name, tensor in tensors:
+                yield Piece(kind, name, tensor.detach(), tuple(tensor.shape))  # type: ignore[arg-type]
+
+
+# --- law 7 and the session ---------------------------------------------------------------------
+
+
+class FeedsAhead(WrappedSession):
+    """Pulls a batch early, and does not say so."""
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        fed = iter(self.inner.feed(batches))
+        ahead = next(fed, None)
+        while ahead is not None:
+            current, ahead = ahead, next(fed, None)
+            yield current
+
+
+class OrderLost(WrappedSession):
+    """A prefetching queue that gives the newest first."""
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        fed = iter(self.inner.feed(batches))
+        for first in fed:
+            second = next(fed, None)
+            yield from (first,) if second is None else (second, first)
+
+
+class PaddedGather(WrappedSession):
+    """Shorter parts are filled up with zeros, which stay."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        longest = max(self.inner.exchange(len(tensor)))
+        filler = tensor.new_zeros((longest - len(tensor), *tensor.shape[1:]))
+        gathered: Tensor = self.inner.gather(torch.cat((tensor, filler)))
+        return gathered
+
+
+def without_recomputing(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, activation_checkpointing=())
+
+
+def sharded(able: Capabilities) -> Capabilities:
+    return dataclasses.replace(able, sharded=True)
+
+
+def inexact(able: Capabilities) -> Capabilities:
+    return dataclasses.replace(able, exact_resume=False)
+
+
+SGD = "1_gradient-plain_sgd_equals_one_process"
+NORM = "2_norm-norm_is_that_of_one_process"
+BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
+SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
+RESUMED = "6_resume-resumed_run_is_bit_exact-2_7"
+
+FAULTS: dict[str, Fault] = {
+    "none": Fault(""),
+    "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
+    "sum over feeders": Fault(SGD, SumOverFeeders),
+    "divided by accumulation": Fault(SGD, DividedByAccumulation),
+    "never synchronised": Fault(SGD, NeverSynchronised),
+    "no autocast": Fault("1_gradient-low_precision_stays_near-bf16", NoAutocast),
+    "norm of the local shard": Fault(NORM, NormOfTheLocalShard),
+    "norm after clipping": Fault(NORM, NormAfterClipping),
+    "no norm without clipping": Fault(NORM, NoNormWithoutClipping),
+    "norm of the scaled loss": Fault("2_norm-norm_is_unscaled-fp16", NormOfTheScaledLoss),
+    "never clipped": Fault("2_norm-clipping_limits_the_update", plan=never_clip),
+    "overflow applied": Fault(BAD_RANK, OverflowApplied),
+    "overflow hidden": Fault(BAD_RANK, OverflowHidden),
+    "clock ticks on overflow": Fault(BAD_RANK, ClockTicksOnOverflow),
+    "last answer for all": Fault(BAD_RANK, LastAnswerForAll),
+    "rate one update late": Fault("4_learning_rate-each_update", RateOneUpdateLate),
+    "gradient stays": Fault("4_learning_rate-no_gradient_is_left", GradientStays),
+    "random state not put back": Fault(SAME_BITS, session=RandomStateNotPutBack),
+    "evaluation counts": Fault(SAME_BITS, EvaluationCounts),
+    "padded with duplicates": Fault("5_evaluation-metrics_are", session=PaddedWithDuplicates),
+    "everything in memory": Fault("5_evaluation-memory", session=EverythingInMemory),
+    "moments dropped": Fault(RESUMED, MomentsDropped),
+    "moments rounded": Fault(RESUMED, MomentsRounded),
+    "buffers forgotten": Fault(RESUMED, BuffersForgotten),
+    "untied": Fault("6_resume-tied_weights_stay_tied", Untied),
+    "written twice": Fault("6_resume-whole_weights", WrittenTwice),
+    "exactness not declared": Fault(RESUMED, capabilities=inexact),
+    "feeds ahead": Fault("7_capabilities-feeds_ahead", session=FeedsAhead),
+    "nothing recomputed": Fault(
+        "7_capabilities-activation_checkpointing", plan=without_recomputing
+    ),
+    "sharded in name": Fault("7_capabilities-sharded", capabilities=sharded),
+    "order lost": Fault("session-batches_are_fed_in_order", session=OrderLost),
+    "padded gather": Fault("session-tensors_are_reduced_and_gathered", session=PaddedGather),
+}

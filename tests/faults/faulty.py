@@ -1,0 +1,50 @@
+"""A driver that is right but for one planted fault, which is chosen by an option."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from faults import FAULTS, Fault
+
+from drivetrain.backends.ddp import driver as sound
+from drivetrain.kernel.contract import Capabilities, Plan, Probe, Session
+
+
+@dataclass(frozen=True)
+class FaultyOptions:
+    """What is wrong."""
+
+    fault: str = "none"
+
+
+class FaultyDriver:
+    """Wraps what the sound driver makes; each fault replaces one method somewhere."""
+
+    name = "faulty"
+    options_type = FaultyOptions
+
+    def probe(self) -> Probe:
+        return sound.probe()
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        fault = fault_of(plan)
+        return fault.capabilities(sound.capabilities(dataclasses.replace(plan, options=None)))
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[Session]:
+        fault = fault_of(plan)
+        with sound.open(fault.plan(dataclasses.replace(plan, options=None))) as session:
+            wrapped: Any = fault.session(session, plan)
+            wrapped.build = fault.engine
+            yield wrapped
+
+
+def fault_of(plan: Plan) -> Fault:
+    return FAULTS[(plan.options or FaultyOptions()).fault]
+
+
+driver = FaultyDriver()

@@ -1,0 +1,33 @@
+"""Each planted fault is caught by the check that is there for it, and only because of the fault."""
+
+import pytest
+from faults import FAULTS
+
+from drivetrain.conformance import Case, cases
+from drivetrain.conformance.judge import LawBroken
+
+
+def chosen(fault: str, by: str) -> list[Case]:
+    found = cases("faulty", num_processes=2, options={"fault": fault}, peers=["faulty:2"])
+    return [case for case in found if str(case).startswith(by)]
+
+
+def broken(case: Case) -> bool:
+    """A crash is no finding: it fails the test that asked."""
+    try:
+        case.check()
+    except LawBroken:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
+def test_fault_is_caught(fault: str) -> None:
+    assert any(broken(case) for case in chosen(fault, FAULTS[fault].caught_by))
+
+
+@pytest.mark.parametrize("check", sorted({fault.caught_by for fault in FAULTS.values()} - {""}))
+def test_without_a_fault_nothing_is_caught(check: str) -> None:
+    found = chosen("none", check)
+    assert found
+    assert not any(broken(case) for case in found)
