@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import _get_build_directory
 
 from ..kernel.contract import Plan, Recipe
 from ..kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
-from . import _torch
+from . import _deepspeed_config, _torch
 from ._deepspeed_state import shape_of
 
 _ATTRIBUTES = ("data", "shape")  # of a parameter, that tell of its elements
@@ -51,7 +51,15 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
                 "one), so every rank holds all of it. Make the model inside recipe.model; or set "
                 "backend.construct=whole if each rank's host memory is enough for it"
             )
-    Init(module=_cast(module, config), config_dict_or_path=dict(config))
+    for part in module.modules():
+        _refuse_scalars(part)
+    Init(module=module, config_dict_or_path=dict(config))
+    dtype = _deepspeed_config.low_precision(config)
+    for parameter in module.parameters():
+        if dtype is not None and parameter.is_floating_point():
+            # not earlier: random numbers that are drawn in 16 bits are others
+            for tensor in (parameter, cast(Any, parameter).ds_tensor):
+                tensor.data = tensor.data.to(dtype)
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)
     return module
@@ -64,19 +72,6 @@ def _refuse_scalars(module: nn.Module) -> None:
                 f"the parameter {name!r} of a {type(module).__name__} has no dimension, which "
                 "DeepSpeed cannot broadcast; make it a tensor of one element"
             )
-
-
-def _cast(module: nn.Module, config: Mapping[str, Any]) -> nn.Module:
-    """Parameters in 16 bits where the configuration holds them so, before they are sharded."""
-    _refuse_scalars(module)
-    for dtype, keys in ((torch.bfloat16, ("bf16", "bfloat16")), (torch.float16, ("fp16",))):
-        if any(config.get(key, {}).get("enabled") for key in keys):
-            for parameter in module.parameters(recurse=False):
-                if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
-                    parameter.data = parameter.data.to(dtype)
-            for child in module.children():
-                _cast(child, config)
-    return module
 
 
 @contextmanager
@@ -97,7 +92,8 @@ def _sharding(config: Mapping[str, Any]) -> Iterator[set[int]]:
             with torch._C.DisableTorchFunction():
                 made.add(id(module))
                 kept.append(module)  # so that no other object takes its id
-                super()._post_init_method(_cast(module, config))
+                _refuse_scalars(module)
+                super()._post_init_method(module)
 
     kept: list[nn.Module] = []
     touched = _TouchedParameters()

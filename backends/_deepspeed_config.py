@@ -39,6 +39,7 @@ _REFUSED = {
     "fp16.fp16_master_weights_and_grads": "masters are float32; remove the key",
     "fp16.auto_cast": "torch.autocast casts inputs; remove the key",
 }
+_SECTIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 _NO_EFFECT: tuple[Any, ...] = (None, False, AUTO, {})
 
 # FusedAdam and the like update each element by itself; the others need the shape of a parameter.
@@ -112,12 +113,11 @@ def resolve(options: Any, plan: Plan, size: int) -> dict[str, Any]:
         if isinstance(written, float | int) and written == wanted:
             continue
         raise _conflict(key, written, setting, precision if setting == "precision" else wanted)
-    for section in ("bfloat16", "bf16", "fp16"):
+    for section, dtype in _SECTIONS.items():
         if _get(config, f"{section}.enabled") == AUTO:
-            config[section]["enabled"] = precision == ("fp16" if section == "fp16" else "bf16")
+            config[section]["enabled"] = dtype == plan.precision.compute
     zero = config.setdefault("zero_optimization", {})
     _refuse_offload(zero)
-    low = any(_get(config, f"{section}.enabled") for section in ("bfloat16", "bf16", "fp16"))
     optimizer = config.pop("optimizer", None)
     config = _without_auto(config)
     config["zero_optimization"]["stage"] = stage_of(options)
@@ -131,7 +131,17 @@ def resolve(options: Any, plan: Plan, size: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
     }
     config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if low:  # weights in 16 bits; gradients are still summed in the plan's dtype
+    # it would replace torch.nn.functional.linear for the rest of the process, autocast or not
+    config["zero_optimization"].setdefault("memory_efficient_linear", False)
+    low = low_precision(config)
+    if low == torch.bfloat16 and stage_of(options) == 1:
+        raise CapabilityRefused(
+            "bf16.enabled at ZeRO stage 1",
+            "deepspeed",
+            "that optimizer of DeepSpeed's steps once on nothing when it is made; take stage 2, or "
+            "remove the section and let torch.autocast compute in bf16",
+        )
+    if low is not None:  # gradients are still summed in the plan's dtype
         config.setdefault("communication_data_type", _name(plan.precision.reduce))
         config.setdefault("data_types", {}).setdefault(
             "grad_accum_dtype", _name(plan.precision.reduce)
@@ -139,9 +149,12 @@ def resolve(options: Any, plan: Plan, size: int) -> dict[str, Any]:
     return {**config, **({"optimizer": optimizer} if optimizer else {})}
 
 
-def holds_low_precision(config: Mapping[str, Any]) -> bool:
-    """Whether the module's weights are in 16 bits, beside float32 masters."""
-    return any(_get(config, f"{key}.enabled") for key in ("bfloat16", "bf16", "fp16"))
+def low_precision(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype of the module's weights where it is one of 16 bits, beside float32 masters."""
+    for key, dtype in _SECTIONS.items():
+        if _get(config, f"{key}.enabled"):
+            return dtype
+    return None
 
 
 def fill_optimizer(section: Mapping[str, Any], base: torch.optim.Optimizer) -> dict[str, Any]:

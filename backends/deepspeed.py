@@ -186,9 +186,11 @@ class ZeroEngine:
             _deepspeed_build.refuse_unless_elementwise(base, world.device)
         self.autocast = _torch.autocast(plan, world.device)
         self._plain = [(part, _hooks(part)) for part in self.own.modules()]
-        self._plain_forward = self.own.forward
+        self._given_forward = self._local_forward = self.own.forward
         if plan.precision.compute != plan.precision.params:
             self.own.forward = self._computing
+        if _deepspeed_config.low_precision(config):  # inputs must be cast for such weights
+            self._local_forward = self.own.forward
         if plan.compile:
             self.own.compile()
         self.module, self.zero, *_ = deepspeed.initialize(
@@ -212,7 +214,7 @@ class ZeroEngine:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
         dtype = self.plan.precision.compute
         with torch.autocast(self.world.device.type, dtype, cache_enabled=False):
-            return self._plain_forward(*args, **kwargs)
+            return self._given_forward(*args, **kwargs)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -276,7 +278,7 @@ class ZeroEngine:
     def _local(self) -> Iterator[None]:
         """Without DeepSpeed's hooks, which would fetch and free weights together with all ranks."""
         theirs = [(part, _hooks(part)) for part in self.own.modules()]
-        forward, self.own.forward = self.own.forward, self._plain_forward
+        forward, self.own.forward = self.own.forward, self._local_forward
         try:
             for part, hooks in self._plain:
                 vars(part).update(hooks)
