@@ -12,6 +12,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..kernel.errors import RecipeError
 
+_NOTES = "__composable_api"
+"""Where `torch.distributed._composable` keeps what `fully_shard` knows of a module."""
+
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
@@ -75,8 +78,9 @@ def replaced(
 
 @contextmanager
 def unwrapped(module: nn.Module, wrapper: type, hooks_of: tuple[str, ...]) -> Iterator[None]:
-    """The user's own classes and hooks alone: without the class that a library mixed into them,
-    and without forward hooks that are defined in the Python modules `hooks_of`.
+    """The user's own classes and hooks alone, which can be copied: without the class that a
+    library mixed into them and the notes that it left on them, and without forward hooks that are
+    defined in the Python modules `hooks_of`.
     """
     parts = list(module.modules())
     classes = [type(part) for part in parts]
@@ -84,6 +88,10 @@ def unwrapped(module: nn.Module, wrapper: type, hooks_of: tuple[str, ...]) -> It
         hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks)
     ]
     before = [dict(hooks) for hooks in registries]
+    notes = [
+        {name: part.__dict__.pop(name) for name in [*part.__dict__] if name.startswith(_NOTES)}
+        for part in parts
+    ]
     for part in parts:
         if isinstance(part, wrapper):
             own = next(c for c in type(part).__mro__ if not issubclass(c, wrapper))
@@ -95,8 +103,9 @@ def unwrapped(module: nn.Module, wrapper: type, hooks_of: tuple[str, ...]) -> It
     try:
         yield
     finally:
-        for part, own in zip(parts, classes, strict=True):
+        for part, own, noted in zip(parts, classes, notes, strict=True):
             part.__class__ = own
+            part.__dict__.update(noted)
         for hooks, kept in zip(registries, before, strict=True):
             hooks.clear()
             hooks.update(kept)
