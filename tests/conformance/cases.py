@@ -78,18 +78,19 @@ class Case:
             "law": self.law,
             "statement": self.statement,
             "check": self.function.__name__,
-            "arguments": {key: name_of(value) for key, value in self.arguments.items()},
+            "arguments": {key: str(value) for key, value in self.arguments.items()},
         }
 
     def __str__(self) -> str:
-        values = [name_of(argument) for argument in self.arguments.values()]
-        return "-".join((self.law, self.function.__name__, *values))
+        told = [name_of(key, value) for key, value in self.arguments.items() if value is not None]
+        return "-".join((self.law, self.function.__name__, *told))
 
 
-def name_of(argument: Any) -> str:
-    if isinstance(argument, (list, tuple)):
-        return "_".join(name_of(part) for part in argument)
-    return str(argument)
+def name_of(key: str, value: Any) -> str:
+    """A word speaks for itself, a number does not."""
+    if isinstance(value, tuple):
+        value = "_".join(map(str, value))
+    return str(value) if str(value).isidentifier() else f"{key}={value}"
 
 
 def cases(

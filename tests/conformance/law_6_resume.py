@@ -38,8 +38,8 @@ SETTINGS = {
 }
 
 
-@check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)), workers=(0,))
-def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], workers: int) -> None:
+@check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)))
+def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], workers: int = 0) -> None:
     """With dropout, resumed in mid-epoch, at its end, before and after its last, partial batch."""
     with tempfile.TemporaryDirectory() as folder:
         straight = record(subject, f"{folder}/straight", workers)

@@ -156,11 +156,6 @@ def local(parameter: Tensor) -> Tensor:
     return part
 
 
-def process_group() -> bool:
-    """Whether this process has joined one."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def traces_of_looking(bench: Bench) -> list[str]:
     """A job: what is different after having looked."""
     driver, plan = bench.driver, bench.plan()
@@ -170,8 +165,8 @@ def traces_of_looking(bench: Bench) -> list[str]:
             "environment": dict(os.environ),
             "python's random state": random.getstate(),
             "torch's random state": torch.get_rng_state().tolist(),
-            "process group": process_group(),
-            "device": torch.cuda.is_initialized(),
+            "process group": dist.is_available() and dist.is_initialized(),
+            "device": torch.cuda.is_initialized(),  # type: ignore[no-untyped-call]
             "threads": torch.get_num_threads(),
         }
 

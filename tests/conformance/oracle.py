@@ -5,7 +5,8 @@ Each global batch is one forward, its loss is the sum over the batch divided by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,18 @@ class Trained:
     weights: dict[str, Tensor]
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The driver's processes need the cores, and nothing here is large."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
 def train(
     problem: str,
     weights: Mapping[str, Tensor],
@@ -34,7 +47,6 @@ def train(
     max_grad_norm: float | None = None,
 ) -> Trained:
     """One update on each group of samples, from the given weights on."""
-    torch.set_num_threads(1)  # the driver's processes need the cores, and nothing here is large
     model, measure = load(problem, weights).train(), PROBLEMS[problem].measure
     updater = optimizer(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     losses, norms = [], []
@@ -52,6 +64,7 @@ def train(
     return Trained(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
 
 
+@one_thread()
 def evaluate(problem: str, weights: Mapping[str, Tensor], size: int) -> dict[str, float]:
     """The metrics of `problems.summarise` over the first `size` samples."""
     model, batch = load(problem, weights).eval(), batch_of(problem, range(size))

@@ -60,7 +60,8 @@ class Subject:
     options: Mapping[str, Any] = field(default_factory=dict)
     peer_names: Sequence[str] | None = None
     """`NAME` or `NAME:PROCESSES` each; by default the same driver at other world sizes."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: float = 180.0
+    """For one job; the longest compiles a model."""
 
     def run(
         self, job: Callable[..., T], /, *, world: int | None = None, **arguments: Any

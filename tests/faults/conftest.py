@@ -10,7 +10,9 @@ _folder = tempfile.TemporaryDirectory()
 _info = Path(_folder.name) / "faulty_driver-0.dist-info"
 _info.mkdir()
 (_info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-driver\nVersion: 0\n")
-(_info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nfaulty = faulty:driver\n")
+(_info / "entry_points.txt").write_text(
+    f"[{ENTRY_POINT_GROUP}]\nfaulty = faulty:driver\nunavailable = faulty:unavailable\n"
+)
 
 # the ranks that a harness starts take over this path, so they find the driver by its name
 sys.path += [_folder.name, str(Path(__file__).parent)]

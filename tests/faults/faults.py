@@ -372,14 +372,28 @@ def inexact(able: Capabilities) -> Capabilities:
     return dataclasses.replace(able, exact_resume=False)
 
 
+def modest(able: Capabilities) -> Capabilities:
+    return Capabilities(
+        precisions=frozenset({"fp32"}),
+        multi_process=True,
+        sharded=False,
+        compile=False,
+        activation_checkpointing=False,
+        feeds_ahead=False,
+    )
+
+
 SGD = "1_gradient-plain_sgd_equals_one_process"
 NORM = "2_norm-norm_is_that_of_one_process"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
 SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
-RESUMED = "6_resume-resumed_run_is_bit_exact-2_7"
+RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
 
-FAULTS: dict[str, Fault] = {
+NO_FAULTS: dict[str, Fault] = {
     "none": Fault(""),
+    "modest": Fault("", capabilities=modest),
+}
+FAULTS: dict[str, Fault] = {
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
     "sum over feeders": Fault(SGD, SumOverFeeders),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),

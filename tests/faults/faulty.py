@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from faults import FAULTS, Fault
+from faults import FAULTS, NO_FAULTS, Fault
 
 from drivetrain.backends.ddp import driver as sound
 from drivetrain.kernel.contract import Capabilities, Plan, Probe, Session
@@ -44,7 +44,17 @@ class FaultyDriver:
 
 
 def fault_of(plan: Plan) -> Fault:
-    return FAULTS[(plan.options or FaultyOptions()).fault]
+    return {**FAULTS, **NO_FAULTS}[(plan.options or FaultyOptions()).fault]
+
+
+class UnavailableDriver(FaultyDriver):
+    """It lacks what it needs on every machine."""
+
+    name = "unavailable"
+
+    def probe(self) -> Probe:
+        return Probe(False, "there is no unobtainium here", "pip install unobtainium")
 
 
 driver = FaultyDriver()
+unavailable = UnavailableDriver()
