@@ -19,10 +19,20 @@ ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in (
         *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-        *("Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
+        *("Adadelta", "Adagrad", "ASGD", "RMSprop"),
     )
 )
-"""Optimizers to which a tensor's elements are nothing but numbers: they may step a part of it."""
+"""Optimizers to which a tensor's elements are nothing but numbers: they may step a part of it.
+torch's Rprop is not here: up to 2.8 at least it cannot write to a `DTensor` by index.
+"""
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose fused kernels take `DTensor`s."""
+
+
+def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates `DTensor`s rightly, each rank its part."""
+    kind = type(optimizer)
+    return kind in ELEMENTWISE and (kind in FUSED or not optimizer.defaults.get("fused"))
 
 
 def is_cut(tensor: Tensor) -> bool:

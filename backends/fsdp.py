@@ -190,7 +190,7 @@ class FsdpEngine:
             self.module.register_forward_pre_hook(self._sync_buffers)
         self.optimizer = _torch.build_optimizer(recipe, self.module)
         by_parts = options.optimizer_step == "parts" or (
-            options.optimizer_step == "auto" and type(self.optimizer) in _dtensor.ELEMENTWISE
+            options.optimizer_step == "auto" and _dtensor.steps_parts(self.optimizer)
         )
         self.stepper = self.optimizer if by_parts else _whole_step(self.optimizer, world)
         self.loss_scale = _torch.LossScale(self.home) if plan.precision.loss_scaling else None

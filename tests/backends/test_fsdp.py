@@ -179,12 +179,13 @@ def weigh(bench: Bench) -> dict[str, int]:
         return {"most": live.most, "own": pieces_of_it}
 
 
-def optimize(bench: Bench, *, name: str, **arguments: Any) -> dict[str, Any]:
+def optimize(bench: Bench, *, name: str) -> dict[str, Any]:
     """Three updates by one of torch's optimizers."""
 
     def make(named: Any) -> torch.optim.Optimizer:
         chosen = [p for _, p in named if p.dim() == 2 or name != "Muon"]  # which is for matrices
-        made = getattr(torch.optim, name)(chosen, lr=0.01, **arguments)
+        fused = {"fused": True} if name.startswith("fused ") else {}
+        made = getattr(torch.optim, name.removeprefix("fused "))(chosen, lr=0.01, **fused)
         assert isinstance(made, torch.optim.Optimizer)
         return made
 
@@ -382,7 +383,14 @@ def test_meta_trains_alike_at_any_world_size(fresh: bool, tmp_path: Path) -> Non
 
 OPTIMIZERS = (
     *("Adam", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
-    *("Adafactor", "SGD", "AdamW", *(("Muon",) if hasattr(torch.optim, "Muon") else ())),
+    *(
+        "Adafactor",
+        "SGD",
+        "AdamW",
+        "fused AdamW",
+        "fused SGD",
+        *(("Muon",) if hasattr(torch.optim, "Muon") else ()),
+    ),
 )
 
 
