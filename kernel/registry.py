@@ -26,6 +26,8 @@ _SHIPPED = {
     "ddp": "ddp:driver",
     "fsdp": "fsdp:driver",
     "deepspeed": "deepspeed:driver",
+    "xla": "xla:driver",
+    "ipex": "ipex:driver",
 }
 
 

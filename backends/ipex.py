@@ -1,0 +1,236 @@
+"""Intel's extension for PyTorch on the CPU: its kernels, layouts and fused optimizer steps.
+
+Upstream ended its development with 2.8. In fp32 the weights stay where they are. In bf16 the
+layers hold bfloat16 weights in blocked layouts and the optimizer the other half of their bits, so
+everything that is saved or restored goes through the plain `state_dict` of both.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..kernel.contract import (
+    Batch,
+    Capabilities,
+    Layout,
+    Outcome,
+    Piece,
+    Plan,
+    Probe,
+    Reader,
+    Recipe,
+    World,
+)
+from ..kernel.errors import BackendUnavailable, CheckpointMismatch
+from . import _torch
+
+__all__ = ["driver"]
+
+_ONWARD = (
+    "upstream ended it with 2.8; the way onward is backend cpu (stock PyTorch has its CPU kernels) "
+    "and, for Intel GPUs, backend xpu"
+)
+
+
+@dataclass(frozen=True)
+class IpexOptions:
+    """Arguments of `intel_extension_for_pytorch.optimize`."""
+
+    level: Literal["O0", "O1"] = "O1"
+    """O0 changes nothing."""
+    weights_prepack: bool | None = None
+    """Keep weights in the blocked layouts of oneDNN; by default the level decides."""
+    fuse_update_step: bool | None = None
+    """Step with the extension's own kernel where it has one; by default the level decides."""
+    threads: int | None = None
+    """Threads of one operation; torch's own choice by default."""
+
+
+class IpexDriver:
+    """One process on an Intel CPU."""
+
+    name = "ipex"
+    options_type = IpexOptions
+
+    def probe(self) -> Probe:
+        install = "pip install 'drivetrain[ipex]'"
+        if importlib.util.find_spec("intel_extension_for_pytorch") is None:
+            reason = f"intel-extension-for-pytorch is not installed ({_ONWARD})"
+            return Probe(False, reason, install)
+        ours, theirs = torch.__version__, metadata.version("intel-extension-for-pytorch")
+        versions = {"torch": ours, "intel-extension-for-pytorch": theirs}
+        if ours.split(".")[:2] != theirs.split(".")[:2]:
+            reason = f"version {theirs} needs the torch of the same version, this is {ours}"
+            return Probe(False, f"{reason} ({_ONWARD})", install, versions)
+        return Probe(
+            usable=True,
+            reason=f"{torch.get_num_threads()} threads ({_ONWARD})",
+            versions=versions,
+            devices=("cpu",),
+            preference=-1,
+        )
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16"}),
+            multi_process=False,
+            sharded=False,
+            compile=False,
+            activation_checkpointing=True,
+            feeds_ahead=False,
+        )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        return _torch.replicated_layout(plan, model, state_bytes)
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[IpexSession]:
+        probe = self.probe()
+        if not probe.usable:
+            raise BackendUnavailable(f"{probe.reason}; {probe.install}")
+        threads, before = (plan.options or IpexOptions()).threads, torch.get_num_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
+        try:
+            yield IpexSession(plan)
+        finally:
+            torch.set_num_threads(before)
+
+
+class IpexSession:
+    """Nobody to talk to: every sum over ranks is the value itself."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.world = World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
+
+    def seed(self, value: int) -> None:
+        _torch.seed_all(value)
+
+    def prepare(self, recipe: Recipe) -> IpexEngine:
+        return IpexEngine(recipe, self.plan, self.world)
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return batches
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: list(values)
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        return tensor.detach().clone()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone()
+
+    def rng_state(self) -> dict[str, Tensor]:
+        return _torch.rng_state(self.world.device)
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        _torch.set_rng_state(self.world.device, state)
+
+
+class IpexEngine:
+    """The user's own module, optimized in place; some layers are replaced by the extension's."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
+        options = plan.options or IpexOptions()
+        self.plan = plan
+        self.module = _torch.build_model(recipe, plan, world.device)
+        self.tied = _torch.tied_groups(self.module)
+        recomputed = [name for name, part in self.module.named_modules() if "forward" in vars(part)]
+        self.optimizer = _torch.build_optimizer(recipe, self.module)
+        # afterwards parameters and layers may be others: what the user calls them is noted here
+        self._shapes = {name: t.shape for name, t in _torch.named_state(self.module).items()}
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self._order = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
+        self._optimize(options)
+        for name in recomputed:
+            if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
+                _torch.recompute_activations(self.module, name)
+        self.autocast = _torch.autocast(plan, world.device)
+
+    def _optimize(self, options: IpexOptions) -> None:
+        import intel_extension_for_pytorch as ipex
+
+        low = self.plan.precision.compute != self.plan.precision.params
+        self.module.train()  # it refuses an optimizer in evaluation mode
+        ipex.optimize(
+            self.module,
+            dtype=self.plan.precision.compute if low else None,
+            optimizer=self.optimizer,
+            level=options.level,
+            inplace=True,
+            weights_prepack=options.weights_prepack,
+            fuse_update_step=options.fuse_update_step,
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        return _torch.NO_CONTEXT
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> Outcome:
+        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        norm = _torch.global_norm(grads)
+        return _torch.step_if_finite(self.optimizer, grads, norm, self.plan.max_grad_norm)
+
+    def shards(self) -> Iterator[Piece]:
+        weights = self.module.state_dict()
+        entries = self.optimizer.state_dict()["state"]
+        return _torch.dealt_pieces(
+            {
+                "weights": {name: weights[name].detach() for name in self._shapes},
+                "optimizer": {
+                    f"{self._order[index]}/{stored[0]}": stored[1]
+                    for index, state in entries.items()
+                    for key, value in state.items()
+                    if (stored := _torch.stored_entry(key, value)) is not None
+                },
+            },
+            0,
+            1,
+        )
+
+    def restore(self, reader: Reader) -> None:
+        _torch.check_same_model(reader, self._shapes)
+        state: dict[int, dict[str, Tensor | float]] = {}
+        index_of = {name: index for index, name in enumerate(self._order)}
+        for name in reader.names("optimizer"):
+            fqn, _, key = name.rpartition("/")
+            if fqn not in index_of:
+                raise CheckpointMismatch(
+                    f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which this run does "
+                    "not train"
+                )
+            key, value = _torch.loaded_entry(key, reader.read("optimizer", name))
+            state.setdefault(index_of[fqn], {})[key] = value
+        weights = {name: reader.read("weights", name) for name in self._shapes}
+        for first, *others in self.tied:
+            weights |= dict.fromkeys(others, weights[first])
+        self.module.load_state_dict(weights)
+        if state:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
+
+
+driver = IpexDriver()
