@@ -1,0 +1,195 @@
+"""One process on the CPU that adds up the gradients of microbatches in float64."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drivetrain.kernel import contract
+from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
+
+
+@dataclass(frozen=True)
+class Sum64Options:
+    """None: a driver without arguments of its own has an empty dataclass."""
+
+
+class Sum64Driver:
+    name = "sum64"
+    options_type = Sum64Options
+
+    def probe(self) -> contract.Probe:
+        # preference: below the drivers that come with drivetrain, so that `auto` never takes it
+        return contract.Probe(True, "float64 sums", devices=("cpu",), preference=-1)
+
+    def capabilities(self, plan: contract.Plan) -> contract.Capabilities:
+        return contract.Capabilities(
+            precisions=frozenset({"fp32"}),
+            multi_process=False,
+            sharded=False,
+            compile=False,  # what is not promised here is refused by the kernel, in words
+            activation_checkpointing=False,
+            feeds_ahead=False,
+        )
+
+    def layout(
+        self,
+        plan: contract.Plan,
+        model: nn.Module,
+        state_bytes: Mapping[str, int],
+        world_size: int,
+    ) -> contract.Layout:
+        weights = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        return contract.Layout(weights, (8 + 4) * trained, sum(state_bytes.values()))
+
+    @contextmanager
+    def open(self, plan: contract.Plan) -> Iterator[Sum64Session]:
+        yield Sum64Session(plan)
+
+
+class Sum64Session:
+    """Alone: a sum over all ranks is the value itself."""
+
+    def __init__(self, plan: contract.Plan) -> None:
+        self.plan = plan
+        self.world = contract.World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
+
+    def prepare(self, recipe: contract.Recipe) -> Sum64Engine:
+        return Sum64Engine(recipe, self.plan)
+
+    def feed(self, batches: Iterator[contract.Batch]) -> Iterator[contract.Batch]:
+        return batches
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: list(values)
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value]
+
+    def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        return tensor.clone()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def seed(self, value: int) -> None:
+        random.seed(value)
+        torch.manual_seed(value)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(value % 2**32)
+
+    def rng_state(self) -> dict[str, Tensor]:
+        _, words, gauss = random.getstate()
+        python_gauss = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
+        state = {"python": torch.tensor(words), "python_gauss": python_gauss}
+        state["torch"] = torch.get_rng_state()
+        if numpy := sys.modules.get("numpy"):
+            _, keys, position, has_gauss, gauss = numpy.random.get_state()
+            state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
+            state["numpy_gauss"] = torch.tensor(gauss, dtype=torch.float64)
+        return state
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        torch.set_rng_state(state["torch"])
+        gauss = next(iter(state["python_gauss"].tolist()), None)
+        random.setstate((3, tuple(state["python"].tolist()), gauss))
+        if "numpy" in state and (numpy := sys.modules.get("numpy")):
+            *keys, position, has_gauss = state["numpy"].tolist()
+            cached = state["numpy_gauss"].item()
+            numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
+
+
+class Sum64Engine:
+    def __init__(self, recipe: contract.Recipe, plan: contract.Plan) -> None:
+        torch.manual_seed(plan.seed)
+        self.module = recipe.model()
+        if not isinstance(self.module, nn.Module):
+            raise RecipeError(f"recipe.model returned {type(self.module).__name__}, not a Module")
+        assert recipe.optimizer is not None, "the kernel fills it in"
+        self.optimizer = recipe.optimizer(list(self.module.named_parameters()))
+        self.max_grad_norm = plan.max_grad_norm
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        groups: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            groups.setdefault(parameter, []).append(name)
+        self.tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:  # the one idea: take it away before the next is added
+                grad, parameter.grad = parameter.grad.double(), None
+                self.sums[parameter] = self.sums.get(parameter, 0.0) + grad
+
+    def update(self) -> contract.Outcome:
+        norms = [torch.linalg.vector_norm(total) for total in self.sums.values()]
+        norm = torch.stack(norms).norm().float() if norms else torch.zeros(())
+        finite = bool(norm.isfinite())
+        if finite:
+            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+            factor = min(1.0, limit / (float(norm) + 1e-6))
+            for parameter, total in self.sums.items():
+                parameter.grad = (total * factor).float()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.sums.clear()
+        return contract.Outcome(norm, lambda: finite)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Each tied group once, and the buffers that a checkpoint should hold."""
+        kept = self.module.state_dict()
+        buffers = {name: b for name, b in self.module.named_buffers() if name in kept}
+        tensors = {**dict(self.module.named_parameters()), **buffers}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def shards(self) -> Iterator[contract.Piece]:
+        for name, tensor in self.weights().items():
+            yield contract.Piece("weights", name, tensor, tuple(tensor.shape))
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                value = torch.as_tensor(value)  # some optimizers keep plain numbers
+                yield contract.Piece("optimizer", f"{name}/{key}", value, tuple(value.shape))
+
+    def restore(self, reader: contract.Reader) -> None:
+        weights = self.weights()
+        there = {name: reader.info("weights", name).shape for name in reader.names("weights")}
+        here = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if differing := sorted({name for name, _ in there.items() ^ here.items()}):
+            raise CheckpointMismatch(f"the checkpoint is of another model: {', '.join(differing)}")
+        state: dict[str, dict[str, Tensor]] = {}
+        for name in reader.names("optimizer"):
+            fqn, _, key = name.rpartition("/")
+            state.setdefault(fqn, {})[key] = reader.read("optimizer", name)
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                tensor.copy_(reader.read("weights", name))
+        if state:
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            order = [names[p] for group in self.param_groups for p in group["params"]]
+            packed = self.optimizer.state_dict()
+            packed["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
+            self.optimizer.load_state_dict(packed)
+
+    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
+        return nullcontext(self.module)
+
+
+driver: contract.Driver = Sum64Driver()
