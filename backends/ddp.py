@@ -6,24 +6,20 @@ NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import (
     Capabilities,
     Layout,
-    Outcome,
-    Piece,
     Plan,
     Probe,
-    Reader,
     Recipe,
     World,
 )
@@ -31,11 +27,11 @@ from . import _torch
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
-    collective_failed,
     num_launched,
     probe_devices,
     process_group,
 )
+from ._replicated import DdpEngine
 
 __all__ = ["driver"]
 
@@ -51,6 +47,19 @@ class DdpOptions:
     sync_buffers: bool = True
     """Give every rank rank 0's buffers before each forward."""
     static_graph: bool = False
+
+
+def _engine(recipe: Recipe, plan: Plan, world: World) -> DdpEngine:
+    options = plan.options or DdpOptions()
+    return DdpEngine(
+        recipe,
+        plan,
+        world,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+        **({} if options.sync_buffers else _no_buffer_sync()),
+    )
 
 
 class DdpDriver:
@@ -84,7 +93,7 @@ class DdpDriver:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with process_group(plan, device) as world:
-            yield ProcessGroupSession(plan, world, DdpEngine)
+            yield ProcessGroupSession(plan, world, _engine)
 
 
 def _device(plan: Plan) -> torch.device:
@@ -97,65 +106,6 @@ def _no_buffer_sync() -> dict[str, Any]:
     return {
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False
     }
-
-
-class DdpEngine:
-    """The module in DistributedDataParallel; what is saved is as in one process."""
-
-    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
-        options = plan.options or DdpOptions()
-        self.plan, self.world = plan, world
-        self.own = _torch.build_model(recipe, plan, world.device)
-        self.tied = _torch.tied_groups(self.own)
-        self.parameters = [p for p in self.own.parameters() if p.requires_grad]
-        self.optimizer = _torch.build_optimizer(recipe, self.own)
-        self.autocast = _torch.autocast(plan, world.device)
-        self.loss_scale = _torch.LossScale(world.device) if plan.precision.loss_scaling else None
-        if plan.compile:
-            self.own.compile()
-        self.module = DistributedDataParallel(
-            self.own,
-            bucket_cap_mb=options.bucket_cap_mb,
-            find_unused_parameters=options.find_unused_parameters,
-            static_graph=options.static_graph,
-            gradient_as_bucket_view=True,
-            **({} if options.sync_buffers else _no_buffer_sync()),
-        )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups  # `load_state_dict` makes a new list
-
-    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _torch.NO_CONTEXT if last else self.module.no_sync()
-
-    def backward(self, loss: Tensor) -> None:
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale.scale
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        except dist.DistError as error:
-            raise collective_failed("averaging gradients", self.world.rank, error) from error
-
-    def update(self) -> Outcome:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(grads)
-        norm = _torch.global_norm(grads)
-        return _torch.step_if_finite(
-            self.optimizer, grads, norm, self.plan.max_grad_norm, self.loss_scale
-        )
-
-    def shards(self) -> Iterator[Piece]:
-        return _torch.replicated_pieces(
-            self.own, self.optimizer, self.loss_scale, self.world.rank, self.world.size
-        )
-
-    def restore(self, reader: Reader) -> None:
-        _torch.restore_replicated(reader, self.own, self.optimizer, self.loss_scale)
-
-    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self.own)
 
 
 driver = DdpDriver()
