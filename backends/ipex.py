@@ -47,7 +47,8 @@ class IpexOptions:
     level: Literal["O0", "O1"] = "O1"
     """O0 changes nothing."""
     weights_prepack: bool | None = None
-    """Keep weights in the blocked layouts of oneDNN; by default the level decides."""
+    """Keep weights in the blocked layouts of oneDNN; by default for the optimizers that have a
+    kernel of the extension: others may keep a state that does not fit a blocked weight."""
     fuse_update_step: bool | None = None
     """Step with the extension's own kernel where it has one; by default the level decides."""
     threads: int | None = None
@@ -164,7 +165,11 @@ class IpexEngine:
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
+        from intel_extension_for_pytorch.optim import _optimizer_utils as known
 
+        prepack = options.weights_prepack
+        if prepack is None and type(self.optimizer) not in known.IPEX_FUSED_OPTIMIZER_LIST_CPU:
+            prepack = False
         low = self.plan.precision.compute != self.plan.precision.params
         self.module.train()  # it refuses an optimizer in evaluation mode
         ipex.optimize(
@@ -173,7 +178,7 @@ class IpexEngine:
             optimizer=self.optimizer,
             level=options.level,
             inplace=True,
-            weights_prepack=options.weights_prepack,
+            weights_prepack=prepack,
             fuse_update_step=options.fuse_update_step,
         )
 

@@ -28,6 +28,7 @@ _SHIPPED = {
     "deepspeed": "deepspeed:driver",
     "xla": "xla:driver",
     "ipex": "ipex:driver",
+    "xpu": "xpu:driver",
 }
 
 

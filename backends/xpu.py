@@ -1,0 +1,106 @@
+"""Intel GPUs on stock PyTorch: DistributedDataParallel over xccl, in one process or many.
+
+It stands where the ipex driver leaves off: upstream moved its GPU support into PyTorch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..kernel.contract import Capabilities, Layout, Plan, Probe, Recipe, World
+from ..kernel.errors import BackendUnavailable
+from . import _torch
+from ._distributed import ProcessGroupSession, local_rank, process_group
+from ._replicated import DdpEngine
+
+__all__ = ["driver"]
+
+_INSTALL = "the XPU build of torch: https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
+
+
+@dataclass(frozen=True)
+class XpuOptions:
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its defaults."""
+
+    bucket_cap_mb: int = 25
+    """Gradients are averaged in buckets of this size, while backward goes on."""
+    find_unused_parameters: bool = False
+    """Look after each forward for parameters that took no part."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+
+
+class XpuDriver:
+    """One process for each Intel GPU, all holding the whole model."""
+
+    name = "xpu"
+    options_type = XpuOptions
+
+    def probe(self) -> Probe:
+        versions = {"torch": torch.__version__}
+        if not torch.xpu._is_compiled():
+            return Probe(False, "this build of torch is not for Intel GPUs", _INSTALL, versions)
+        if not dist.is_available() or not dist.is_xccl_available():
+            return Probe(False, "this build of torch has no xccl", _INSTALL, versions)
+        gpus = [torch.xpu.get_device_properties(i) for i in range(torch.xpu.device_count())]
+        if not gpus:
+            return Probe(False, "no Intel GPU is visible to its driver", "", versions)
+        return Probe(
+            usable=True,
+            reason=f"xccl on {len(gpus)} Intel GPUs",
+            versions=versions,
+            devices=tuple(gpu.name for gpu in gpus),
+            memory_bytes=sum(gpu.total_memory for gpu in gpus),
+            preference=20,
+        )
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            multi_process=True,
+            sharded=False,
+            compile=True,
+            activation_checkpointing=True,
+            feeds_ahead=True,
+        )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        return _torch.replicated_layout(plan, model, state_bytes)
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
+        probe = self.probe()
+        if not probe.usable:
+            raise BackendUnavailable(f"backend 'xpu' cannot run here: {probe.reason}")
+        if local_rank() >= len(probe.devices):
+            raise BackendUnavailable(
+                f"local rank {local_rank()} has no GPU: this machine shows {len(probe.devices)}. "
+                "Start at most that many processes here"
+            )
+        device = torch.device("xpu", local_rank())
+        torch.xpu.set_device(device)
+        with process_group(plan, device) as world:
+            yield ProcessGroupSession(plan, world, _engine)
+
+
+def _engine(recipe: Recipe, plan: Plan, world: World) -> DdpEngine:
+    options = plan.options or XpuOptions()
+    return DdpEngine(
+        recipe,
+        plan,
+        world,
+        bucket_cap_mb=options.bucket_cap_mb,
+        find_unused_parameters=options.find_unused_parameters,
+        static_graph=options.static_graph,
+    )
+
+
+driver = XpuDriver()
