@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -129,6 +130,21 @@ def num_launched() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_recent: deque[Tensor] = deque(maxlen=64)
+
+
+def keep_for_a_while(tensor: Tensor) -> Tensor:
+    """Call it on each tensor that a collective on the host is given from Python.
+
+    A thread of gloo that frees the last reference to such a tensor waits for the interpreter,
+    which waits for the thread while it takes the process group down, for ever. Delete when torch
+    2.8 is no longer supported.
+    """
+    if tensor.nbytes < 2**20:
+        _recent.append(tensor)
+    return tensor
+
+
 class ProcessGroupSession:
     """`Session` over the default process group; `build` makes the driver's own engine."""
 
@@ -150,7 +166,7 @@ class ProcessGroupSession:
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         if self.world.size == 1:
             return lambda: list(values)
-        sums = torch.tensor(values, dtype=torch.float64)
+        sums = keep_for_a_while(torch.tensor(values, dtype=torch.float64))
         with self._named("starting to add up the step's counts"):
             work = dist.all_reduce(sums, async_op=True)
 
@@ -168,7 +184,7 @@ class ProcessGroupSession:
         return [json.loads(bytes(part.tolist())) for part in parts]
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        result = tensor.detach().clone()
+        result = keep_for_a_while(tensor.detach().clone())
         with self._named(f"reducing a tensor of shape {tuple(tensor.shape)}"):
             dist.all_reduce(result, _OPS[op])
         return result
@@ -180,12 +196,14 @@ class ProcessGroupSession:
         """Host tensors of uneven length: lengths first, then parts of the longest length."""
         with self._named(call):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-            dist.all_gather(lengths, torch.tensor([len(tensor)]))
+            dist.all_gather(lengths, keep_for_a_while(torch.tensor([len(tensor)])))
             longest = max(int(length) for length in lengths)
             mine = tensor.new_zeros((longest, *tensor.shape[1:]))
             mine[: len(tensor)] = tensor
             parts = [torch.empty_like(mine) for _ in lengths]
-            dist.all_gather(parts, mine)
+            dist.all_gather(parts, keep_for_a_while(mine))
+            for kept in (*lengths, *parts):
+                keep_for_a_while(kept)
         return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def rng_state(self) -> dict[str, Tensor]:

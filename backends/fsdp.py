@@ -34,6 +34,7 @@ from ._distributed import (
     ProcessGroupSession,
     choose_device,
     collective_failed,
+    keep_for_a_while,
     num_launched,
     probe_devices,
     process_group,
@@ -229,7 +230,7 @@ class FsdpEngine:
         # each rank's part of the square; every replica of a part counts it once
         square = _torch.global_norm(grads).to(self.home).double().square()
         with self._named("adding up the gradient norm"):
-            dist.all_reduce(square)
+            dist.all_reduce(keep_for_a_while(square))
         norm = (square / self.num_replicas).sqrt().float()
         with self._named("updating the weights"):
             return _torch.step_if_finite(

@@ -100,15 +100,17 @@ def cases(
     options: Mapping[str, Any] | None = None,
     peers: Sequence[str] | None = None,
     allow_unavailable: bool = False,
+    python: str | None = None,
 ) -> list[Case]:
     """All cases for the driver of that name, the same for every driver. Nothing is started yet.
 
     `num_processes`: the world size, by default 2 where the driver can. `options`: the driver's
     own. `peers`: drivers (`NAME` or `NAME:PROCESSES`) whose checkpoints must be exchangeable with
     this one's, by default itself at other world sizes. `allow_unavailable`: skip, with the reason,
-    a driver that cannot run here; without it, it fails.
+    a driver that cannot run here; without it, it fails. `python`: the interpreter of the ranks,
+    when the driver lives in another environment than this one.
     """
-    subject = Subject(backend, num_processes, options or {}, peers)
+    subject = Subject(backend, num_processes, options or {}, peers, python=python)
     return [
         Case(subject, law, statement, function, arguments, allow_unavailable)
         for law, statement, function in checks()

@@ -43,14 +43,14 @@ class WorkerFailure(Exception):
 class Worker:
     """One rank: a process, a pipe for its answers, and a log for all that it prints."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, environment: Mapping[str, str], python: str) -> None:
         self.rank = rank
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
         receiving, sending = os.pipe()
         self.answers = os.fdopen(receiving, "rb")
         # a session of its own: data workers that it starts can be ended with it
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "drivetrain.conformance.worker", str(sending)],
+            [python, "-m", "drivetrain.conformance.worker", str(sending)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=self.log,
@@ -106,8 +106,12 @@ class Worker:
 class Pool:
     """The ranks of one world, started as `torchrun` starts them."""
 
-    def __init__(self, size: int) -> None:
-        self.workers = [Worker(rank, environment(rank, size)) for rank in range(size)]
+    def __init__(self, size: int, python: str | None = None) -> None:
+        path = os.pathsep.join(entry for entry in sys.path if entry) if python is None else ""
+        self.workers = [
+            Worker(rank, environment(rank, size, path), python or sys.executable)
+            for rank in range(size)
+        ]
 
     def call(self, job: Mapping[str, Any], timeout_seconds: float) -> list[Any]:
         """The job's value on every rank, in rank order. Raises `WorkerFailure`; the pool must not
@@ -151,12 +155,12 @@ class Pool:
             worker.close()
 
 
-def environment(rank: int, size: int) -> dict[str, str]:
-    """What `torchrun` sets, but for MASTER_PORT, and the parent's import path."""
+def environment(rank: int, size: int, import_path: str) -> dict[str, str]:
+    """What `torchrun` sets, but for MASTER_PORT, and the import path."""
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": import_path,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
@@ -174,19 +178,21 @@ def free_port() -> int:
         return port
 
 
-_pools: dict[tuple[str, int], Pool] = {}
-"""By backend and world size, the longest unused first."""
+_pools: dict[tuple[str, int, str | None], Pool] = {}
+"""By backend, world size and interpreter, the longest unused first."""
 
 
 @contextmanager
-def lend(backend: str, size: int) -> Iterator[Pool]:
-    """The living pool of that backend and world size; an exception ends it."""
-    key = backend, size
+def lend(backend: str, size: int, python: str | None = None) -> Iterator[Pool]:
+    """The living pool of that backend, world size and interpreter (None: this one); an exception
+    ends it.
+    """
+    key = backend, size, python
     ranks = _pools.pop(key, None)
     if ranks is None:
-        while _pools and sum(size for _, size in _pools) + size > MAX_WORKERS:
+        while _pools and sum(key[1] for key in _pools) + size > MAX_WORKERS:
             _pools.pop(next(iter(_pools))).close()
-        ranks = Pool(size)
+        ranks = Pool(size, python)
     _pools[key] = ranks
     try:
         yield ranks

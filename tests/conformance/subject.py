@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..kernel.errors import BackendUnavailable
@@ -62,6 +62,8 @@ class Subject:
     """`NAME` or `NAME:PROCESSES` each; by default the same driver at other world sizes."""
     timeout_seconds: float = 180.0
     """For one job; the longest compiles a model."""
+    python: str | None = None
+    """The interpreter of the ranks, when it is of another environment than this one."""
 
     def run(
         self, job: Callable[..., T], /, *, world: int | None = None, **arguments: Any
@@ -73,7 +75,7 @@ class Subject:
             "bench": {"backend": self.backend, "options": dict(self.options)},
             "arguments": arguments,
         }
-        with lend(self.backend, world or self.world) as ranks:
+        with lend(self.backend, world or self.world, self.python) as ranks:
             return ranks.call(message, self.timeout_seconds)
 
     @functools.cached_property
@@ -95,9 +97,7 @@ class Subject:
 
     def at(self, num_processes: int) -> Subject:
         """The same driver in another number of processes."""
-        return Subject(
-            self.backend, num_processes, self.options, timeout_seconds=self.timeout_seconds
-        )
+        return replace(self, num_processes=num_processes, peer_names=None)
 
     def can(self, capability: str) -> bool:
         """Whether the driver declares that ability."""

@@ -1,0 +1,52 @@
+"""The second environment of the tests: torch 2.8 with all six drivers in one.
+
+torch_xla and intel-extension-for-pytorch hold torch at 2.8, where the tests themselves run on the
+newest. uv builds it beside the first one, from the same pins.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / ".venv-all"
+EXTRAS = ("xla", "ipex", "deepspeed", "test")
+LEFT_OUT = ("not-xla", "not-ipex")
+
+
+def python_of_all() -> str:
+    """Its interpreter, whether or not the environment has been made yet."""
+    return str(FOLDER / "bin" / "python")
+
+
+@functools.cache
+def build_all() -> None:
+    """Make or complete it; processes that ask at once wait for the first."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        raise RuntimeError("the tests of xla and ipex need uv to build their environment")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    extras = [f"--extra={name}" for name in EXTRAS]
+    left_out = [f"--no-group={name}" for name in LEFT_OUT]
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"},
+        "UV_PROJECT_ENVIRONMENT": str(FOLDER),
+    }
+    with (ROOT / ".venv-all.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = subprocess.run(
+            [uv, "sync", "--quiet", "--python", version, *extras, *left_out],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if made.returncode:
+        raise RuntimeError(f"uv could not build the environment of all drivers:\n{made.stderr}")
