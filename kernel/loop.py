@@ -96,13 +96,16 @@ def fit(
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
     requests = Requests()
+    folder = Path(out) if out else None
     with requests.from_signals(), driver.open(plan) as session:
-        run = _Run(
-            driver, session, plan, recipe, settings, Path(out) if out else None, observers, requests
-        )
-        if resume is not None:
-            run.resume(resume)
-        return run.go(finish)
+
+        def train() -> Result:
+            run = _Run(driver, session, plan, recipe, settings, folder, observers, requests)
+            if resume is not None:
+                run.resume(resume)
+            return run.go(finish)
+
+        return train()  # a function, so that the model is let go before the session ends
 
 
 class _Run:
