@@ -107,7 +107,7 @@ class Pool:
     """The ranks of one world, started as `torchrun` starts them."""
 
     def __init__(self, size: int, python: str | None = None) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry) if python is None else ""
+        path = import_path(foreign=python is not None)
         self.workers = [
             Worker(rank, environment(rank, size, path), python or sys.executable)
             for rank in range(size)
@@ -153,6 +153,15 @@ class Pool:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
+
+
+def import_path(*, foreign: bool) -> str:
+    """This process's, so that jobs of a test file are found; for a foreign interpreter without
+    what belongs to this one.
+    """
+    own = (sys.prefix, sys.base_prefix)
+    entries = [entry for entry in sys.path if entry]
+    return os.pathsep.join(e for e in entries if not (foreign and e.startswith(own)))
 
 
 def environment(rank: int, size: int, import_path: str) -> dict[str, str]:

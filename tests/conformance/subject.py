@@ -93,7 +93,7 @@ class Subject:
         if self.peer_names is None:
             others = (1, self.world + 1) if self.can("multi_process") else (1,)
             return [self.at(size) for size in others if size != self.world or self.world == 1]
-        return [parse_peer(name) for name in self.peer_names]
+        return [replace(parse_peer(name), python=self.python) for name in self.peer_names]
 
     def at(self, num_processes: int) -> Subject:
         """The same driver in another number of processes."""
