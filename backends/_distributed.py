@@ -79,6 +79,19 @@ def _naming(call: str, rank: int) -> Iterator[None]:
         raise collective_failed(call, rank, error) from error
 
 
+@contextmanager
+def naming_collectives(call: str, rank: int) -> Iterator[None]:
+    """Around work that also talks to other ranks: failures of that become `CollectiveFailed`, all
+    others stay as they are. gloo reports a peer that is gone as a plain RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
+            raise collective_failed(call, rank, error) from error
+        raise
+
+
 def collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
     """The error that names the rank and the call, and the ranks that did not report the same."""
     missing = _missing_ranks(rank)
