@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -33,8 +33,8 @@ from . import _dtensor, _modules, _torch, _units
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
-    collective_failed,
     keep_for_a_while,
+    naming_collectives,
     num_launched,
     probe_devices,
     process_group,
@@ -193,7 +193,10 @@ class FsdpEngine:
         by_parts = options.optimizer_step == "parts" or (
             options.optimizer_step == "auto" and _dtensor.steps_parts(self.optimizer)
         )
-        self.stepper = self.optimizer if by_parts else _whole_step(self.optimizer, world)
+        self.stepper = self.optimizer
+        if not by_parts:
+            stepper = _dtensor.WholeStep(self.optimizer, world.device)
+            self.stepper = cast(torch.optim.Optimizer, stepper)
         self.loss_scale = _torch.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = _torch.autocast(plan, world.device)
         self._last: bool | None = None
@@ -315,16 +318,8 @@ class FsdpEngine:
             for name in self.buffers:
                 dist.broadcast(module.get_buffer(name), src=0)
 
-    @contextmanager
-    def _named(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except dist.DistError as error:
-            raise collective_failed(call, self.world.rank, error) from error
-
-
-def _whole_step(optimizer: torch.optim.Optimizer, world: World) -> torch.optim.Optimizer:
-    return cast(torch.optim.Optimizer, _dtensor.WholeStep(optimizer, world.device))
+    def _named(self, call: str) -> AbstractContextManager[None]:
+        return naming_collectives(call, self.world.rank)
 
 
 # --- FSDP2 ----------------------------------------------------------------------------------

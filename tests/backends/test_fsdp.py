@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.backends import _units
 from drivetrain.backends.fsdp import FsdpOptions, driver
+from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.jobs import optimizer_called
 from drivetrain.conformance.state import State, assemble, pieces, read_all
@@ -221,6 +222,13 @@ class Bare(nn.Module):
 
 
 # --- tests ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case", cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"]), ids=str
+)
+def test_laws(case: Case) -> None:
+    case.check()
 
 
 def whole(answers: Sequence[dict[str, Any]], key: str) -> State:
