@@ -1,0 +1,58 @@
+"""Every (argument, driver) pair is applied or refused by name; the page says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+import pytest
+from house_rules import ROOT
+
+from drivetrain.kernel.errors import SettingError
+from drivetrain.kernel.registry import find_driver, known_backends
+from drivetrain.kernel.settings import Settings, flatten, override
+
+
+@pytest.fixture(scope="module")
+def arguments() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("arguments", ROOT / "docs" / "arguments.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_code_does(arguments: ModuleType) -> None:
+    assert arguments.PAGE.read_text() == arguments.page(), "run: python docs/arguments.py"
+
+
+def test_every_pair_has_an_answer(arguments: ModuleType) -> None:
+    drivers = [find_driver(name) for name in known_backends()]
+    table = dict(arguments.rows(drivers))
+    settings = {key.strip("`").partition("=")[0] for key in table}
+    assert settings == {*flatten(Settings()), "--nproc 2"}
+    for answers in table.values():
+        assert len(answers) == len(drivers)
+        assert all(a == "applied" or a.startswith("refused: ") for a in answers)
+
+
+def test_what_a_plan_holds_reaches_the_driver() -> None:
+    """A setting that is the driver's to apply is in the plan, under its own name."""
+    changed = {
+        "max_grad_norm": 3.0,
+        "compile": True,
+        "activation_checkpointing": ("Linear",),
+        "seed": 5,
+        "global_batch": 7,
+        "micro_batch": 2,
+        "timeout_seconds": 9.0,
+    }
+    plan = override(Settings(), changed).plan()
+    assert {key: getattr(plan, key) for key in changed} == changed
+
+
+@pytest.mark.parametrize("name", known_backends())
+def test_an_unknown_argument_of_a_driver_is_refused(name: str) -> None:
+    with pytest.raises(SettingError, match=r"unknown setting backend\.no_such_thing"):
+        override(find_driver(name).options_type(), {"no_such_thing": "1"}, "backend.")
