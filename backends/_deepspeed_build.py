@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.cpp_extension import _get_build_directory
 
 from ..kernel.contract import Plan, Recipe
 from ..kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
@@ -21,7 +23,29 @@ from . import _deepspeed_config, _torch
 from ._deepspeed_state import shape_of
 
 _ATTRIBUTES = ("data", "shape")  # of a parameter, that tell of its elements
+LONGEST_BUILD_SECONDS = 900.0
+"""A lock on a folder in which nothing has changed for that long is stale."""
 _LARGEST_UNSHARDED = 2**28  # elements that a rank may hold whole while a constructor is at work
+
+
+def import_deepspeed(device: torch.device) -> None:
+    """DeepSpeed for that device, which it chooses once for the life of the process."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ.setdefault("LOCAL_RANK", "0")  # it reads them even in a single process
+    # compiled operators of one environment crash in another, and their folder is shared by default
+    folder = Path.home() / ".cache" / "torch_extensions" / Path(sys.prefix).as_posix().strip("/")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() != device.type:
+        raise BackendUnavailable(
+            f"DeepSpeed was set to {get_accelerator().device_name()!r} in this process, or by "
+            f"DS_ACCELERATOR, and {device.type!r} is asked for; start another process"
+        )
+    # as if no operator could be compiled: else it compiles one for the host's shared memory that
+    # is not needed; delete when 0.19 is no longer supported and `shm_comm` can be switched off
+    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
 def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str) -> nn.Module:
@@ -183,6 +207,12 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
     ZeRO gives it stretches of flat tensors, so an Adafactor would silently become another
     algorithm. It is tried on a matrix and on the same numbers as two stretches.
     """
+    if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
+        raise CapabilityRefused(
+            "Adagrad with more than one group of parameters",
+            "deepspeed",
+            "DeepSpeed makes it anew with the settings of one; put all parameters into one group",
+        )
     reason = "it updates a matrix differently from the same numbers in a row"
     try:
         whole, cut = (_tried(optimizer, device, shapes) for shapes in ([(4, 6)], [(10,), (14,)]))
@@ -219,20 +249,30 @@ def _tried(
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
 
 
-def refuse_stale_locks(patience_seconds: float) -> None:
+def refuse_stale_locks() -> None:
     """Raises `BackendUnavailable` when a lock keeps DeepSpeed's operators from being compiled and
-    nobody has been compiling for that long. A build that is killed leaves one behind, on which
-    every later run would wait for ever.
+    nobody has been compiling for a while. A build that is killed leaves one behind, on which every
+    later run would wait for ever.
     """
-    folder = Path(_get_build_directory("drivetrain", verbose=False)).parent
-    while locks := list(folder.glob("*/lock")):
-        newest = max(path.stat().st_mtime for lock in locks for path in lock.parent.iterdir())
-        if time.time() - newest > patience_seconds:
-            raise BackendUnavailable(
-                f"a build of DeepSpeed's operators that never ended left {locks[0]} behind, and "
-                "every run waits for it. Delete that file, unless a build is running now"
-            )
-        time.sleep(1.0)
+    told = False
+    while locks := list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
+        with suppress(FileNotFoundError):  # done while we looked
+            newest = max(path.stat().st_mtime for path in locks[0].parent.iterdir())
+            if time.time() - newest > LONGEST_BUILD_SECONDS:
+                raise BackendUnavailable(
+                    f"a build of DeepSpeed's operators that never ended left {locks[0]} behind, "
+                    "and every run waits for it. Delete that file, unless a build is running now"
+                )
+        if not told:
+            warnings.warn(f"waiting for the build that holds {locks[0]}", stacklevel=2)
+        told = True
+        time.sleep(0.5)
 
 
-__all__ = ["model", "optimizer", "refuse_stale_locks", "refuse_unless_elementwise"]
+__all__ = [
+    "import_deepspeed",
+    "model",
+    "optimizer",
+    "refuse_stale_locks",
+    "refuse_unless_elementwise",
+]

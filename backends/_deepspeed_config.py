@@ -43,7 +43,7 @@ _SECTIONS = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.f
 _NO_EFFECT: tuple[Any, ...] = (None, False, AUTO, {})
 
 # FusedAdam and the like update each element by itself; the others need the shape of a parameter.
-ELEMENTWISE = ("adam", "adamw", "adagrad", "lion")
+ELEMENTWISE = ("adam", "adamw", "lion")
 
 
 def load(source: Any) -> dict[str, Any]:

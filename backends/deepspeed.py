@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import atexit
 import copy
-import os
-import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -94,19 +90,22 @@ class DeepspeedDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        stage = _deepspeed_config.stage_of(plan.options or DeepspeedOptions())
+        config = _deepspeed_config.resolve(plan.options or DeepspeedOptions(), plan, world_size)
+        stage, low = config["zero_optimization"]["stage"], _deepspeed_config.low_precision(config)
         whole = _torch.replicated_layout(plan, model, state_bytes)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        # float32 masters lie beside the weights; where all are sharded float32 they are the same
+        masters = 4 * trained if stage < 3 or low else 0
+        weights = whole.parameter_bytes // (2 if low else 1)
 
         def part(num_bytes: int) -> int:
             return -(-num_bytes // world_size)
 
         return replace(
             whole,
-            parameter_bytes=part(whole.parameter_bytes) if stage == 3 else whole.parameter_bytes,
+            parameter_bytes=part(weights) if stage == 3 else weights,
             gradient_bytes=part(whole.gradient_bytes) if stage >= 2 else whole.gradient_bytes,
-            # float32 master copies lie beside the weights in every precision
-            optimizer_bytes=part(whole.optimizer_bytes + 4 * trained),
+            optimizer_bytes=part(whole.optimizer_bytes + masters),
             notes=(
                 *whole.notes,
                 f"ZeRO stage {stage}: what is gathered for a while is not counted",
@@ -116,8 +115,8 @@ class DeepspeedDriver:
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         options = plan.options or DeepspeedOptions()
-        if missing := self.probe().reason if not self.probe().usable else "":
-            raise BackendUnavailable(f"{missing}; pip install 'drivetrain[deepspeed]'")
+        if not (probe := self.probe()).usable:
+            raise BackendUnavailable(f"{probe.reason}; {probe.install}")
         device = choose_device(options.device)
         size = dist.get_world_size() if dist.is_initialized() else num_launched()
         config = _deepspeed_config.resolve(options, plan, size)
@@ -125,7 +124,7 @@ class DeepspeedDriver:
             warnings.warn("deepspeed shards nothing in one process; launch more", stacklevel=3)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _import(device)
+        _deepspeed_build.import_deepspeed(device)
         if not dist.is_initialized():
             _kept.enter_context(process_group(plan, device))
             atexit.register(_kept.close)
@@ -141,26 +140,6 @@ class DeepspeedDriver:
             finally:
                 for engine in engines:
                     engine.close()
-
-
-def _import(device: torch.device) -> None:
-    """DeepSpeed for that device, which it chooses once for the life of the process."""
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # it reads them even in a single process
-    # compiled operators of one environment crash in another, and their folder is shared by default
-    folder = Path.home() / ".cache" / "torch_extensions" / Path(sys.prefix).as_posix().strip("/")
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    if get_accelerator().device_name() != device.type:
-        raise BackendUnavailable(
-            f"DeepSpeed was set to {get_accelerator().device_name()!r} in this process, or by "
-            f"DS_ACCELERATOR, and {device.type!r} is asked for; start another process"
-        )
-    # as if no operator could be compiled: else it compiles one for the host's shared memory that
-    # is not needed; delete when 0.19 is no longer supported and `shm_comm` can be switched off
-    deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
 class ZeroEngine:
@@ -180,7 +159,8 @@ class ZeroEngine:
             config["optimizer"] = _deepspeed_config.fill_optimizer(section, base)
             keys = ("params", "lr", "weight_decay")
             groups = [{key: group[key] for key in keys} for group in base.param_groups]
-            _deepspeed_build.refuse_stale_locks(plan.timeout_seconds)
+            if not config["optimizer"]["params"].get("torch_adam"):
+                _deepspeed_build.refuse_stale_locks()
         else:
             own_optimizer = base
             _deepspeed_build.refuse_unless_elementwise(base, world.device)
