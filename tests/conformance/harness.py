@@ -188,15 +188,15 @@ def free_port() -> int:
 
 
 _pools: dict[tuple[str, int, str | None], Pool] = {}
-"""By backend, world size and interpreter, the longest unused first."""
+"""By kind, world size and interpreter, the longest unused first."""
 
 
 @contextmanager
-def lend(backend: str, size: int, python: str | None = None) -> Iterator[Pool]:
-    """The living pool of that backend, world size and interpreter (None: this one); an exception
-    ends it.
+def lend(kind: str, size: int, python: str | None = None) -> Iterator[Pool]:
+    """The living pool of that kind (driver and options), world size and interpreter (None: this
+    one); an exception ends it.
     """
-    key = backend, size, python
+    key = kind, size, python
     ranks = _pools.pop(key, None)
     if ranks is None:
         while _pools and sum(key[1] for key in _pools) + size > MAX_WORKERS:

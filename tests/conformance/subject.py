@@ -75,7 +75,9 @@ class Subject:
             "bench": {"backend": self.backend, "options": dict(self.options)},
             "arguments": arguments,
         }
-        with lend(self.backend, world or self.world, self.python) as ranks:
+        # some options are fixed for the life of a process: how many devices XLA makes, for one
+        kind = " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(self.options.items()))])
+        with lend(kind, world or self.world, self.python) as ranks:
             return ranks.call(message, self.timeout_seconds)
 
     @functools.cached_property
