@@ -1,0 +1,26 @@
+"""The ipex driver keeps the laws; what is special about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from drivetrain.backends.ipex import driver
+from drivetrain.conformance import Case, cases
+from drivetrain.kernel.contract import Plan
+
+
+@pytest.mark.parametrize(
+    "case", cases("ipex", peers=["cpu", "ddp:2"], allow_unavailable=True), ids=str
+)
+def test_laws(case: Case) -> None:
+    case.check()
+
+
+def test_the_probe_names_the_way_onward() -> None:
+    reason = driver.probe().reason
+    for word in ("upstream ended", "backend cpu", "backend xpu"):
+        assert word in reason
+
+
+def test_other_than_trained_precisions_are_not_declared() -> None:
+    assert driver.capabilities(Plan()).precisions == {"fp32", "bf16"}

@@ -1,0 +1,117 @@
+"""The xla driver keeps the laws, on one device and on two; what is special about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain.backends.xla import driver
+from drivetrain.conformance import Case, cases
+from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.jobs import optimizer_called
+from drivetrain.conformance.problems import PROBLEMS, Samples, collate
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import DataError, SettingError
+
+ONE = Subject("xla", options={"devices": 1})
+TWO = Subject("xla", options={"devices": 2})
+
+pytestmark = pytest.mark.skipif(not driver.probe().usable, reason=driver.probe().reason)
+
+
+@pytest.mark.parametrize(
+    "case", cases("xla", options={"devices": 1}, peers=["cpu"], allow_unavailable=True), ids=str
+)
+def test_laws(case: Case) -> None:
+    case.check()
+
+
+# --- jobs, run in the worker ------------------------------------------------------------------
+
+
+def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
+    """Updates of these numbers of microbatches; the compilations so far after each."""
+    from torch_xla.debug import metrics
+
+    problem, samples = PROBLEMS["language"], Samples("language", 10**6)
+    counts = []
+    with bench.open(max_grad_norm=1.0) as session:
+        engine = session.prepare(problem.recipe(optimizer=optimizer_called("AdamW")))
+        total = sum(numbers)
+        batches = session.feed(
+            iter([collate([samples[4 * k + j] for j in range(4)]) for k in range(total)])
+        )
+        for step, number in enumerate(numbers):
+            for remaining in reversed(range(number)):
+                batch = next(batches)
+                with engine.microbatch(not remaining):
+                    engine.backward(problem.loss(engine.module, batch) * (0.01 + 0.001 * step))
+            for group in engine.param_groups:
+                group["lr"] = 0.1 / (step + 1)
+            engine.update().applied()
+            counts.append(metrics.metric_data("CompileTime")[0])
+        optimizer = engine.optimizer  # type: ignore[attr-defined]
+        cut = {
+            name: [
+                engine.placement.is_cut(tensor)  # type: ignore[attr-defined]
+                for tensor in (parameter, *optimizer.state[parameter].values())
+                if tensor.dim()
+            ]
+            for name, parameter in engine.module.named_parameters()
+        }
+        tied = engine.module.head.weight is engine.module.embedding.weight
+        return {"counts": counts, "cut": cut, "tied": tied}
+
+
+def restart(bench: Bench, *, devices: int) -> str:
+    """The refusal of another number of devices in a process where XLA runs."""
+    with bench.open():
+        pass
+    try:
+        with Bench(bench.backend, {"devices": devices}).open():
+            return ""
+    except SettingError as refusal:
+        return str(refusal)
+
+
+def feed_shapes(bench: Bench, *, sizes: list[int]) -> str:
+    with bench.open() as session:
+        try:
+            for _ in session.feed(iter([torch.zeros(size) for size in sizes])):
+                pass
+        except DataError as refusal:
+            return str(refusal)
+    return ""
+
+
+# --- what is special --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
+def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
+    (seen,) = subject.run(train_and_count, numbers=[1, 2, 3, 1, 2, 3, 4, 1])
+    warm = seen["counts"][2]
+    assert seen["counts"][3:] == [warm] * 5
+    assert seen["tied"]
+
+
+def test_weights_and_optimizer_state_are_cut_over_the_devices() -> None:
+    (seen,) = TWO.run(train_and_count, numbers=[1, 1])
+    assert all(all(parts) for parts in seen["cut"].values())
+    (seen,) = ONE.run(train_and_count, numbers=[1, 1])
+    assert not any(any(parts) for parts in seen["cut"].values())
+
+
+def test_the_number_of_devices_is_fixed_in_a_process() -> None:
+    (message,) = TWO.run(restart, devices=3)
+    assert "backend.devices is 3, and XLA runs with 2" in message
+
+
+def test_too_many_shapes_of_batches_are_refused() -> None:
+    subject = Subject("xla", options={"devices": 1, "max_batch_shapes": 3})
+    assert subject.run(feed_shapes, sizes=[1, 2, 3, 2, 1]) == [""]
+    (message,) = subject.run(feed_shapes, sizes=[1, 2, 3, 4])
+    assert "more than 3 shapes of batches" in message
+    assert "max_batch_shapes" in message
