@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -15,8 +16,15 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).resolve().parents[2] / "examples" / "third_party_driver"
-MAX_LINES = 160
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "examples" / "third_party_driver"
+MANUAL = (ROOT / "docs" / "writing-a-driver.md").read_text()
+COMMANDS = [
+    line
+    for block in re.findall(r"^```bash\n(.*?)^```", MANUAL, re.DOTALL | re.MULTILINE)
+    for line in block.splitlines()
+]
+MAX_LINES = 165
 """Of code: an example that is longer is not read."""
 
 
@@ -50,6 +58,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     else:
         venv.create(home, with_pip=True)
         install = [home / "bin" / "python", "-m", "pip", "install"]
+        # before Python 3.12 an old one is there, which would hide the present one
+        run(home / "bin" / "python", "-m", "pip", "uninstall", "-y", "setuptools", folder=folder)
     paths = sysconfig.get_paths(vars={"base": str(home), "platbase": str(home)})
     # a .pth file alone would not read the .pth files there, which editable installs live by
     lines = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
@@ -59,6 +69,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     for part in ("drivetrain_sum64", "drivetrain_sum64.egg-info", "build"):
         shutil.rmtree(folder / part, ignore_errors=True)  # what is found now is what is installed
+    script = home / "bin" / "drivetrain"  # as installing drivetrain there would have made it
+    script.write_text(f"#!{home / 'bin' / 'python'}\nfrom drivetrain.cli import main\n\nmain()\n")
+    script.chmod(0o755)
     return folder
 
 
@@ -80,10 +93,34 @@ def test_it_keeps_the_first_law(package: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_it_passes_the_suite(package: Path) -> None:
-    done = run("venv/bin/python", "-m", "pytest", "-q", folder=package)
+@pytest.mark.parametrize("command", COMMANDS[1:])
+def test_the_manual_s_commands(package: Path, command: str) -> None:
+    """Among them the whole suite."""
+    environment = {**os.environ, "PATH": f"{package / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=package,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert "sum64" in done.stdout or " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+def test_the_manual_shows_what_is_there() -> None:
+    """Its first command is how the package above is installed; its Python stands in the files."""
+    assert COMMANDS[0] == "pip install ."
+    there = (ROOT / "backends" / "cpu.py").read_text(), (SOURCE / "tests/test_sum64.py").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", MANUAL, re.DOTALL | re.MULTILINE)
+    assert len(blocks) > 3
+    for block in blocks:
+        assert any(block in text for text in there), block
+    toml = re.findall(r"^```toml\n(.*?)^```", MANUAL, re.DOTALL | re.MULTILINE)
+    assert toml and all(block in (SOURCE / "pyproject.toml").read_text() for block in toml)
 
 
 def test_it_adds_up_in_float64(package: Path) -> None:

@@ -165,7 +165,9 @@ class Sum64Engine:
             yield contract.Piece("weights", name, tensor, tuple(tensor.shape))
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state.get(parameter, {}).items():
-                value = torch.as_tensor(value)  # some optimizers keep plain numbers
+                if isinstance(value, (int, float)):  # a number says what it was in its name
+                    key += f":{type(value).__name__}"
+                    value = torch.tensor(value, dtype=torch.float64)
                 yield contract.Piece("optimizer", f"{name}/{key}", value, tuple(value.shape))
 
     def restore(self, reader: contract.Reader) -> None:
@@ -174,10 +176,13 @@ class Sum64Engine:
         here = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if differing := sorted({name for name, _ in there.items() ^ here.items()}):
             raise CheckpointMismatch(f"the checkpoint is of another model: {', '.join(differing)}")
-        state: dict[str, dict[str, Tensor]] = {}
+        state: dict[str, dict[str, Tensor | float]] = {}
         for name in reader.names("optimizer"):
             fqn, _, key = name.rpartition("/")
-            state.setdefault(fqn, {})[key] = reader.read("optimizer", name)
+            key, _, number = key.partition(":")
+            value = reader.read("optimizer", name)
+            plain = {"int": int, "float": float}.get(number)
+            state.setdefault(fqn, {})[key] = plain(value) if plain else value
         with torch.no_grad():
             for name, tensor in weights.items():
                 tensor.copy_(reader.read("weights", name))
