@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from .contract import Plan, Precision
 from .errors import SettingError
@@ -74,12 +75,19 @@ class OptimizerSettings:
             if chosen
         ]
         args = dict(self.args)
-        if self.name in ("torch.optim.AdamW", "torch.optim.Adam") and "fused" not in args:
-            args["fused"] = True  # one kernel for all parameters, and it honours `found_inf`
+        if self.name in ("torch.optim.AdamW", "torch.optim.Adam") and _can_fuse(trainable):
+            # one kernel for all parameters, and it honours `found_inf`
+            args.setdefault("fused", True)
         try:
             return typing.cast(torch.optim.Optimizer, factory(groups, lr=self.lr, **args))
         except (TypeError, ValueError) as error:
             raise SettingError(f"optimizer {self.name!r} refuses {args}: {error}") from error
+
+
+def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether torch has fused optimizers for where the parameters are."""
+    devices = _get_fused_kernels_supported_devices()
+    return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
 
 @dataclass(frozen=True)

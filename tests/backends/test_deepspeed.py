@@ -6,7 +6,6 @@ import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,6 @@ from drivetrain.kernel.errors import (
 )
 from drivetrain.kernel.settings import PRECISIONS
 
-needs_deepspeed = pytest.mark.skipif(
-    find_spec("deepspeed") is None, reason="deepspeed is not installed"
-)
-
 
 @pytest.mark.parametrize(
     "case",
@@ -49,7 +44,6 @@ needs_deepspeed = pytest.mark.skipif(
             num_processes=2,
             options={"stage": stage},
             peers=peers,
-            allow_unavailable=True,
         )
     ],
     ids=str,
@@ -214,7 +208,6 @@ def same_bits(actual: State, expected: State) -> None:
             assert torch.equal(actual[kind][name], tensor), name
 
 
-@needs_deepspeed
 @pytest.mark.parametrize("construct", ["sharded", "whole"])
 def test_weights_are_those_of_one_process(construct: str, tmp_path: Path) -> None:
     expected = CPU.run(carry_on, steps=4, folder=str(tmp_path / "a"))
@@ -226,7 +219,6 @@ def test_weights_are_those_of_one_process(construct: str, tmp_path: Path) -> Non
     assert actual[0]["alone"] == actual[1]["alone"]
 
 
-@needs_deepspeed
 @pytest.mark.parametrize(
     ("optimizer", "arguments"), [("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9})]
 )
@@ -272,7 +264,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_not_a_number_on_one_rank_changes_nothing_on_any(
@@ -305,7 +296,6 @@ def test_not_a_number_on_one_rank_changes_nothing_on_any(
         assert torch.equal(stored["state"][name], tensor)
 
 
-@needs_deepspeed
 def test_what_cannot_be_sharded_is_refused() -> None:
     for kind, message in zero(3).run(refused, model="outside"):
         assert kind == "RecipeError"

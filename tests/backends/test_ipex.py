@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from environments import python_of_all
 
 from drivetrain.backends.ipex import driver
 from drivetrain.conformance import Case, cases
 from drivetrain.kernel.contract import Plan
 
 
+@pytest.mark.usefixtures("environment_of_all")
 @pytest.mark.parametrize(
-    "case", cases("ipex", peers=["cpu", "ddp:2"], allow_unavailable=True), ids=str
+    "case", cases("ipex", peers=["cpu", "ddp:2"], python=python_of_all()), ids=str
 )
 def test_laws(case: Case) -> None:
     case.check()

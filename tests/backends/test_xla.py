@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from environments import python_of_all
 
-from drivetrain.backends.xla import driver
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.jobs import optimizer_called
@@ -15,14 +15,15 @@ from drivetrain.conformance.problems import PROBLEMS, Samples, collate
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import DataError, SettingError
 
-ONE = Subject("xla", options={"devices": 1})
-TWO = Subject("xla", options={"devices": 2})
+PYTHON = python_of_all()
+ONE = Subject("xla", options={"devices": 1}, python=PYTHON)
+TWO = Subject("xla", options={"devices": 2}, python=PYTHON)
 
-pytestmark = pytest.mark.skipif(not driver.probe().usable, reason=driver.probe().reason)
+pytestmark = pytest.mark.usefixtures("environment_of_all")
 
 
 @pytest.mark.parametrize(
-    "case", cases("xla", options={"devices": 1}, peers=["cpu"], allow_unavailable=True), ids=str
+    "case", cases("xla", options={"devices": 1}, peers=["cpu"], python=PYTHON), ids=str
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -110,7 +111,7 @@ def test_the_number_of_devices_is_fixed_in_a_process() -> None:
 
 
 def test_too_many_shapes_of_batches_are_refused() -> None:
-    subject = Subject("xla", options={"devices": 1, "max_batch_shapes": 3})
+    subject = Subject("xla", options={"devices": 1, "max_batch_shapes": 3}, python=PYTHON)
     assert subject.run(feed_shapes, sizes=[1, 2, 3, 2, 1]) == [""]
     (message,) = subject.run(feed_shapes, sizes=[1, 2, 3, 4])
     assert "more than 3 shapes of batches" in message
