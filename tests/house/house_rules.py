@@ -62,8 +62,11 @@ ROOMS = {
         outside=frozenset({"torch"}),
         vendors={
             "backends/deepspeed.py": frozenset({"deepspeed"}),
+            "backends/_deepspeed_build.py": frozenset({"deepspeed"}),
+            "backends/_deepspeed_state.py": frozenset({"deepspeed"}),
             "backends/ipex.py": frozenset({"intel_extension_for_pytorch"}),
             "backends/xla.py": frozenset({"torch_xla"}),
+            "backends/_xla.py": frozenset({"torch_xla", "numpy"}),  # its meshes are numpy arrays
         },
     ),
     "compat": Room("compat", "compat", siblings=frozenset({"kernel"})),
