@@ -188,7 +188,9 @@ class Capabilities:
     feeds_ahead: bool
     """`Session.feed` pulls a batch before the one in use is done with."""
     static_shapes: bool = False
-    """Each new batch shape costs a compilation: the kernel pads short batches."""
+    """Each new batch shape costs a compilation: the kernel gives all batches one size, by repeating
+    samples where there are too few and weighing their loss less.
+    """
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
 

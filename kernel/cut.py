@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = ["Part", "cut", "share", "steps_per_epoch"]
+__all__ = ["Part", "cut", "cut_to_size", "fitting_size", "share", "steps_per_epoch"]
 
 
 class Part(NamedTuple):
@@ -15,6 +15,8 @@ class Part(NamedTuple):
     stop: int
     num_samples: int
     """`stop - start`; 0 for a part that only keeps its feeder busy."""
+    repeats: int = 1
+    """How often its samples stand in the batch, one round after the other."""
 
 
 def share(num_samples: int, num_parts: int, index: int) -> tuple[int, int]:
@@ -37,6 +39,41 @@ def cut(num_samples: int, micro_batch: int, index: int, num_feeders: int) -> tup
         first = min(start + offset, num_samples - 1)
         parts.append(Part(first, first + max(length, 1), length))
     return tuple(parts)
+
+
+@lru_cache(maxsize=64)
+def cut_to_size(num_samples: int, size: int, index: int, num_feeders: int) -> tuple[Part, ...]:
+    """`cut`, where every batch must have exactly `size` rows. What does not fill a batch is cut
+    into parts whose lengths divide `size`, each repeated until it does: a loss that is a sum over
+    samples, divided by the repeats, is exactly theirs, without a mask.
+    """
+    start, own = share(num_samples, num_feeders, index)
+    lengths = _fill(own, size)
+    num_microbatches = max(len(_fill(share(num_samples, num_feeders, i)[1], size)) for i in (0, -1))
+    parts = []
+    for length in lengths:
+        parts.append(Part(start, start + length, length, size // length))
+        start += length
+    idle = min(start, num_samples - 1)
+    parts += [Part(idle, idle + 1, 0, size)] * (num_microbatches - len(parts))
+    return tuple(parts)
+
+
+@lru_cache(maxsize=64)
+def fitting_size(num_samples: int, micro_batch: int) -> int:
+    """The batch size, at most `micro_batch`, with which `cut_to_size` cuts a feeder's samples into
+    the fewest batches; the smallest of these.
+    """
+    sizes = range(1, min(num_samples, micro_batch) + 1)
+    return min(sizes, key=lambda size: (len(_fill(num_samples, size)), size))
+
+
+def _fill(num_samples: int, size: int) -> list[int]:
+    lengths = []
+    for divisor in (d for d in range(size, 0, -1) if size % d == 0):
+        count, num_samples = divmod(num_samples, divisor)
+        lengths += [divisor] * count
+    return lengths
 
 
 def steps_per_epoch(num_samples: int, global_batch: int, drop_last: bool = False) -> int:

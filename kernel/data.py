@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, default_collate
 
 from .contract import Batch
-from .cut import Part, cut, steps_per_epoch
+from .cut import Part, cut, cut_to_size, steps_per_epoch
 from .errors import DataError, SettingError
 from .fetch import Fetcher, Microbatch, Request, from_workers
 from .order import Order, OrderFunction, ReadAhead, sequential, shuffled
@@ -91,6 +91,8 @@ class Loader:
     """Says in which order an epoch is read, and how long it is."""
     drop_last: bool = False
     """Leave out the last group of an epoch when it is not full."""
+    fixed_size: bool = False
+    """Give every microbatch exactly `micro_batch` rows, repeating samples where there are fewer."""
     workers: int = 0
     """Processes that fetch; with none, nothing is fetched ahead."""
     prefetch: int = 2
@@ -157,7 +159,8 @@ class Loader:
                 stop = offset + size
                 full = self.global_batch if self.drop_last else 1
                 after = Position(epoch, stop) if length - stop >= full else Position(epoch + 1)
-                parts = cut(size, self.micro_batch, self.feeder_index, self.num_feeders)
+                cut_up = cut_to_size if self.fixed_size else cut
+                parts = cut_up(size, self.micro_batch, self.feeder_index, self.num_feeders)
                 yield _Step(Position(epoch, offset), after, size, parts, order)
                 offset = stop
             epoch, offset = epoch + 1, 0
@@ -183,9 +186,9 @@ class _Step(NamedTuple):
 
     def requests(self) -> Iterator[Request]:
         epoch, base = self.position.epoch, self.position.samples
-        for start, stop, num_samples in self.parts:
+        for start, stop, num_samples, repeats in self.parts:
             indices = self.order.read(base + start, base + stop)
-            yield Request(epoch, base + start, indices, num_samples)
+            yield Request(epoch, base + start, indices, num_samples, repeats)
 
 
 def eval_batches(

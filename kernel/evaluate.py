@@ -32,19 +32,21 @@ def evaluate(
     added up.
     """
     measure = recipe.measure or (lambda module, batch: {"loss": recipe.loss(module, batch)})
-    counts: deque[tuple[int, int]] = deque()
+    counts: deque[tuple[int, float, int]] = deque()
     sums: dict[str, Tensor] = {}
-    items = samples = 0
+    items, samples = 0.0, 0
     with _aside(session, engine.module), torch.no_grad():
         for batch in session.feed(_counted(batches, recipe, counts)):
             with engine.autocast():
                 measured = measure(engine.module, batch)
-            batch_samples, batch_items = counts.popleft()
+            batch_samples, batch_items, repeats = counts.popleft()
             samples += batch_samples
             items += batch_items
             for name, value in _checked(measured).items():
                 # an idle batch is measured to stay in step with other ranks, and not counted
                 part = value.double() if batch_samples else torch.zeros_like(value).double()
+                if repeats > 1:
+                    part = part / repeats
                 sums[name] = sums[name] + part if name in sums else part
         sums = {name: session.reduce(value) for name, value in sums.items()}
     totals = session.tally((items, samples))()
@@ -53,13 +55,13 @@ def evaluate(
 
 
 def _counted(
-    batches: Iterable[Microbatch], recipe: Recipe, counts: deque[tuple[int, int]]
+    batches: Iterable[Microbatch], recipe: Recipe, counts: deque[tuple[int, float, int]]
 ) -> Iterator[Batch]:
     for batch in batches:
-        items = batch.num_samples
+        items: float = batch.num_samples
         if items and recipe.count_items is not None:
-            items = int(recipe.count_items(batch.batch))
-        counts.append((batch.num_samples, items))
+            items = int(recipe.count_items(batch.batch)) / batch.repeats
+        counts.append((batch.num_samples, items, batch.repeats))
         yield batch.batch
 
 

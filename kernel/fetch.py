@@ -33,6 +33,7 @@ class Request(NamedTuple):
     offset: int
     indices: list[int]
     num_samples: int
+    repeats: int = 1
 
 
 class Microbatch(NamedTuple):
@@ -43,6 +44,9 @@ class Microbatch(NamedTuple):
     """0: idle. The batch is real, so that the forward can run, and counts for nothing."""
     offset: int
     """Of its first sample, in the order of the epoch."""
+    repeats: int = 1
+    """How often its samples stand in the batch, one round after the other: its items and losses
+    are so many times too many."""
 
 
 class Fetcher:
@@ -76,7 +80,8 @@ class Fetcher:
 
     def _microbatch(self, request: Request, fetch: Callable[[Request], Batch]) -> Microbatch:
         try:
-            return Microbatch(fetch(request), request.num_samples, request.offset)
+            batch = fetch(request)
+            return Microbatch(batch, request.num_samples, request.offset, request.repeats)
         except Exception as error:
             raise DataError(
                 f"the samples {request.indices} (from offset {request.offset} of epoch "
@@ -86,8 +91,10 @@ class Fetcher:
     def _plain(self, request: Request) -> Batch:
         fetch_many = getattr(self._dataset, "__getitems__", None)
         if fetch_many is not None:
-            return self._collate(fetch_many(request.indices))
-        return self._collate([self._dataset[index] for index in request.indices])
+            samples = fetch_many(request.indices)
+        else:
+            samples = [self._dataset[index] for index in request.indices]
+        return self._collate(samples * request.repeats if request.repeats > 1 else samples)
 
     def _isolated(self, request: Request) -> Batch:
         seed, epoch, first = self._seed, request.epoch, request.offset
@@ -96,7 +103,7 @@ class Fetcher:
             _seed_generators(mix(seed, epoch, offset))
             samples.append(self._dataset[index])
         _seed_generators(mix(seed, epoch, first, _COLLATE))
-        return self._collate(samples)
+        return self._collate(samples * request.repeats)
 
 
 def _seed_generators(seed: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .checkpoint import CheckpointReader, CheckpointStore, load_rng
 from .contract import Batch, Driver, Engine, Outcome, Plan, Recipe, Session
-from .cut import share
+from .cut import fitting_size, share
 from .data import Group, Loader, eval_batches
 from .errors import (
     DataError,
@@ -132,7 +132,12 @@ class _Run:
         for name, data in recipe.eval_data.items():
             if len(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
-        self.micro_batch = plan.micro_batch or -(-settings.global_batch // world.num_feeders)
+        able = driver.capabilities(plan)
+        self.fixed_size = able.static_shapes
+        largest = -(-settings.global_batch // world.num_feeders)
+        self.micro_batch = plan.micro_batch or largest
+        if self.fixed_size:
+            self.micro_batch = fitting_size(largest, self.micro_batch)
         self.loader = Loader(
             recipe.train_data,
             collate=recipe.collate,
@@ -143,9 +148,10 @@ class _Run:
             num_feeders=world.num_feeders,
             order=shuffled if settings.data.shuffle else sequential,
             drop_last=settings.data.drop_last,
+            fixed_size=self.fixed_size,
             workers=settings.data.workers,
             # what is fetched ahead must not draw from the generators that a checkpoint holds
-            isolate_random=driver.capabilities(plan).feeds_ahead or None,
+            isolate_random=able.feeds_ahead or None,
         )
         self.total_steps = settings.steps or math.ceil(
             settings.epochs * self.loader.steps_per_epoch
@@ -286,29 +292,32 @@ class _Run:
 
     def _on_device(
         self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
-    ) -> Iterator[tuple[Batch, int]]:
-        """Every microbatch with its number of samples; `entered` tells of each group, and of this
-        feeder's items in it, before its first.
+    ) -> Iterator[tuple[Batch, float]]:
+        """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
+        items in it, before its first.
         """
         world, count = self.session.world, self.recipe.count_items
-        sizes: deque[int] = deque()
+        weights: deque[float] = deque()
 
         def on_host() -> Iterator[Batch]:
             for group in groups:
                 microbatches = group.microbatches
+                num_items: float
                 num_items = share(group.num_samples, world.num_feeders, world.feeder_index)[1]
                 if count is not None:
                     # the items of the whole group must be known before its first backward
                     fetched = list(microbatches)
-                    num_items = sum(count(batch) for batch, samples, _ in fetched if samples)
+                    num_items = sum(
+                        count(part.batch) / part.repeats for part in fetched if part.num_samples
+                    )
                     microbatches = iter(fetched)
                 entered.append((group, num_items))
-                for batch, num_samples, _ in microbatches:
-                    sizes.append(num_samples)
-                    yield batch
+                for part in microbatches:
+                    weights.append(1 / part.repeats if part.num_samples else 0.0)
+                    yield part.batch
 
         for batch in self.session.feed(on_host()):
-            yield batch, sizes.popleft()
+            yield batch, weights.popleft()
 
     def _set_learning_rate(self) -> None:
         self._settle()
@@ -376,6 +385,7 @@ class _Run:
                 micro_batch=micro_batch,
                 feeder_index=world.feeder_index,
                 num_feeders=world.num_feeders,
+                fixed_size=self.fixed_size,
                 workers=settings.data.workers,
             )
             metrics = evaluate(self.session, self.engine, self.recipe, batches)

@@ -42,7 +42,7 @@ class Stepper:
 
     def __call__(
         self,
-        microbatches: Iterator[tuple[Batch, int]],
+        microbatches: Iterator[tuple[Batch, float]],
         num_microbatches: int,
         num_items: float,
         set_learning_rate: Callable[[], None],
@@ -50,8 +50,8 @@ class Stepper:
     ) -> StepResult:
         """One update over the next `num_microbatches` of `microbatches`.
 
-        Each is a batch on the device and its number of real samples; 0 marks an idle one, which
-        runs so that ranks stay together and weighs nothing. `num_items`: this feeder's.
+        Each is a batch on the device and what it weighs: 1, less where its samples are repeated,
+        0 when it only runs so that ranks stay together. `num_items`: this feeder's.
         `set_learning_rate` is called right before the update. `requests`: numbers to add up over
         ranks on the way.
         """
@@ -61,7 +61,7 @@ class Stepper:
         total: Tensor | None = None
         sums: list[float] = []
         for remaining in range(num_microbatches - 1, -1, -1):
-            batch, num_samples = next(microbatches)
+            batch, share = next(microbatches)
             with engine.microbatch(last=not remaining):
                 with engine.autocast():
                     loss = loss_function(engine.module, batch)
@@ -73,7 +73,7 @@ class Stepper:
                     loss = loss.float()  # the weight must not be rounded to bfloat16
                 # a loss that is not finite makes every gradient NaN, so that no rank applies it:
                 # the gradient of an overflowed loss may be finite
-                weight = (loss.detach() * 0.0).add_(scale if num_samples else 0.0)
+                weight = (loss.detach() * 0.0).add_(scale * share)
                 loss = loss * weight
                 engine.backward(loss)
             loss = loss.detach()
