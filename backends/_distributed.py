@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
@@ -33,7 +34,10 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
         arguments: dict[str, Any] = {"timeout": timedelta(seconds=plan.timeout_seconds)}
         if "WORLD_SIZE" in os.environ:
             with _naming("joining the process group", int(os.environ["RANK"])):
-                dist.init_process_group(backend, **arguments)
+                store, rank, size = _meeting_place(arguments["timeout"])
+                dist.init_process_group(
+                    backend, store=store, rank=rank, world_size=size, **arguments
+                )
         else:
             dist.init_process_group(
                 backend,
@@ -45,9 +49,42 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
     rank, size = dist.get_rank(), dist.get_world_size()
     try:
         yield World(rank, size, device, feeder_index=rank, num_feeders=size)
+        if not already:
+            _leave_together(size)
     finally:
         if not already:
             dist.destroy_process_group()
+
+
+def _leave_together(size: int) -> None:
+    """Wait until no rank is inside a collective: to hang up on one that is still reading its
+    answer would make it fail."""
+    store = dist.distributed_c10d._get_default_store()
+    with suppress(RuntimeError):  # who has seen all arrive may be gone, and the store with it
+        if store.add("drivetrain/leaving", 1) == size:
+            store.set("drivetrain/all left", "1")
+        store.wait(["drivetrain/all left"], timedelta(seconds=30))
+
+
+_stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
+_num_sessions: Counter[tuple[str, str]] = Counter()
+
+
+def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
+    """A fresh store for one session, with this rank and the number of ranks.
+
+    All sessions of a launch share one server. Were each to open its own at the launcher's port, a
+    rank that is ahead would meet at the last one, which a rank that is behind has yet to close.
+    """
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if address not in _stores:
+        _stores.clear()  # of an earlier launch, as tests do many in one process
+        _num_sessions.clear()
+        _stores[address] = next(rendezvous("env://", timeout=timeout))
+    store, rank, size = _stores[address]
+    store.set_timeout(timeout)
+    _num_sessions[address] += 1
+    return dist.PrefixStore(f"session {_num_sessions[address]}", store), rank, size
 
 
 def local_rank() -> int:
