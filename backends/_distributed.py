@@ -84,7 +84,8 @@ def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
     store, rank, size = _stores[address]
     store.set_timeout(timeout)
     _num_sessions[address] += 1
-    return dist.PrefixStore(f"session {_num_sessions[address]}", store), rank, size
+    prefix = f"session {_num_sessions[address]}"
+    return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
 
 
 def local_rank() -> int:
