@@ -90,7 +90,8 @@ class Worker:
     def last_words(self) -> str:
         end = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, end - LOG_TAIL_BYTES))
-        return self.log.read().decode(errors="replace")
+        lines = self.log.read().decode(errors="replace").splitlines()
+        return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
