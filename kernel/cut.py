@@ -49,7 +49,8 @@ def cut_to_size(num_samples: int, size: int, index: int, num_feeders: int) -> tu
     """
     start, own = share(num_samples, num_feeders, index)
     lengths = _fill(own, size)
-    num_microbatches = max(len(_fill(share(num_samples, num_feeders, i)[1], size)) for i in (0, -1))
+    ends = (0, num_feeders - 1)
+    num_microbatches = max(len(_fill(share(num_samples, num_feeders, i)[1], size)) for i in ends)
     parts = []
     for length in lengths:
         parts.append(Part(start, start + length, length, size // length))
