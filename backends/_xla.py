@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import Box, Piece
-from ..kernel.errors import SettingError
+from ..kernel.errors import BackendUnavailable, SettingError
 from . import _torch
 
 
@@ -26,7 +26,7 @@ def default_platform() -> str:
 
 def start(platform: str | None, devices: int | None, spmd: bool | None) -> Placement:
     """Bring the runtime up, which happens once in a process. Raises `SettingError` when it runs
-    otherwise than asked for.
+    otherwise than asked for, and `BackendUnavailable` when it comes too late.
     """
     os.environ.setdefault("PJRT_DEVICE", default_platform())
     import torch_xla
@@ -53,7 +53,15 @@ def start(platform: str | None, devices: int | None, spmd: bool | None) -> Place
             )
     if spread and not runtime.is_spmd():
         runtime.use_spmd()
-    return Placement(torch_xla.device(), len(seen) if spread else 1)
+    device = torch_xla.device()
+    try:
+        torch.zeros((), device=device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # autograd makes its queues once, for the devices that it knows
+        raise BackendUnavailable(
+            "this process ran a backward before torch_xla was imported, which autograd does not "
+            "survive; import torch_xla first, or start another process"
+        ) from error
+    return Placement(device, len(seen) if spread else 1)
 
 
 class Placement:

@@ -188,6 +188,9 @@ class XlaEngine:
             _torch.recompute_activations(self.module, pattern, _xla.recompute)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = _torch.build_optimizer(recipe, self.module)
+        for group in self.optimizer.param_groups:
+            if group.get("fused"):
+                group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
         self.autocast = _torch.autocast(plan, placement.device)
         self._unsettled: _xla.Held | None = None
         _xla.cut_graph()
