@@ -1,6 +1,7 @@
 """The suite as a user runs it: exit codes, and the report that runs share."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from drivetrain.conformance import plugin
 
 
 def run(*arguments: str) -> int:
-    suite = ["-p", "no:cacheprovider", "--pyargs", "drivetrain.conformance"]
+    # as in a folder without any configuration of pytest
+    suite = ["-c", os.devnull, "-p", "no:cacheprovider", "--pyargs", "drivetrain.conformance"]
     return int(pytest.main([*suite, *arguments], plugins=[plugin]))
 
 
