@@ -60,6 +60,11 @@ def test_adamw_crosses(reader: str, writer: str) -> None:
     check(writer, reader, "AdamW", newest=(False, False))
 
 
+@pytest.mark.parametrize(("writer", "reader"), STAR)
+def test_adamw_crosses_to_and_from_one_process(reader: str, writer: str) -> None:
+    check(writer, reader, "AdamW", newest=(False, False))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "AdamW"])
 @pytest.mark.parametrize(("writer", "reader"), STAR)

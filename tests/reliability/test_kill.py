@@ -28,7 +28,6 @@ def finish(backend: str, out: Path, num_ranks: int) -> dict[str, torch.Tensor]:
     return everything(last)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "num_ranks", "kills"), [("cpu", 1, 20), ("ddp", 2, 6)])
 def test_killed_runs_end_with_the_bits_of_an_uninterrupted_one(
     tmp_path: Path, backend: str, num_ranks: int, kills: int
