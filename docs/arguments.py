@@ -65,9 +65,15 @@ def rows(drivers: list[Driver]) -> Iterator[tuple[str, list[str]]]:
     yield "`--nproc 2`", [in_two_processes(driver) for driver in drivers]
 
 
+def shipped() -> list[Driver]:
+    """The drivers of this repository, whatever else is installed."""
+    drivers = [find_driver(name) for name in known_backends()]
+    return [d for d in drivers if type(d).__module__.startswith("drivetrain.backends.")]
+
+
 def page() -> str:
     """The text of docs/arguments.md."""
-    drivers = [find_driver(name) for name in known_backends()]
+    drivers = shipped()
     names = [driver.name for driver in drivers]
     lines = [
         "# Arguments",

@@ -14,6 +14,7 @@ from drivetrain.conformance.jobs import optimizer_called
 from drivetrain.conformance.problems import PROBLEMS, Samples, collate
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import DataError, SettingError
+from drivetrain.kernel.events import StepEnded
 
 PYTHON = python_of_all()
 ONE = Subject("xla", options={"devices": 1}, python=PYTHON)
@@ -66,6 +67,25 @@ def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
         return {"counts": counts, "cut": cut, "tied": tied}
 
 
+def fit_and_count(bench: Bench, *, epochs: float) -> list[int]:
+    """Compilations so far after each step of `fit`: 41 samples in groups of 12, 12, 12 and 5."""
+    counts = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, StepEnded):
+            from torch_xla.debug import metrics
+
+            counts.append(metrics.metric_data("CompileTime")[0])
+
+    problem = PROBLEMS["language"]
+    recipe = problem.recipe(
+        train_data=Samples("language", 41), eval_data={"five": Samples("language", 5)}
+    )
+    settings = {"epochs": epochs, "global_batch": 12, "micro_batch": 8, "evaluate.every": 3}
+    bench.fit(recipe, settings, observers=[observe])
+    return counts
+
+
 def restart(bench: Bench, *, devices: int) -> str:
     """The refusal of another number of devices in a process where XLA runs."""
     with bench.open():
@@ -96,6 +116,14 @@ def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
     warm = seen["counts"][2]
     assert seen["counts"][3:] == [warm] * 5
     assert seen["tied"]
+
+
+@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
+def test_a_short_group_at_the_end_of_an_epoch_compiles_nothing(subject: Subject) -> None:
+    (counts,) = subject.run(fit_and_count, epochs=2.0)
+    assert len(counts) == 8
+    assert counts[1] == counts[2], "the third group is as the second"
+    assert counts[3:] == [counts[3]] * 5, "evaluation came after the third, and not anew after it"
 
 
 def test_weights_and_optimizer_state_are_cut_over_the_devices() -> None:

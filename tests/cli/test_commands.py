@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from conftest import Drive
+from command_line import Drive
 
 from drivetrain.cli.launch import Launch, adopt_slurm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Drive
+from command_line import Drive
 
 
 def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Drive
+from command_line import Drive
 
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 

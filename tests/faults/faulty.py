@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from faults import FAULTS, NO_FAULTS, Fault
+from torch import nn
 
 from drivetrain.backends.ddp import driver as sound
-from drivetrain.kernel.contract import Capabilities, Plan, Probe, Session
+from drivetrain.kernel.contract import Capabilities, Layout, Plan, Probe, Session
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class FaultyDriver:
     def capabilities(self, plan: Plan) -> Capabilities:
         fault = fault_of(plan)
         return fault.capabilities(sound.capabilities(dataclasses.replace(plan, options=None)))
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        return sound.layout(dataclasses.replace(plan, options=None), model, state_bytes, world_size)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[Session]:

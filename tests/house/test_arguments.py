@@ -28,7 +28,7 @@ def test_the_page_is_what_the_code_does(arguments: ModuleType) -> None:
 
 
 def test_every_pair_has_an_answer(arguments: ModuleType) -> None:
-    drivers = [find_driver(name) for name in known_backends()]
+    drivers = arguments.shipped()
     table = dict(arguments.rows(drivers))
     settings = {key.strip("`").partition("=")[0] for key in table}
     assert settings == {*flatten(Settings()), "--nproc 2"}
