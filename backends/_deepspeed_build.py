@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..kernel.contract import Plan, Recipe
 from ..kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
-from . import _deepspeed_config, _torch
+from . import _deepspeed_config, _feeding, _model
 from ._deepspeed_state import shape_of
 
 _ATTRIBUTES = ("data", "shape")  # of a parameter, that tell of its elements
@@ -58,17 +58,17 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
 
     device = torch.device(get_accelerator().current_device_name())
     if config["zero_optimization"]["stage"] < 3:
-        module = _torch.build_model(recipe, plan, device)
+        module = _model.build_model(recipe, plan, device)
         for part in module.modules():
             _refuse_scalars(part)
         return module
     from deepspeed.runtime.zero.partition_parameters import Init
 
     if construct == "whole":
-        module = _torch.build_model(recipe, plan, None)
+        module = _model.build_model(recipe, plan, None)
     else:
         with _sharding(config) as made:
-            module = _torch.build_model(recipe, plan, None)
+            module = _model.build_model(recipe, plan, None)
         if id(module) not in made:
             raise RecipeError(
                 "recipe.model returned a model that was made before it was called (or a copy of "
@@ -153,7 +153,7 @@ class _TouchedParameters(TorchFunctionMode):
     ) -> Any:
         if function not in self.passing:
             value: Any
-            for value in _torch.tensors_of((args, kwargs or {})):
+            for value in _feeding.tensors_of((args, kwargs or {})):
                 if hasattr(value, "ds_status") and not value.numel() and value.ds_numel:
                     self._make_whole(value)
         return function(*args, **(kwargs or {}))
@@ -179,11 +179,11 @@ def optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
     parameters by their number of dimensions.
     """
     if not any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
-        return _torch.build_optimizer(recipe, module)
+        return _model.build_optimizer(recipe, module)
     behind: dict[int, nn.Parameter] = {}
     stand_in: Any = nn.Module()
     stand_in.named_parameters = lambda: _stand_ins(module, behind)
-    built = _torch.build_optimizer(recipe, stand_in)
+    built = _model.build_optimizer(recipe, stand_in)
     for group in built.param_groups:
         group["params"] = [behind.get(id(chosen), chosen) for chosen in group["params"]]
     built.state.clear()  # some hold zeros from the beginning, in the shapes of the stand-ins
@@ -254,6 +254,10 @@ def refuse_stale_locks() -> None:
     nobody has been compiling for a while. A build that is killed leaves one behind, on which every
     later run would wait for ever.
     """
+    from torch.utils import cpp_extension
+
+    if not hasattr(cpp_extension, "FileBaton"):
+        return  # later versions of torch lock by the system, which lets go of what is dead
     told = False
     while locks := list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
         with suppress(FileNotFoundError):  # done while we looked
@@ -269,7 +273,25 @@ def refuse_stale_locks() -> None:
         time.sleep(0.5)
 
 
+def compile_file_operator() -> None:
+    """What NVMe offload needs; the first rank compiles it, once an environment, and the others
+    wait. Raises `BackendUnavailable` where it cannot be compiled.
+    """
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    refuse_stale_locks()
+    builder = AsyncIOBuilder()
+    if not builder.is_compatible():
+        raise BackendUnavailable(
+            "NVMe offload needs libaio with its headers, and a C++ compiler: install libaio-dev "
+            "(libaio-devel where packages are RPMs), or name their folders in CPATH and "
+            "LIBRARY_PATH; or offload to 'cpu'"
+        )
+    builder.load(verbose=False)
+
+
 __all__ = [
+    "compile_file_operator",
     "import_deepspeed",
     "model",
     "optimizer",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..kernel.contract import Plan
+from ..kernel.contract import Layout, Plan
 from ..kernel.errors import CapabilityRefused, SettingError
 
 AUTO = "auto"
@@ -117,7 +120,7 @@ def resolve(options: Any, plan: Plan, size: int) -> dict[str, Any]:
         if _get(config, f"{section}.enabled") == AUTO:
             config[section]["enabled"] = dtype == plan.precision.compute
     zero = config.setdefault("zero_optimization", {})
-    _refuse_offload(zero)
+    _refuse_offload(zero, stage_of(options))
     optimizer = config.pop("optimizer", None)
     config = _without_auto(config)
     config["zero_optimization"]["stage"] = stage_of(options)
@@ -157,6 +160,43 @@ def low_precision(config: Mapping[str, Any]) -> torch.dtype | None:
     return None
 
 
+def bucket_elements(config: Mapping[str, Any], num_elements: int) -> int:
+    """Of the bucket in which gradients are reduced. DeepSpeed allocates it whole, 5e8 elements
+    unless told otherwise: here it is no larger than the model, which is all that it can hold.
+    """
+    return int(_get(config, "zero_optimization.reduce_bucket_size") or min(5 * 10**8, num_elements))
+
+
+def layout(
+    config: Mapping[str, Any], plan: Plan, model: nn.Module, whole: Layout, world_size: int
+) -> Layout:
+    """Of the fullest rank, from the layout of a rank that holds the whole of everything."""
+    stage, low = config["zero_optimization"]["stage"], low_precision(config)
+    elements = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = whole.parameter_bytes // (2 if low else 1)
+
+    def part(num_bytes: int) -> int:
+        return -(-num_bytes // world_size)
+
+    # one bucket is filled while another is reduced
+    transient = 2 * bucket_elements(config, elements) * plan.precision.reduce.itemsize
+    if stage == 3:
+        zero, size = config["zero_optimization"], 2 if low else 4
+        live = min(zero.get("stage3_max_live_parameters", 10**9), elements)
+        fetched = min(zero.get("stage3_prefetch_bucket_size", 5 * 10**7), elements)
+        transient += size * int(live + fetched)
+    return replace(
+        whole,
+        parameter_bytes=part(weights) if stage == 3 else weights,
+        gradient_bytes=part(whole.gradient_bytes) if stage >= 2 else whole.gradient_bytes,
+        # with float32 masters, which lie beside the weights whatever the weights are
+        optimizer_bytes=part(whole.optimizer_bytes + 4 * trained),
+        transient_bytes=whole.transient_bytes + transient,
+        notes=(*whole.notes, f"ZeRO stage {stage}: buckets and gathered weights are at times"),
+    )
+
+
 def fill_optimizer(section: Mapping[str, Any], base: torch.optim.Optimizer) -> dict[str, Any]:
     """The `optimizer` section with `auto` taken from the recipe's optimizer.
 
@@ -183,20 +223,36 @@ def fill_optimizer(section: Mapping[str, Any], base: torch.optim.Optimizer) -> d
     return {**section, "type": kind, "params": _without_auto(params)}
 
 
-def _refuse_offload(zero: Mapping[str, Any]) -> None:
+def swaps(config: Mapping[str, Any]) -> bool:
+    """Whether masters and moments lie in files between updates."""
+    return bool(_get(config, "zero_optimization.offload_optimizer.device") == "nvme")
+
+
+def _refuse_offload(zero: Mapping[str, Any], stage: int) -> None:
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key) or {}
-        if section.get("device") == "nvme":
-            raise CapabilityRefused(
-                f"zero_optimization.{key}.device='nvme'",
-                "deepspeed",
-                "its checkpoints were never proven there; offload to 'cpu'",
-            )
+        where = f"zero_optimization.{key}"
         if section.get("ratio", 1.0) != 1.0:
             raise CapabilityRefused(
-                f"zero_optimization.{key}.ratio={section['ratio']}",
+                f"{where}.ratio={section['ratio']}",
                 "deepspeed",
                 "a second optimizer would hold a part of the state; leave the ratio at 1.0",
+            )
+        if section.get("device") != "nvme":
+            continue
+        if key == "offload_param":
+            remedy = "weights are sharded while the model is made, in memory; offload them to 'cpu'"
+            raise CapabilityRefused(f"{where}.device='nvme'", "deepspeed", remedy)
+        if stage != 3:
+            remedy = "DeepSpeed would keep it in memory at this stage; take stage 3, or 'cpu'"
+            raise CapabilityRefused(f"{where}.device='nvme' at stage {stage}", "deepspeed", remedy)
+        if section.get("pipeline_read") or section.get("pipeline_write"):
+            remedy = "what is on its way cannot be saved; remove pipeline_read and pipeline_write"
+            raise CapabilityRefused(f"{where} in a pipeline", "deepspeed", remedy)
+        if not os.path.isdir(section.get("nvme_path") or ""):
+            raise SettingError(
+                f"{where}.nvme_path is {section.get('nvme_path')!r}, which is no folder; name one "
+                "on the disk that is to hold the optimizer's state"
             )
 
 

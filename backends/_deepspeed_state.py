@@ -7,8 +7,10 @@ itself saves is pickled and tied to the world size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 from ..kernel.contract import Flat, Piece, Reader
 from ..kernel.errors import CheckpointMismatch
-from . import _torch
+from . import _state
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,19 @@ class Partition:
     """Flat, float32; what the optimizer updates."""
     settings: Mapping[str, Any]
     """The optimizer's `param_groups` entry."""
+    index: int
+    """Of the group among DeepSpeed's."""
     slices: list[Slice] = field(default_factory=list)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
     """Of the whole parameter, even when it is partitioned (stage 3)."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def num_elements(module: nn.Module) -> int:
+    """Of all parameters, whole."""
+    return sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -71,7 +80,7 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
     found = []
     if hasattr(zero, "bit16_groups"):
         for i, group in enumerate(zero.bit16_groups):
-            part = Partition(zero.single_partition_of_fp32_groups[i], zero.param_groups[i])
+            part = Partition(zero.single_partition_of_fp32_groups[i], zero.param_groups[i], i)
             for parameter in group:
                 if (mapping := parameter._hp_mapping) is not None:
                     here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
@@ -82,7 +91,7 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
         return found
     for i, group in enumerate(zero.fp16_groups):
         settings = zero.param_groups[zero.sub_group_to_group_id[i]]
-        part, offset = Partition(zero.fp32_partitioned_groups_flat[i], settings), 0
+        part, offset = Partition(zero.fp32_partitioned_groups_flat[i], settings, i), 0
         for parameter in group:
             start, stop = _own_range(parameter)
             if start < stop:
@@ -91,6 +100,21 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
             offset += parameter.partition_numel()
         found.append(part)
     return found
+
+
+@contextmanager
+def _in_memory(zero: Any, index: int) -> Iterator[bool]:
+    """Around work with a group's master and state. Yields whether they lie in files otherwise
+    (NVMe offload), so that what is read here must be copied to outlive the block.
+    """
+    swapped = getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(index)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(index)
+    try:
+        yield swapped
+    finally:
+        if swapped:
+            zero._optimizer_states_and_gradient_swap_out(index)
 
 
 def _own_range(parameter: Any) -> tuple[int, int]:
@@ -102,7 +126,7 @@ def _own_range(parameter: Any) -> tuple[int, int]:
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
     """`named_state` with the parameters themselves: they know how they are partitioned."""
-    return {**_torch.named_state(module), **dict(module.named_parameters())}
+    return {**_state.named_state(module), **dict(module.named_parameters())}
 
 
 def _apart(
@@ -133,22 +157,30 @@ def pieces(
     """What this rank writes; weights are the masters."""
     parts = partitions(zero, module)
     for part in parts:
-        state = zero.optimizer.state.get(part.master, {})
-        for piece in part.slices:
-            yield Piece("weights", piece.name, piece.of(part.master), piece.shape, piece.region)
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    name = f"{piece.name}/{key}"
-                    flat = piece.of(value)
-                    narrow = flat.is_floating_point() and flat.element_size() < 4
-                    flat = flat.float() if narrow else flat
-                    yield Piece("optimizer", name, flat, piece.shape, piece.region)
-                elif piece.start == 0 and (entry := _torch.stored_entry(key, value)) is not None:
-                    yield Piece("optimizer", f"{piece.name}/{entry[0]}", entry[1], ())
+        with _in_memory(zero, part.index) as for_a_while:
+            for found in _of_masters(part, zero.optimizer.state.get(part.master, {})):
+                yield replace(found, tensor=found.tensor.clone()) if for_a_while else found
     whole, ranges = _apart(module, parts, trained)
     for piece, flat in ranges:
         yield Piece("weights", piece.name, piece.of(flat), piece.shape, piece.region)
-    yield from _torch.dealt_pieces({"weights": whole, "state": loss_scale}, rank, size)
+    yield from _state.dealt_pieces({"weights": whole, "state": loss_scale}, rank, size)
+
+
+def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:
+    """The weights and the optimizer's state of one group."""
+    for piece in part.slices:
+        yield Piece("weights", piece.name, piece.of(part.master), piece.shape, piece.region)
+        for key, value in state.items():
+            if key == "step":
+                value = torch.as_tensor(value, dtype=torch.float32)  # DeepSpeed's own count in ints
+            if isinstance(value, Tensor) and value.dim():
+                name = f"{piece.name}/{key}"
+                flat = piece.of(value)
+                narrow = flat.is_floating_point() and flat.element_size() < 4
+                flat = flat.float() if narrow else flat
+                yield Piece("optimizer", name, flat, piece.shape, piece.region)
+            elif piece.start == 0 and (entry := _state.stored_entry(key, value)) is not None:
+                yield Piece("optimizer", f"{piece.name}/{entry[0]}", entry[1], ())
 
 
 @torch.no_grad()
@@ -157,25 +189,26 @@ def restore(reader: Reader, module: nn.Module, zero: Any, trained: frozenset[str
 
     Reads this rank's ranges only. Raises `CheckpointMismatch` before anything is changed.
     """
-    _torch.check_same_model(reader, shapes(module))
+    _state.check_same_model(reader, shapes(module))
     parts = partitions(zero, module)
     stored = _stored_state(reader, shapes(module))
     planned = [_plan(part, stored, reader, zero.optimizer) for part in parts]
     for part, (entries, numbers) in zip(parts, planned, strict=True):
-        for piece in part.slices:
-            piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
-        state = zero.optimizer.state[part.master] if entries or numbers else {}
-        for key, dtype in entries.items():
-            if key not in state:
-                dtype = part.master.dtype if dtype.is_floating_point else dtype
-                state[key] = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
+        with _in_memory(zero, part.index):
             for piece in part.slices:
-                name = f"{piece.name}/{key}"
-                if key in stored.get(piece.name, ()):
-                    piece.of(state[key]).copy_(reader.read("optimizer", name, piece.region))
-                else:  # that parameter was never updated
-                    piece.of(state[key]).zero_()
-        state.update(numbers)
+                piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
+            state = zero.optimizer.state[part.master] if entries or numbers else {}
+            for key, dtype in entries.items():
+                if key not in state:
+                    dtype = part.master.dtype if dtype.is_floating_point else dtype
+                    state[key] = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
+                for piece in part.slices:
+                    name = f"{piece.name}/{key}"
+                    if key in stored.get(piece.name, ()):
+                        piece.of(state[key]).copy_(reader.read("optimizer", name, piece.region))
+                    else:  # that parameter was never updated
+                        piece.of(state[key]).zero_()
+            state.update(numbers)
     whole, ranges = _apart(module, parts, trained)
     for piece, flat in ranges:
         piece.of(flat).copy_(reader.read("weights", piece.name, piece.region))
@@ -191,7 +224,8 @@ def publish(zero: Any) -> None:
     zero._partition_all_parameters()
     with torch.no_grad():
         for i in range(len(zero.fp16_groups)):
-            zero._reassign_or_swap_out_partitioned_parameters(i)
+            with _in_memory(zero, i):
+                zero._reassign_or_swap_out_partitioned_parameters(i)
 
 
 def _stored_state(
@@ -232,7 +266,7 @@ def _plan(
                     "element by itself, which ZeRO cannot continue. Use the optimizer settings of "
                     "that run with cpu, ddp or fsdp, or start this optimizer anew"
                 )
-            key, value = _torch.loaded_entry(key, reader.read("optimizer", name))
+            key, value = _state.loaded_entry(key, reader.read("optimizer", name))
             if key == "step":
                 value = _count(optimizer, part, value)
             if key in numbers and bool(numbers[key] != value):
@@ -261,7 +295,7 @@ def _is_number(key: str) -> bool:
 
 
 def scaler_tensors(scaler: Any) -> dict[str, Tensor]:
-    """Its state under the names of `_torch.scale_tensors`; empty when it never changes."""
+    """Its state under the names of `_state.scale_tensors`; empty when it never changes."""
     if not scaler.dynamic:
         return {}
     good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1

@@ -7,7 +7,7 @@ import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -18,48 +18,41 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
-from . import _torch
+from . import _feeding, _memory, _rng, _watch
 
 
 @contextmanager
 def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
     """The ranks that the launcher started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or this
-    process alone; taken down again unless it was there before.
+    process alone, each of which watches the others; taken down again unless it was there before.
 
     Host tensors go over gloo, device tensors over the device's own library.
     """
-    already = dist.is_initialized()
-    if not already:
-        backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
-        arguments: dict[str, Any] = {"timeout": timedelta(seconds=plan.timeout_seconds)}
-        if "WORLD_SIZE" in os.environ:
-            with _naming("joining the process group", int(os.environ["RANK"])):
-                store, rank, size = _meeting_place(arguments["timeout"])
-                dist.init_process_group(
-                    backend, store=store, rank=rank, world_size=size, **arguments
-                )
-        else:
-            dist.init_process_group(
-                backend,
-                store=dist.HashStore(),  # type: ignore[attr-defined]
-                rank=0,
-                world_size=1,
-                **arguments,
-            )
-    rank, size = dist.get_rank(), dist.get_world_size()
+    with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
+        rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
+        with _watch.watching(store, rank, size, plan.stall_seconds):
+            yield World(rank, size, device, feeder_index=rank, num_feeders=size)
+
+
+@contextmanager
+def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
+    """The process group alone."""
+    backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
+    timeout = timedelta(seconds=plan.timeout_seconds)
+    with _naming("joining the process group", int(os.environ.get("RANK", "0"))):
+        store, rank, size = _meeting_place(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
-        yield World(rank, size, device, feeder_index=rank, num_feeders=size)
-        if not already:
-            _leave_together(size)
+        yield
+        _leave_together(size)
     finally:
-        if not already:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _leave_together(size: int) -> None:
     """Wait until no rank is inside a collective: to hang up on one that is still reading its
     answer would make it fail."""
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     with suppress(RuntimeError):  # who has seen all arrive may be gone, and the store with it
         if store.add("drivetrain/leaving", 1) == size:
             store.set("drivetrain/all left", "1")
@@ -71,11 +64,14 @@ _num_sessions: Counter[tuple[str, str]] = Counter()
 
 
 def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
-    """A fresh store for one session, with this rank and the number of ranks.
+    """A fresh store for one session, with this rank and the number of ranks; without a launcher
+    this process is alone.
 
     All sessions of a launch share one server. Were each to open its own at the launcher's port, a
     rank that is ahead would meet at the last one, which a rank that is behind has yet to close.
     """
+    if "WORLD_SIZE" not in os.environ:
+        return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
     address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if address not in _stores:
         _stores.clear()  # of an earlier launch, as tests do many in one process
@@ -110,33 +106,39 @@ def choose_device(choice: str) -> torch.device:
 
 
 @contextmanager
-def _naming(call: str, rank: int) -> Iterator[None]:
+def _naming(call: str, rank: int, patient: bool = False) -> Iterator[None]:
+    """Around a call that does nothing but talk to other ranks; `patient`: they may idle."""
     try:
-        yield
+        with _watch.waiting(call, patient):
+            yield
     except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        raise collective_failed(call, rank, error) from error
+        raise _collective_failed(call, rank, error) from error
 
 
 @contextmanager
-def naming_collectives(call: str, rank: int) -> Iterator[None]:
+def naming_collectives(call: str, rank: int, patient: bool = False) -> Iterator[None]:
     """Around work that also talks to other ranks: failures of that become `CollectiveFailed`, all
     others stay as they are. gloo reports a peer that is gone as a plain RuntimeError.
     """
     try:
-        yield
+        with _watch.waiting(call, patient):
+            yield
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
-            raise collective_failed(call, rank, error) from error
+            raise _collective_failed(call, rank, error) from error
         raise
 
 
-def collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
-    """The error that names the rank and the call, and the ranks that did not report the same."""
-    missing = _missing_ranks(rank)
-    waiting = f" Ranks that did not arrive: {', '.join(map(str, missing))}." if missing else ""
+def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
+    """The error that names the rank and the call, and the ranks that are to blame."""
+    blamed = _watch.verdict()
+    if not blamed and (missing := _missing_ranks(rank)):
+        blamed = f"ranks that did not arrive: {', '.join(map(str, missing))}"
+    first = str(error).strip().splitlines()[0].rstrip(".")
     return CollectiveFailed(
-        f"rank {rank} on {socket.gethostname()}: {call} failed: {error}.{waiting} Look at the "
-        "output of those ranks first; `--resume auto` continues from the newest checkpoint"
+        f"rank {rank} on {socket.gethostname()}: {call} failed: {first}. "
+        f"{blamed[:1].upper()}{blamed[1:]}{'. ' if blamed else ''}Look at the output of those "
+        "ranks first; `--resume auto` continues from the newest checkpoint"
     )
 
 
@@ -144,18 +146,19 @@ def _missing_ranks(rank: int) -> list[int]:
     """Ranks that do not report a failed collective within a few seconds."""
     if not dist.is_initialized():
         return []
-    store, size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
-    missing = []
+    store, keys = _store(), [f"drivetrain/failed/{r}" for r in range(dist.get_world_size())]
     try:
-        store.set(f"drivetrain/failed/{rank}", "1")
+        store.set(keys[rank], "1")
+        with suppress(RuntimeError):  # out of time
+            store.wait(keys, timedelta(seconds=3))
+            return []
+        return [other for other, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return []  # the store's own process is gone
-    for other in range(size):
-        try:
-            store.wait([f"drivetrain/failed/{other}"], timedelta(seconds=3))
-        except RuntimeError:
-            missing.append(other)
-    return missing
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -171,7 +174,7 @@ def probe_devices(preference: int, **versions: str) -> Probe:
         reason=f"NCCL on {len(gpus)} GPUs" if gpus else "gloo on the CPU",
         versions={"torch": torch.__version__, **versions},
         devices=tuple(gpu.name for gpu in gpus) or ("cpu",),
-        memory_bytes=sum(gpu.total_memory for gpu in gpus) or _torch.host_memory(),
+        memory_bytes=sum(gpu.total_memory for gpu in gpus) or _memory.host_memory(),
         preference=preference,
     )
 
@@ -206,17 +209,19 @@ class ProcessGroupSession:
         self._device = world.device
 
     def seed(self, value: int) -> None:
-        _torch.seed_all(value)
+        _rng.seed_all(value)
 
     def prepare(self, recipe: Recipe) -> Engine:
-        return self._build(recipe, self.plan, self.world)
+        with naming_collectives("preparing the model", self.world.rank, patient=True):
+            return self._build(recipe, self.plan, self.world)
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return _torch.feed(batches, self._device)
+        return _feeding.feed(batches, self._device)
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         if self.world.size == 1:
             return lambda: list(values)
+        _watch.count_step()
         sums = keep_for_a_while(torch.tensor(values, dtype=torch.float64))
         with self._named("starting to add up the step's counts"):
             work = dist.all_reduce(sums, async_op=True)
@@ -231,7 +236,7 @@ class ProcessGroupSession:
 
     def exchange(self, value: Any) -> list[Any]:
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        parts = self._gather(encoded, "exchanging values")
+        parts = self._gather(encoded, "exchanging values", patient=True)
         return [json.loads(bytes(part.tolist())) for part in parts]
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
@@ -243,9 +248,9 @@ class ProcessGroupSession:
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._gather(tensor.detach().cpu(), "gathering a tensor"))
 
-    def _gather(self, tensor: Tensor, call: str) -> list[Tensor]:
+    def _gather(self, tensor: Tensor, call: str, patient: bool = False) -> list[Tensor]:
         """Host tensors of uneven length: lengths first, then parts of the longest length."""
-        with self._named(call):
+        with self._named(call, patient):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
             dist.all_gather(lengths, keep_for_a_while(torch.tensor([len(tensor)])))
             longest = max(int(length) for length in lengths)
@@ -258,10 +263,10 @@ class ProcessGroupSession:
         return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def rng_state(self) -> dict[str, Tensor]:
-        return _torch.rng_state(self._device)
+        return _rng.rng_state(self._device)
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        _torch.set_rng_state(self._device, state)
+        _rng.set_rng_state(self._device, state)
 
-    def _named(self, call: str) -> Any:
-        return _naming(call, self.world.rank)
+    def _named(self, call: str, patient: bool = False) -> AbstractContextManager[None]:
+        return _naming(call, self.world.rank, patient)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..kernel.contract import Box, Kind, Piece, Reader
-from . import _torch
+from . import _state
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -115,7 +115,7 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
             part = own_part(tensor)
             if part.numel() and _writes(tensor, turn):
                 yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
-    yield from _torch.dealt_pieces(replicated, rank, size)
+    yield from _state.dealt_pieces(replicated, rank, size)
 
 
 def _writes(tensor: DTensor, turn: int) -> bool:

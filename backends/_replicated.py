@@ -5,65 +5,94 @@ https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import Outcome, Piece, Plan, Reader, Recipe, World
-from . import _torch
-from ._distributed import collective_failed
+from . import _model, _state, _step
+from ._distributed import naming_collectives
+
+
+@dataclass(frozen=True)
+class ReplicatedOptions:
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its defaults."""
+
+    bucket_cap_mb: int = 25
+    """Gradients are averaged in buckets of this size, while backward goes on."""
+    find_unused_parameters: bool = False
+    """Look after each forward for parameters that took no part."""
+    sync_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+
+    def arguments(self) -> dict[str, Any]:
+        """As this torch calls them."""
+        # one was renamed in torch 2.15; delete the old name when 2.14 is no longer supported
+        known = inspect.signature(DistributedDataParallel).parameters
+        new, old = "forward_sync_buffers", "broadcast_buffers"
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            new if new in known else old: self.sync_buffers,
+        }
 
 
 class DdpEngine:
     """The module in DistributedDataParallel; what is saved is as in one process."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: World, **arguments: Any) -> None:
+    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
+        options: ReplicatedOptions = plan.options or ReplicatedOptions()
         self.plan, self.world = plan, world
-        self.own = _torch.build_model(recipe, plan, world.device)
-        self.tied = _torch.tied_groups(self.own)
+        self.own = _model.build_model(recipe, plan, world.device)
+        self.tied = _model.tied_groups(self.own)
+        self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = [p for p in self.own.parameters() if p.requires_grad]
-        self.optimizer = _torch.build_optimizer(recipe, self.own)
-        self.autocast = _torch.autocast(plan, world.device)
-        self.loss_scale = _torch.LossScale(world.device) if plan.precision.loss_scaling else None
+        self.optimizer = _model.build_optimizer(recipe, self.own)
+        self._autocast = _model.autocast(plan, world.device)
+        self.loss_scale = _step.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
-            self.own.compile()
-        self.module = DistributedDataParallel(self.own, gradient_as_bucket_view=True, **arguments)
+            self.own.compile(**plan.compile_options)
+        self.module = DistributedDataParallel(
+            self.own, gradient_as_bucket_view=True, **options.arguments()
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _torch.NO_CONTEXT if last else self.module.no_sync()
+        return _model.NO_CONTEXT if last else self.module.no_sync()
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        call = "a forward, which takes over the buffers of rank 0"
+        with naming_collectives(call, self.world.rank), self._autocast():
+            yield
 
     def backward(self, loss: Tensor) -> None:
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale.scale
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        except dist.DistError as error:
-            raise collective_failed("averaging gradients", self.world.rank, error) from error
+        with naming_collectives("averaging gradients in a backward", self.world.rank):
+            _step.backward(loss, self.loss_scale)
 
     def update(self) -> Outcome:
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(grads)
-        norm = _torch.global_norm(grads)
-        return _torch.step_if_finite(
-            self.optimizer, grads, norm, self.plan.max_grad_norm, self.loss_scale
+        return _step.update(
+            self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
         )
 
     def shards(self) -> Iterator[Piece]:
-        return _torch.replicated_pieces(
+        return _state.replicated_pieces(
             self.own, self.optimizer, self.loss_scale, self.world.rank, self.world.size
         )
 
     def restore(self, reader: Reader) -> None:
-        _torch.restore_replicated(reader, self.own, self.optimizer, self.loss_scale)
+        _state.restore_replicated(reader, self.own, self.optimizer, self.loss_scale)
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.own)

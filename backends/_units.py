@@ -11,7 +11,7 @@ from torch import nn
 
 from ..kernel.contract import Layout, Plan
 from ..kernel.errors import RecipeError
-from . import _torch
+from . import _model
 
 DEFAULT_MIN_PARAMS = 1_000_000
 """Of a unit, in a model without repeated blocks."""
@@ -155,7 +155,7 @@ def sharded_layout(
     # while one unit computes, the next is gathered; a unit's gradient is whole until it is reduced
     held = root + sum(sizes if keeps_gathered else sizes[:2])
     summed = root + (sum(sizes) if accumulates_whole else max(sizes, default=0))
-    tied = tuple(f"{' = '.join(g)} is one parameter" for g in _torch.tied_groups(model))
+    tied = tuple(f"{' = '.join(g)} is one parameter" for g in _model.tied_groups(model))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return Layout(
         parameter_bytes=sum(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..kernel.contract import Box, Piece
 from ..kernel.errors import BackendUnavailable, SettingError
-from . import _torch
+from . import _feeding
 
 
 def default_platform() -> str:
@@ -196,8 +196,8 @@ def recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if again:
-            args, kwargs = _torch.map_tensors((args, kwargs), Tensor.clone)
-            xm.optimization_barrier_(list(_torch.tensors_of((args, kwargs))))
+            args, kwargs = _feeding.map_tensors((args, kwargs), Tensor.clone)
+            xm.optimization_barrier_(list(_feeding.tensors_of((args, kwargs))))
         return forward(*args, **kwargs)
 
     return checkpoint(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import atexit
 import copy
-import warnings
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -31,11 +31,12 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable
-from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _torch
+from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _memory, _model, _state, _step
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
-    collective_failed,
+    joined_ranks,
+    naming_collectives,
     num_launched,
     probe_devices,
     process_group,
@@ -60,6 +61,8 @@ class DeepspeedOptions:
     device: str = "auto"
     """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
 
+
+_LOG = logging.getLogger(__name__)
 
 _kept = ExitStack()  # DeepSpeed keeps handles of the process group for as long as the process lives
 
@@ -91,26 +94,8 @@ class DeepspeedDriver:
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
         config = _deepspeed_config.resolve(plan.options or DeepspeedOptions(), plan, world_size)
-        stage, low = config["zero_optimization"]["stage"], _deepspeed_config.low_precision(config)
-        whole = _torch.replicated_layout(plan, model, state_bytes)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        # float32 masters lie beside the weights; where all are sharded float32 they are the same
-        masters = 4 * trained if stage < 3 or low else 0
-        weights = whole.parameter_bytes // (2 if low else 1)
-
-        def part(num_bytes: int) -> int:
-            return -(-num_bytes // world_size)
-
-        return replace(
-            whole,
-            parameter_bytes=part(weights) if stage == 3 else weights,
-            gradient_bytes=part(whole.gradient_bytes) if stage >= 2 else whole.gradient_bytes,
-            optimizer_bytes=part(whole.optimizer_bytes + masters),
-            notes=(
-                *whole.notes,
-                f"ZeRO stage {stage}: what is gathered for a while is not counted",
-            ),
-        )
+        whole = _memory.replicated_layout(plan, model, state_bytes)
+        return _deepspeed_config.layout(config, plan, model, whole, world_size)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
@@ -121,12 +106,14 @@ class DeepspeedDriver:
         size = dist.get_world_size() if dist.is_initialized() else num_launched()
         config = _deepspeed_config.resolve(options, plan, size)
         if size == 1:
-            warnings.warn("deepspeed shards nothing in one process; launch more", stacklevel=3)
+            _LOG.warning("deepspeed in one process shards nothing; launch more, or use cpu or ddp")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _deepspeed_build.import_deepspeed(device)
+        if _deepspeed_config.swaps(config):
+            _deepspeed_build.compile_file_operator()
         if not dist.is_initialized():
-            _kept.enter_context(process_group(plan, device))
+            _kept.enter_context(joined_ranks(plan, device))
             atexit.register(_kept.close)
         engines: list[ZeroEngine] = []
 
@@ -152,7 +139,10 @@ class ZeroEngine:
         self.plan, self.world = plan, world
         construct = (plan.options or DeepspeedOptions()).construct
         self.own = _deepspeed_build.model(recipe, plan, config, construct)
-        self.tied = _torch.tied_groups(self.own)
+        self.tied = _model.tied_groups(self.own)
+        self.num_parameters = _deepspeed_state.num_elements(self.own)
+        bucket = _deepspeed_config.bucket_elements(config, self.num_parameters)
+        config["zero_optimization"]["reduce_bucket_size"] = bucket
         base = _deepspeed_build.optimizer(recipe, self.own)
         own_optimizer, groups = None, None
         if section := config.pop("optimizer", None):
@@ -164,7 +154,7 @@ class ZeroEngine:
         else:
             own_optimizer = base
             _deepspeed_build.refuse_unless_elementwise(base, world.device)
-        self.autocast = _torch.autocast(plan, world.device)
+        self._autocast = _model.autocast(plan, world.device)
         self._plain = [(part, _hooks(part)) for part in self.own.modules()]
         self._given_forward = self._local_forward = self.own.forward
         if plan.precision.compute != plan.precision.params:
@@ -172,7 +162,7 @@ class ZeroEngine:
         if _deepspeed_config.low_precision(config):  # inputs must be cast for such weights
             self._local_forward = self.own.forward
         if plan.compile:
-            self.own.compile()
+            self.own.compile(**plan.compile_options)
         self.module, self.zero, *_ = deepspeed.initialize(
             model=self.own,
             optimizer=own_optimizer,
@@ -186,7 +176,7 @@ class ZeroEngine:
         self._others = [p for name, p in named.items() if name not in self._trained]
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
-            self.loss_scale = _torch.LossScale(world.device)
+            self.loss_scale = _step.LossScale(world.device)
             self.zero.custom_loss_scaler = True
             self.zero.external_loss_scale = float(self.loss_scale.scale)
 
@@ -202,14 +192,19 @@ class ZeroEngine:
         return groups
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _torch.NO_CONTEXT
+        return _model.NO_CONTEXT
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        with self._named("gathering weights in a forward"), self._autocast():
+            yield
 
     def backward(self, loss: Tensor) -> None:
-        with self._named("summing gradients"):
+        with self._named("gathering weights or summing gradients in a backward"):
             self.module.backward(loss, scale_wrt_gas=False)
 
     def update(self) -> Outcome:
-        with self._named("updating"):
+        with self._named("updating the weights"):
             self.module.step()
         for parameter in self._others:
             parameter.grad = None
@@ -241,7 +236,7 @@ class ZeroEngine:
     def _scale(self) -> dict[str, Tensor]:
         if self.loss_scale is None:
             return _deepspeed_state.scaler_tensors(self.zero.loss_scaler)
-        return _torch.scale_tensors(self.loss_scale)
+        return _state.scale_tensors(self.loss_scale)
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
@@ -268,12 +263,8 @@ class ZeroEngine:
             for part, hooks in theirs:
                 vars(part).update(hooks)
 
-    @contextmanager
-    def _named(self, call: str) -> Iterator[None]:
-        try:
-            yield
-        except dist.DistError as error:
-            raise collective_failed(call, self.world.rank, error) from error
+    def _named(self, call: str) -> AbstractContextManager[None]:
+        return naming_collectives(call, self.world.rank)
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and its references to it."""

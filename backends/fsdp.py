@@ -29,7 +29,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import RecipeError, SettingError
-from . import _dtensor, _modules, _torch, _units
+from . import _dtensor, _model, _modules, _state, _step, _units
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
@@ -84,6 +84,9 @@ class FsdpOptions:
     from the checkpoint on resume; on a fresh start from `reset_parameters()` of each module, or
     `_init_weights(module)` of the model, called on one whole module at a time, which give the same
     weights at any world size, but need not be those of the recipe's constructor."""
+    from_rank_0: bool = False
+    """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
+    for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
     sync_buffers: bool = True
     """Before each forward, buffers that are saved (running statistics) become those of rank 0."""
 
@@ -129,6 +132,11 @@ class FsdpDriver:
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         options, size = _options(plan), num_launched()
+        if options.from_rank_0 and options.meta:
+            raise SettingError(
+                "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
+                "that the others could take; set one of them"
+            )
         if options.shard_size is not None and size % max(options.shard_size, 1):
             raise SettingError(
                 f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
@@ -166,22 +174,25 @@ class FsdpEngine:
         self.options = options = _options(plan)
         self.plan, self.world = plan, world
         self.home = torch.device("cpu") if options.cpu_offload else world.device
-        with _modules.parameters_on_meta() if options.meta else _torch.NO_CONTEXT:
-            self.module = _torch.build_model(recipe, plan, None)
+        with _modules.parameters_on_meta() if options.meta else _model.NO_CONTEXT:
+            self.module = _model.build_model(recipe, plan, None)
+        if options.from_rank_0:
+            self._take_from_rank_0()
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
-        self.tied = _torch.tied_groups(self.module)
+        self.tied = _model.tied_groups(self.module)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
         parameters = dict(self.module.named_parameters())
         if scalars := [name for name, p in parameters.items() if not p.dim()]:
             raise RecipeError(
                 f"FSDP cannot cut parameters of no dimension ({', '.join(scalars)}): give them one "
                 "element and one dimension, or choose ddp"
             )
-        self.buffers = sorted(_torch.named_state(self.module).keys() - parameters.keys())
+        self.buffers = sorted(_state.named_state(self.module).keys() - parameters.keys())
         units = _units.choose_units(self.module, options.wrap, options.min_unit_params)
         if plan.compile:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
-                unit.forward = torch.compile(unit.forward)
+                unit.forward = torch.compile(unit.forward, **plan.compile_options)
         mesh = _mesh(options, world)
         self.units = [_shard(unit, plan, mesh) for unit in (*units, self.module)]
         self.num_replicas = world.size // (options.shard_size or world.size)
@@ -189,7 +200,7 @@ class FsdpEngine:
             _modules.materialise(self.module, self.home)
         if options.sync_buffers and world.size > 1 and self.buffers:
             self.module.register_forward_pre_hook(self._sync_buffers)
-        self.optimizer = _torch.build_optimizer(recipe, self.module)
+        self.optimizer = _model.build_optimizer(recipe, self.module)
         by_parts = options.optimizer_step == "parts" or (
             options.optimizer_step == "auto" and _dtensor.steps_parts(self.optimizer)
         )
@@ -197,8 +208,8 @@ class FsdpEngine:
         if not by_parts:
             stepper = _dtensor.WholeStep(self.optimizer, world.device)
             self.stepper = cast(torch.optim.Optimizer, stepper)
-        self.loss_scale = _torch.LossScale(self.home) if plan.precision.loss_scaling else None
-        self._autocast = _torch.autocast(plan, world.device)
+        self.loss_scale = _step.LossScale(self.home) if plan.precision.loss_scaling else None
+        self._autocast = _model.autocast(plan, world.device)
         self._last: bool | None = None
 
     @property
@@ -221,30 +232,28 @@ class FsdpEngine:
             yield
 
     def backward(self, loss: Tensor) -> None:
-        if self.loss_scale is not None:
-            loss = loss * self.loss_scale.scale
         with self._named("gathering weights or averaging gradients in a backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            _step.backward(loss, self.loss_scale)
 
     def update(self) -> Outcome:
         grads = [_dtensor.own_part(p.grad) for p in self.module.parameters() if p.grad is not None]
         if self.loss_scale is not None:
             self.loss_scale.unscale(grads)
         # each rank's part of the square; every replica of a part counts it once
-        square = _torch.global_norm(grads).to(self.home).double().square()
+        square = _step.global_norm(grads).to(self.home).double().square()
         with self._named("adding up the gradient norm"):
             dist.all_reduce(keep_for_a_while(square))
         norm = (square / self.num_replicas).sqrt().float()
         with self._named("updating the weights"):
-            return _torch.step_if_finite(
+            return _step.step_if_finite(
                 self.stepper, grads, norm, self.plan.max_grad_norm, self.loss_scale
             )
 
     def shards(self) -> Iterator[Piece]:
         self._initialise()
         self._let_go()
-        weights = _torch.named_state(self.module)
-        optimizer = _torch.optimizer_tensors(self.module, self.optimizer)
+        weights = _state.named_state(self.module)
+        optimizer = _state.optimizer_tensors(self.module, self.optimizer)
         # ranks may differ in a buffer, and rank 0's is the one that counts
         for name in self.buffers if self.world.rank == 0 else ():
             yield Piece("weights", name, weights[name], tuple(weights[name].shape))
@@ -252,7 +261,7 @@ class FsdpEngine:
             {
                 "weights": {k: v for k, v in weights.items() if k not in self.buffers},
                 "optimizer": optimizer,
-                "state": _torch.scale_tensors(self.loss_scale),
+                "state": _state.scale_tensors(self.loss_scale),
             },
             self.world.rank,
             self.world.size,
@@ -260,15 +269,15 @@ class FsdpEngine:
 
     def restore(self, reader: Reader) -> None:
         self._let_go()
-        weights = _torch.named_state(self.module)
-        _torch.check_same_model(reader, {name: t.shape for name, t in weights.items()})
-        state = _torch.read_optimizer_state(reader, self.module, _dtensor.read_optimizer_entry)
+        weights = _state.named_state(self.module)
+        _state.check_same_model(reader, {name: t.shape for name, t in weights.items()})
+        state = _state.read_optimizer_state(reader, self.module, _dtensor.read_optimizer_entry)
         for name, tensor in weights.items():
             _dtensor.own_part(tensor).copy_(_dtensor.read_weight(reader, name, tensor))
         if state:
-            _torch.load_optimizer_state(self.optimizer, state)
+            _state.load_optimizer_state(self.optimizer, state)
         stored = reader.names("state")
-        for name, tensor in _torch.scale_tensors(self.loss_scale).items():
+        for name, tensor in _state.scale_tensors(self.loss_scale).items():
             if name in stored:
                 tensor.copy_(reader.read("state", name))
         self.uninitialised = False
@@ -290,6 +299,12 @@ class FsdpEngine:
             _modules.unwrapped(self.module, _fsdp_module(), own_hooks),
         ):
             yield self.module
+
+    def _take_from_rank_0(self) -> None:
+        _modules.materialise(self.module, torch.device("cpu"))
+        with self._named("taking over the weights of rank 0"), torch.no_grad():
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                dist.broadcast(tensor, src=0)
 
     def _let_go(self) -> None:
         """Register the parts again: after an evaluation the root still has its whole weights."""

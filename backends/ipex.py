@@ -8,7 +8,7 @@ everything that is saved or restored goes through the plain `state_dict` of both
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import (
-    Batch,
     Capabilities,
     Layout,
     Outcome,
@@ -30,7 +29,8 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable, CheckpointMismatch
-from . import _torch
+from . import _memory, _model, _state, _step
+from ._alone import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
 
@@ -92,55 +92,16 @@ class IpexDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _torch.replicated_layout(plan, model, state_bytes)
+        return _memory.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
-    def open(self, plan: Plan) -> Iterator[IpexSession]:
+    def open(self, plan: Plan) -> Iterator[HostSession]:
         probe = self.probe()
         if not probe.usable:
             raise BackendUnavailable(f"{probe.reason}; {probe.install}")
-        threads, before = (plan.options or IpexOptions()).threads, torch.get_num_threads()
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
-            yield IpexSession(plan)
-        finally:
-            torch.set_num_threads(before)
-
-
-class IpexSession:
-    """Nobody to talk to: every sum over ranks is the value itself."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.world = World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
-
-    def seed(self, value: int) -> None:
-        _torch.seed_all(value)
-
-    def prepare(self, recipe: Recipe) -> IpexEngine:
-        return IpexEngine(recipe, self.plan, self.world)
-
-    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return batches
-
-    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        return lambda: list(values)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value]
-
-    def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        return tensor.detach().clone()
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone()
-
-    def rng_state(self) -> dict[str, Tensor]:
-        return _torch.rng_state(self.world.device)
-
-    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        _torch.set_rng_state(self.world.device, state)
+        options = plan.options or IpexOptions()
+        with threads_of_one_operation(options.threads):
+            yield HostSession(plan, IpexEngine)
 
 
 class IpexEngine:
@@ -149,19 +110,20 @@ class IpexEngine:
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         options = plan.options or IpexOptions()
         self.plan = plan
-        self.module = _torch.build_model(recipe, plan, world.device)
-        self.tied = _torch.tied_groups(self.module)
+        self.module = _model.build_model(recipe, plan, world.device)
+        self.tied = _model.tied_groups(self.module)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
         recomputed = [name for name, part in self.module.named_modules() if "forward" in vars(part)]
-        self.optimizer = _torch.build_optimizer(recipe, self.module)
+        self.optimizer = _model.build_optimizer(recipe, self.module)
         # afterwards parameters and layers may be others: what the user calls them is noted here
-        self._shapes = {name: t.shape for name, t in _torch.named_state(self.module).items()}
+        self._shapes = {name: t.shape for name, t in _state.named_state(self.module).items()}
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self._order = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
         self._optimize(options)
         for name in recomputed:
             if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
-                _torch.recompute_activations(self.module, name)
-        self.autocast = _torch.autocast(plan, world.device)
+                _model.recompute_activations(self.module, name)
+        self.autocast = _model.autocast(plan, world.device)
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
@@ -187,27 +149,25 @@ class IpexEngine:
         return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _torch.NO_CONTEXT
+        return _model.NO_CONTEXT
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        _step.backward(loss, None)
 
     def update(self) -> Outcome:
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = _torch.global_norm(grads)
-        return _torch.step_if_finite(self.optimizer, grads, norm, self.plan.max_grad_norm)
+        return _step.update(self.optimizer, self.module.parameters(), self.plan.max_grad_norm)
 
     def shards(self) -> Iterator[Piece]:
         weights = self.module.state_dict()
         entries = self.optimizer.state_dict()["state"]
-        return _torch.dealt_pieces(
+        return _state.dealt_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
                 "optimizer": {
                     f"{self._order[index]}/{stored[0]}": stored[1]
                     for index, state in entries.items()
                     for key, value in state.items()
-                    if (stored := _torch.stored_entry(key, value)) is not None
+                    if (stored := _state.stored_entry(key, value)) is not None
                 },
             },
             0,
@@ -215,7 +175,7 @@ class IpexEngine:
         )
 
     def restore(self, reader: Reader) -> None:
-        _torch.check_same_model(reader, self._shapes)
+        _state.check_same_model(reader, self._shapes)
         state: dict[int, dict[str, Tensor | float]] = {}
         index_of = {name: index for index, name in enumerate(self._order)}
         for name in reader.names("optimizer"):
@@ -225,7 +185,7 @@ class IpexEngine:
                     f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which this run does "
                     "not train"
                 )
-            key, value = _torch.loaded_entry(key, reader.read("optimizer", name))
+            key, value = _state.loaded_entry(key, reader.read("optimizer", name))
             state.setdefault(index_of[fqn], {})[key] = value
         weights = {name: reader.read("weights", name) for name in self._shapes}
         for first, *others in self.tied:

@@ -5,8 +5,9 @@ batch is cut along its first dimension, each parameter and its optimizer state a
 dimensions, and the compiler puts the collectives in.
 
 Operations are recorded and run when the graph is cut, so the cuts decide what is compiled. There
-are three programs: forward and backward of a first microbatch, of a further one, and the update.
-Each is compiled once for each batch shape; the update twice, since its first run makes the state.
+are four programs: forward and backward of a first microbatch, of a further one, clipping, and the
+update. The first two are compiled once for each batch shape; the update twice, since its first run
+makes the state.
 `_xla.py` holds what torch_xla needs; a native TPU backend of PyTorch can replace it there and here.
 """
 
@@ -14,11 +15,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable, DataError
-from . import _torch, _xla
+from . import _feeding, _memory, _model, _rng, _state, _step, _xla
+from ._alone import Alone
 
 __all__ = ["driver"]
 
@@ -99,7 +101,7 @@ class XlaDriver:
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
         note = "cut over all devices of the one process; an update holds old and new for a while"
-        whole = _torch.replicated_layout(plan, model, state_bytes, notes=(note,))
+        whole = _memory.replicated_layout(plan, model, state_bytes, notes=(note,))
         held = whole.gradient_bytes + whole.optimizer_bytes
         return replace(whole, transient_bytes=max(whole.transient_bytes, held))
 
@@ -113,7 +115,7 @@ class XlaDriver:
         yield XlaSession(plan, placement, options.max_batch_shapes)
 
 
-class XlaSession:
+class XlaSession(Alone):
     """One feeder, whatever the number of devices."""
 
     def __init__(self, plan: Plan, placement: _xla.Placement, max_batch_shapes: int) -> None:
@@ -125,7 +127,7 @@ class XlaSession:
     def seed(self, value: int) -> None:
         import torch_xla
 
-        _torch.seed_all(value)
+        _rng.seed_all(value)
         torch_xla.manual_seed(value)  # torch.manual_seed does not reach it
 
     def prepare(self, recipe: Recipe) -> XlaEngine:
@@ -136,10 +138,10 @@ class XlaSession:
         for batch in batches:
             self._check(batch)
             _xla.cut_graph()  # what was done with the last batch is a program of its own
-            yield _torch.map_tensors(batch, lambda t: place.put(t, place.batch_dim(t)))
+            yield _feeding.map_tensors(batch, lambda t: place.put(t, place.batch_dim(t)))
 
     def _check(self, batch: Batch) -> None:
-        self._shapes.add(tuple(tuple(t.shape) for t in _torch.tensors_of(batch)))
+        self._shapes.add(tuple(tuple(t.shape) for t in _feeding.tensors_of(batch)))
         if len(self._shapes) > self._max_shapes:
             shown = "; ".join(str(shapes) for shapes in sorted(self._shapes)[:8])
             raise DataError(
@@ -148,29 +150,17 @@ class XlaSession:
                 "with many divisors; or raise backend.max_batch_shapes"
             )
 
-    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        return lambda: list(values)
-
-    def exchange(self, value: Any) -> list[Any]:
-        return [value]
-
-    def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        return tensor.detach().clone()
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().cpu()
-
     def rng_state(self) -> dict[str, Tensor]:
         import torch_xla.core.xla_model as xm
 
         # an unsigned 64-bit number
         state = torch.tensor(xm.get_rng_state() - 2**63, dtype=torch.int64)
-        return {**_torch.rng_state(torch.device("cpu")), "xla": state}
+        return {**_rng.rng_state(torch.device("cpu")), "xla": state}
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         import torch_xla.core.xla_model as xm
 
-        _torch.set_rng_state(torch.device("cpu"), state)
+        _rng.set_rng_state(torch.device("cpu"), state)
         if "xla" in state:
             xm.set_rng_state(int(state["xla"]) + 2**63)
 
@@ -181,17 +171,18 @@ class XlaEngine:
     def __init__(self, recipe: Recipe, plan: Plan, placement: _xla.Placement) -> None:
         self.plan, self.placement = plan, placement
         host = replace(plan, activation_checkpointing=())
-        self.module = _torch.build_model(recipe, host, torch.device("cpu"))
-        self.tied = _torch.tied_groups(self.module)
+        self.module = _model.build_model(recipe, host, torch.device("cpu"))
+        self.tied = _model.tied_groups(self.module)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
         _xla.move(self.module, placement)
         for pattern in plan.activation_checkpointing:
-            _torch.recompute_activations(self.module, pattern, _xla.recompute)
+            _model.recompute_activations(self.module, pattern, _xla.recompute)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = _torch.build_optimizer(recipe, self.module)
+        self.optimizer = _model.build_optimizer(recipe, self.module)
         for group in self.optimizer.param_groups:
             if group.get("fused"):
                 group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
-        self.autocast = _torch.autocast(plan, placement.device)
+        self.autocast = _model.autocast(plan, placement.device)
         self._unsettled: _xla.Held | None = None
         _xla.cut_graph()
 
@@ -214,10 +205,14 @@ class XlaEngine:
     def update(self) -> Outcome:
         self._settle()
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        norm = _torch.global_norm(grads)
+        norm = _step.global_norm(grads)
         if self.plan.max_grad_norm is not None:
             factor = (self.plan.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads, factor)
+            # An optimizer that looks at values in its step, as Adafactor does, runs part after part
+            # of the graph. Parts that differ in nothing but which of several tensors of one shape
+            # they take are one program to torch_xla 2.8, given the same tensors each time.
+            _xla.cut_graph()
         held = self._unsettled = _xla.Held(self.optimizer, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -238,7 +233,7 @@ class XlaEngine:
     def shards(self) -> Iterator[Piece]:
         self._settle()
         waiting: list[Piece] = []
-        for piece in _torch.replicated_pieces(self.module, self.optimizer, None, 0, 1):
+        for piece in _state.replicated_pieces(self.module, self.optimizer, None, 0, 1):
             if piece.tensor.device != self.placement.device:
                 yield piece
             elif self.placement.is_cut(piece.tensor):
@@ -254,9 +249,9 @@ class XlaEngine:
     def restore(self, reader: Reader) -> None:
         self._settle()
         place, cut_dim = self.placement.put, self.placement.cut_dim
-        weights = _torch.named_state(self.module)
-        _torch.check_same_model(reader, {name: tensor.shape for name, tensor in weights.items()})
-        state = _torch.read_optimizer_state(reader, self.module)
+        weights = _state.named_state(self.module)
+        _state.check_same_model(reader, {name: tensor.shape for name, tensor in weights.items()})
+        state = _state.read_optimizer_state(reader, self.module)
         parameters = dict(self.module.named_parameters())
         for name, old in weights.items():
             new = reader.read("weights", name).to(old.dtype)
@@ -269,7 +264,7 @@ class XlaEngine:
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
                     entries[key] = place(value.to(parameter.dtype), cut_dim(value))
         if state:
-            _torch.load_optimizer_state(self.optimizer, state)
+            _state.load_optimizer_state(self.optimizer, state)
         _xla.cut_graph()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:

@@ -7,40 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..kernel.contract import Capabilities, Layout, Plan, Probe, Recipe, World
+from ..kernel.contract import Capabilities, Layout, Plan, Probe
 from ..kernel.errors import BackendUnavailable
-from . import _torch
+from . import _memory
 from ._distributed import ProcessGroupSession, local_rank, process_group
-from ._replicated import DdpEngine
+from ._replicated import DdpEngine, ReplicatedOptions
 
 __all__ = ["driver"]
 
 _INSTALL = "the XPU build of torch: https://docs.pytorch.org/docs/stable/notes/get_start_xpu.html"
 
 
-@dataclass(frozen=True)
-class XpuOptions:
-    """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its defaults."""
-
-    bucket_cap_mb: int = 25
-    """Gradients are averaged in buckets of this size, while backward goes on."""
-    find_unused_parameters: bool = False
-    """Look after each forward for parameters that took no part."""
-    static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order."""
-
-
 class XpuDriver:
     """One process for each Intel GPU, all holding the whole model."""
 
     name = "xpu"
-    options_type = XpuOptions
+    options_type = ReplicatedOptions
 
     def probe(self) -> Probe:
         versions = {"torch": torch.__version__}
@@ -73,7 +60,7 @@ class XpuDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _torch.replicated_layout(plan, model, state_bytes)
+        return _memory.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
@@ -88,19 +75,7 @@ class XpuDriver:
         device = torch.device("xpu", local_rank())
         torch.xpu.set_device(device)
         with process_group(plan, device) as world:
-            yield ProcessGroupSession(plan, world, _engine)
-
-
-def _engine(recipe: Recipe, plan: Plan, world: World) -> DdpEngine:
-    options = plan.options or XpuOptions()
-    return DdpEngine(
-        recipe,
-        plan,
-        world,
-        bucket_cap_mb=options.bucket_cap_mb,
-        find_unused_parameters=options.find_unused_parameters,
-        static_graph=options.static_graph,
-    )
+            yield ProcessGroupSession(plan, world, DdpEngine)
 
 
 driver = XpuDriver()

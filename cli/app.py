@@ -280,8 +280,7 @@ def import_(
     from .failure import told
 
     with told(debug=debug):
-        from ..kernel.checkpoint import import_weights
-        from .folder import CHECKPOINTS
+        from ..kernel.checkpoint import CHECKPOINTS, import_weights
 
         target = import_weights(folder, run / CHECKPOINTS)
         typer.echo(f"checkpoint written to {target}")

@@ -11,10 +11,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..kernel.checkpoint import CheckpointReader, list_checkpoints
+from ..kernel.checkpoint import (
+    CheckpointReader,
+    checkpoints_of,
+    is_checkpoint,
+    list_checkpoints,
+)
 from ..kernel.contract import Kind
 from ..kernel.errors import CheckpointNotFound
-from .folder import CHECKPOINTS
 
 __all__ = ["inspect", "locate", "show", "verify"]
 
@@ -23,10 +27,9 @@ KINDS: tuple[Kind, ...] = ("weights", "optimizer", "state")
 
 def locate(path: Path) -> Path:
     """The checkpoint that `path` names: itself, or the newest complete one of a run folder."""
-    if (path / "manifest.json").is_file():
+    if is_checkpoint(path):
         return path
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    listing = list_checkpoints(folder)
+    listing = list_checkpoints(checkpoints_of(path))
     if listing.complete:
         return listing.complete[-1].folder
     rejected = "".join(f"; {item.folder}: {item.reason}" for item in listing.rejected)
@@ -85,10 +88,9 @@ def show(record: Mapping[str, Any], console: Console) -> None:
 
 def verify(path: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints below `path` that were read in whole, and the problems found, a line each."""
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    if (path / "manifest.json").is_file():
+    if is_checkpoint(path):
         return [path], CheckpointReader(path).verify()
-    listing = list_checkpoints(folder)
+    listing = list_checkpoints(checkpoints_of(path))
     problems = [f"{item.folder}: {item.reason}" for item in listing.rejected]
     read = [found.folder for found in listing.complete]
     if not read and not problems:

@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..kernel.contract import Driver, Layout, Recipe
-from ..kernel.data import Loader, Position
+from ..kernel.contract import Batch, Driver, Layout, Recipe
+from ..kernel.data import Loader, Position, is_indexed
 from ..kernel.errors import CapabilityRefused, DrivetrainError
+from ..kernel.ready import Batches
 from ..kernel.registry import find_driver, known_backends, refuse_unpromised, usable_driver
 from ..kernel.settings import OptimizerSettings, Settings
+from ..kernel.stream import StreamLoader
 from .choices import resolve
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
 
@@ -91,7 +93,9 @@ def _outlook(
     plan = settings.plan(options)
     refuse_unpromised(driver, plan)
     if num_ranks > 1 and not driver.capabilities(plan).multi_process:
-        raise CapabilityRefused("more than one process", driver.name, "set --nproc 1")
+        raise CapabilityRefused(
+            "more than one process", driver.name, "set --nproc 1", "multi_process"
+        )
     probe = driver.probe()
     layout = driver.layout(plan, model, states, num_ranks)
     needed = _total(layout) + activations
@@ -143,16 +147,7 @@ def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_r
 
     Weights are not counted; storage that several operations keep is counted once.
     """
-    part = math.ceil(settings.global_batch / num_ranks)
-    loader = Loader(
-        recipe.train_data,
-        global_batch=max(settings.global_batch, num_ranks),
-        micro_batch=min(settings.micro_batch or part, part),
-        collate=recipe.collate,
-        num_feeders=num_ranks,
-    )
-    with closing(loader.groups(Position(), 1)) as groups:
-        batch = next(next(groups).microbatches).batch
+    batch = _first_batch(recipe, settings, num_ranks)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
     alive: list[Tensor] = []  # so that no storage is freed and its address used again
@@ -167,6 +162,22 @@ def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_r
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         recipe.loss(model, batch)
     return sum(kept.values())
+
+
+def _first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
+    if isinstance(recipe.train_data, Batches):
+        return next(iter(recipe.train_data.loader))
+    part = math.ceil(settings.global_batch / num_ranks)
+    kind = Loader if is_indexed(recipe.train_data) else StreamLoader
+    loader = kind(
+        recipe.train_data,
+        global_batch=max(settings.global_batch, num_ranks),
+        micro_batch=min(settings.micro_batch or part, part),
+        collate=recipe.collate,
+        num_feeders=num_ranks,
+    )
+    with closing(loader.groups(Position(), 1)) as groups:
+        return next(next(groups).microbatches).batch
 
 
 def show_explanation(records: Sequence[Record], console: Console) -> None:

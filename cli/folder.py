@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ..kernel.checkpoint import CHECKPOINTS, MANIFEST, is_checkpoint
 from ..kernel.errors import CheckpointNotFound, OutputError
 
 __all__ = [
@@ -26,7 +27,6 @@ CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 REPORT = "report.html"
 SAMPLE = "sample.txt"
-CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ def find_earlier(path: Path) -> Earlier:
         raise CheckpointNotFound(
             f"--resume {path} is not a folder; give a run folder, a checkpoint folder, or auto"
         )
-    if (path / "manifest.json").is_file():
+    if is_checkpoint(path):
         return Earlier(path.parent.parent, path, read_config(path.parent.parent))
     if path.name == CHECKPOINTS:
         return Earlier(path.parent, path, read_config(path.parent))
     if (path / CHECKPOINTS).is_dir():
         return Earlier(path, path / CHECKPOINTS, read_config(path))
     raise CheckpointNotFound(
-        f"--resume {path} holds no checkpoint: neither manifest.json nor {CHECKPOINTS}/ is in it"
+        f"--resume {path} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/ is in it"
     )
 
 

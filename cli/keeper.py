@@ -19,6 +19,7 @@ from .folder import CONFIG, METRICS, REPORT, SAMPLE, write_atomically
 from .records import Record, history, plain, read_records
 from .report import Outcome, render
 from .watch import append_to
+from .words import of_total
 
 __all__ = ["Keeper", "configuration", "result_record"]
 
@@ -64,9 +65,10 @@ class Keeper:
             self.config |= {"backend": record["backend"], "world_size": record["world"]["size"]}
             write_atomically(self.folder / CONFIG, json.dumps(self.config, indent=1) + "\n")
         append_to(self.folder / METRICS)(record)
-        if event == "evaluated" and self.started and record["step"] < self.started["total_steps"]:
-            total = self.started["total_steps"]
-            self.write_report(Outcome(f"running: step {record['step']} of {total}"))
+        if event == "evaluated" and self.started:
+            step, total = record["step"], self.started["total_steps"]
+            if total is None or step < total:
+                self.write_report(Outcome(f"running: step {of_total(step, total)}"))
         if event == "run_ended":
             self._end(record)
 

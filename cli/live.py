@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from .records import Record
-from .words import describe, duration, figure, rate
+from .words import describe, duration, figure, of_total, rate
 
 __all__ = ["LiveProgress"]
 
@@ -17,10 +17,12 @@ __all__ = ["LiveProgress"]
 class LiveProgress:
     """A bar with the latest figures; everything else is printed as lines above it."""
 
+    total: int | None = None
+
     def __init__(self, console: Console) -> None:
         self.console = console
         self.progress = Progress(
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[done]}"),
             BarColumn(bar_width=None, table_column=Column(ratio=1, min_width=8)),
             TextColumn("{task.fields[figures]}"),
             TimeElapsedColumn(),
@@ -28,7 +30,9 @@ class LiveProgress:
             console=console,
             expand=True,
         )
-        self.task = self.progress.add_task("", total=None, visible=False, figures="", left="")
+        self.task = self.progress.add_task(
+            "", total=None, visible=False, done="", figures="", left=""
+        )
 
     def __enter__(self) -> LiveProgress:
         self.progress.start()
@@ -44,7 +48,7 @@ class LiveProgress:
 
     def step(self, step: int) -> None:
         """One step more is done."""
-        self.progress.update(self.task, completed=step)
+        self.progress.update(self.task, completed=step, done=of_total(step, self.total))
 
     def sink(self, record: Record) -> None:
         """Show a record."""
@@ -52,15 +56,18 @@ class LiveProgress:
             self.progress.update(
                 self.task,
                 completed=record["step"],
+                done=of_total(record["step"], self.total),
                 figures=_figures(record),
                 left=f"{duration(record['seconds_left'])} left",
             )
             return
         if record["event"] == "run_started":
+            self.total = record["total_steps"]
             self.progress.update(
                 self.task,
-                total=record["total_steps"],
+                total=self.total,
                 completed=record["first_step"],
+                done=of_total(record["first_step"], self.total),
                 visible=True,
             )
         style = {"warned": "yellow", "step_skipped": "yellow", "evaluated": "cyan"}.get(

@@ -26,7 +26,7 @@ def onward(folder: Path, started: Mapping[str, Any], reason: str) -> str:
     words += ["--backend", backend]
     if ranks > 1:
         words += ["--nproc", str(ranks)]
-    if reason == "finished":
+    if reason == "finished" and total is not None:
         words += ["--steps", str(total + max(1, total // 5))]
     return shlex.join([*_program(), "train", *words])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .curves import curves
 from .records import Record
-from .words import amount, duration, figure
+from .words import amount, duration, figure, of_total
 
 __all__ = ["Outcome", "render"]
 
@@ -78,7 +78,7 @@ def _last(records: Sequence[Record], event: str) -> Record | None:
 def _facts(records: Sequence[Record]) -> dict[str, str]:
     facts: dict[str, str] = {}
     if (logged := _last(records, "logged")) is not None:
-        facts["Step"] = f"{logged['step']} of {logged['total_steps']}"
+        facts["Step"] = of_total(logged["step"], logged["total_steps"])
         facts["Training loss"] = figure(logged["loss"])
     if (evaluated := _last(records, "evaluated")) is not None:
         for name, value in evaluated["metrics"].items():

@@ -14,12 +14,13 @@ from typing import Any, TextIO
 from rich.console import Console
 from torch import nn
 
+from ..kernel.checkpoint import CHECKPOINTS
 from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
 from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
 from .choices import resolve
 from .failure import note_outcome, rank, world_size
-from .folder import CHECKPOINTS, Earlier, check_folder, default_folder, find_earlier, read_config
+from .folder import Earlier, check_folder, default_folder, find_earlier, read_config
 from .keeper import Keeper, configuration, result_record
 from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, run_ranks
 from .live import LiveProgress

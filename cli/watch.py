@@ -77,9 +77,10 @@ class Watcher:
             if achieved > self.peak.flops:
                 self._measure_again(started)
             mfu = min(1.0, achieved / self.peak.flops)
+        total = started.total_steps
         return {
-            "total_steps": started.total_steps,
-            "seconds_left": (started.total_steps - event.step) * event.step_seconds,
+            "total_steps": total,
+            "seconds_left": None if total is None else (total - event.step) * event.step_seconds,
             "item_name": self.item_name,
             "mfu": mfu,
         }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["amount", "describe", "duration", "figure", "rate"]
+__all__ = ["amount", "describe", "duration", "figure", "of_total", "rate"]
 
 
 def describe(record: Mapping[str, Any]) -> str | None:
@@ -29,10 +29,11 @@ def describe(record: Mapping[str, Any]) -> str | None:
 def _run_started(record: Mapping[str, Any]) -> str:
     world = record["world"]
     ranks = f" on {world['size']} ranks" if world["size"] > 1 else ""
+    total = record["total_steps"]
+    steps = "an open end" if total is None else f"{total - record['first_step']} steps"
     line = (
         f"{amount(record['num_parameters'])} parameters, {amount(record['num_samples'])} samples, "
-        f"{record['total_steps'] - record['first_step']} steps with backend "
-        f"{record['backend']}{ranks} ({world['device']})"
+        f"{steps} with backend {record['backend']}{ranks} ({world['device']})"
     )
     return f"{line}\nMFU is of {record['peak']}" if record.get("peak") else line
 
@@ -51,7 +52,7 @@ def _step_skipped(record: Mapping[str, Any]) -> str:
 
 def _logged(record: Mapping[str, Any]) -> str:
     parts = [
-        f"step {record['step']}/{record['total_steps']}",
+        f"step {of_total(record['step'], record['total_steps'])}",
         f"loss {figure(record['loss'])}",
         f"lr {record['learning_rate']:.2e}",
         f"grad norm {figure(record['grad_norm'])}",
@@ -103,6 +104,11 @@ def amount(value: float | None) -> str:
         if value >= scale:
             return f"{value / scale:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def of_total(step: int, total: int | None) -> str:
+    """`12/100`, or `12` where the end is not known."""
+    return str(step) if total is None else f"{step}/{total}"
 
 
 def duration(seconds: float | None) -> str:

@@ -6,6 +6,8 @@ It names no backend and imports none. Read `contract.py` first, then `loop.py`.
 from .contract import Recipe
 from .errors import DrivetrainError, UsageError
 from .loop import Result, fit
+from .predict import Chunk, predict
+from .ready import Batches
 from .settings import (
     CheckpointSettings,
     DataSettings,
@@ -14,17 +16,22 @@ from .settings import (
     ScheduleSettings,
     Settings,
 )
+from .stream import ReadAgain
 
 __all__ = [
+    "Batches",
     "CheckpointSettings",
+    "Chunk",
     "DataSettings",
     "DrivetrainError",
     "EvaluateSettings",
     "OptimizerSettings",
+    "ReadAgain",
     "Recipe",
     "Result",
     "ScheduleSettings",
     "Settings",
     "UsageError",
     "fit",
+    "predict",
 ]

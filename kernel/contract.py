@@ -37,6 +37,7 @@ __all__ = [
     "Flat",
     "Kind",
     "Layout",
+    "Microstep",
     "Outcome",
     "Piece",
     "Plan",
@@ -73,10 +74,12 @@ class Recipe:
     `module` that is passed (it is wrapped), not one kept aside."""
 
     train_data: Any = None
-    """A map-style data set: `__len__` and `__getitem__` (or `__getitems__`, used when there)."""
+    """A map-style data set: `__len__` and `__getitem__` (or `__getitems__`, used when there); a
+    stream: an iterable of samples, or a function without arguments that makes one for each epoch;
+    or ready `Batches` of a loader of your own."""
 
     eval_data: Mapping[str, Any] = field(default_factory=dict)
-    """Named map-style data sets that the model does not train on."""
+    """Named data, of any of these kinds, that the model does not train on."""
 
     collate: Callable[[list[Any]], Batch] | None = None
     """Makes a batch of a list of samples; by default `torch.utils.data.default_collate`."""
@@ -97,9 +100,48 @@ class Recipe:
     """Turns the sums over the whole data set (float64, on the host) into metrics; by default
     `{"loss": loss / items}`."""
 
+    step: Callable[[nn.Module, Batch, Microstep], Tensor] | None = None
+    """Takes over forward and backward of a microbatch, for a loss that is normalised in another
+    way: `step(module, batch, microstep)` calls `microstep.backward` and returns the detached loss
+    to report. What is given to `backward` is summed over microbatches and averaged over feeders.
+    """
+
     flops_per_item: float | None = None
     """Floating point operations that training spends on one item (forward and backward), to
     report the share of the machine's peak; None reports nothing."""
+
+
+class Microstep(Protocol):
+    """One microbatch of an update, as `Recipe.step` sees it."""
+
+    @property
+    def index(self) -> int:
+        """From 0."""
+        ...
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of this update; the same on every feeder."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """Whether the update follows."""
+        ...
+
+    def num_items(self) -> float:
+        """Items of the global batch. The first call of an update waits for the other ranks."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        ...
+
+    def backward(self, loss: Tensor) -> Tensor:
+        """Adds the gradient of a scalar; returns it detached, and 0 for a microbatch that only
+        keeps its feeder in step with the others.
+        """
+        ...
 
 
 # --- how the run is planned -----------------------------------------------------------------
@@ -129,6 +171,8 @@ class Plan:
     max_grad_norm: float | None = None
     """The limit of the global gradient norm; None never clips, and reports it all the same."""
     compile: bool = False
+    compile_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `torch.compile`, such as `backend` and `mode`."""
     activation_checkpointing: tuple[str, ...] = ()
     """Class names or FQN patterns (`fnmatch`) of the submodules that recompute activations."""
     seed: int = 0
@@ -138,6 +182,8 @@ class Plan:
     """At most this many samples in one forward of one feeder; None: a feeder's whole part."""
     timeout_seconds: float = 600.0
     """A collective that takes longer ends the run with the name of the rank and the call."""
+    stall_seconds: float | None = 30.0
+    """A rank that does nothing for so long while others wait for it ends the run; None never."""
     options: Any = None
     """An instance of the driver's own `options_type`."""
 
@@ -404,6 +450,11 @@ class Engine(Protocol):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's; an `lr` written before `update` governs it (law 4)."""
+        ...
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters of the whole model, tied ones once; the same on all ranks."""
         ...
 
     @property

@@ -11,15 +11,20 @@ workers, a data set draws from the process's own generators, which a checkpoint 
 workers, or with `isolate_random=True`, Python's, torch's and NumPy's global generators are seeded
 for each sample from (seed, epoch, offset), and for `collate` from the first offset of its
 microbatch: a sample is then the same on any world size and for any microbatch size.
+
+`Source` is what the loop takes steps from. `Loader` here is one over data that can be indexed;
+`stream.py` has one over what can only be read from the front, `ready.py` one over batches that
+somebody else makes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import KW_ONLY, asdict, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import islice, tee
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
@@ -29,7 +34,23 @@ from .errors import DataError, SettingError
 from .fetch import Fetcher, Microbatch, Request, from_workers
 from .order import Order, OrderFunction, ReadAhead, sequential, shuffled
 
-__all__ = ["Group", "Loader", "Microbatch", "Position", "eval_batches", "steps_per_epoch"]
+__all__ = [
+    "ENDLESS",
+    "Dealing",
+    "Group",
+    "Loader",
+    "Microbatch",
+    "Position",
+    "Source",
+    "eval_groups",
+    "is_indexed",
+    "length_of",
+    "steps_per_epoch",
+    "through_epochs",
+]
+
+ENDLESS = sys.maxsize
+"""A number of steps: until the data ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +59,25 @@ class Position:
 
     epoch: int = 0
     samples: int = 0
+    """Of ready batches: the batches of all feeders."""
+    state: Mapping[str, Any] | None = None
+    """A stream's own, there; JSON types."""
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         """For the manifest of a checkpoint."""
-        return asdict(self)
+        state = {} if self.state is None else {"state": dict(self.state)}
+        return {"epoch": self.epoch, "samples": self.samples, **state}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Position:
         """Raises `DataError` for anything but what `to_json` returns."""
-        if set(value) != {"epoch", "samples"} or any(
-            type(number) is not int or number < 0 for number in value.values()
+        counts = [value.get("epoch"), value.get("samples")]
+        if (
+            any(type(count) is not int or count < 0 for count in counts)
+            or value.keys() - {"epoch", "samples", "state"}
+            or not isinstance(value.get("state", {}), Mapping)
         ):
-            raise DataError(f"not a data position: {dict(value)!r}")
+            raise DataError(f"not a data position: {dict(value)!r:.200}")
         return cls(**value)
 
 
@@ -68,18 +96,44 @@ class Group:
     num_microbatches: int
     """The same on every feeder."""
     microbatches: Iterator[Microbatch]
+    num_items: float | None = None
+    """This feeder's, where whoever fetched them has counted them; None: the kernel counts."""
 
 
-@dataclass(eq=False, repr=False)
-class Loader:
-    """The groups of a map-style data set, from any position on, as one feeder sees them.
+class Source(Protocol):
+    """Data of one kind, in the order of training, as one feeder sees it. The loop knows no more."""
 
-    Raises `DataError` for data, and `SettingError` for numbers, that cannot be trained with.
+    @property
+    def num_samples(self) -> int | None:
+        """In an epoch, over all feeders; None where only reading tells."""
+        ...
+
+    @property
+    def epoch_length(self) -> int | None:
+        """What `Position.samples` comes to in an epoch; None where only reading tells."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where only reading tells."""
+        ...
+
+    def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
+        """The next `num_steps` groups, across epochs; fewer where the data ends. Close it, or drop
+        it, to end its workers.
+
+        Raises `DataError` when data cannot be read, or `WorkerFailed` with workers.
+        """
+        ...
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Dealing:
+    """How samples are dealt to feeders, cut, collated and fetched.
+
+    Raises `SettingError` for numbers that cannot be.
     """
 
-    dataset: Any
-    """`__len__` and `__getitem__`; or `__getitems__(indices)`, used unless samples are isolated."""
-    _: KW_ONLY
     global_batch: int
     micro_batch: int
     seed: int = 0
@@ -87,8 +141,6 @@ class Loader:
     """By default `torch.utils.data.default_collate`."""
     feeder_index: int = 0
     num_feeders: int = 1
-    order: OrderFunction = shuffled
-    """Says in which order an epoch is read, and how long it is."""
     drop_last: bool = False
     """Leave out the last group of an epoch when it is not full."""
     fixed_size: bool = False
@@ -99,10 +151,6 @@ class Loader:
     """Microbatches that each worker keeps ready."""
     start_method: str | None = None
     """How workers start: fork, forkserver or spawn; None is the platform's default."""
-    isolate_random: bool | None = None
-    """See the top of this file; None is "with workers". False with workers seeds each microbatch
-    instead of each sample: still exact on resume, but then augmentation depends on the cut."""
-    steps_per_epoch: int = field(init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.feeder_index < self.num_feeders:
@@ -117,15 +165,40 @@ class Loader:
                 f"a global batch of {self.global_batch} samples cannot be dealt to "
                 f"{self.num_feeders} feeders: raise it, or start fewer processes"
             )
-        self._num_samples = _count_samples(self.dataset)
-        epoch_samples = len(self._open(epoch=0))
-        self.steps_per_epoch = steps_per_epoch(epoch_samples, self.global_batch, self.drop_last)
+
+    def parts(self, num_samples: int) -> tuple[Part, ...]:
+        """This feeder's microbatches of a group of so many samples."""
+        cut_up = cut_to_size if self.fixed_size else cut
+        return cut_up(num_samples, self.micro_batch, self.feeder_index, self.num_feeders)
+
+
+@dataclass(eq=False, repr=False)
+class Loader(Dealing):
+    """The groups of a map-style data set, from any position on, as one feeder sees them.
+
+    Raises `DataError` for data, and `SettingError` for numbers, that cannot be trained with.
+    """
+
+    dataset: Any
+    """`__len__` and `__getitem__`; or `__getitems__(indices)`, used unless samples are isolated."""
+    _: KW_ONLY
+    order: OrderFunction = shuffled
+    """Says in which order an epoch is read, and how long it is."""
+    isolate_random: bool | None = None
+    """See the top of this file; None is "with workers". False with workers seeds each microbatch
+    instead of each sample: still exact on resume, but then augmentation depends on the cut."""
+    num_samples: int = field(init=False)
+    epoch_length: int = field(init=False)
+    steps_per_epoch: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.num_samples = _count_samples(self.dataset)
+        self.epoch_length = len(self._open(epoch=0))
+        self.steps_per_epoch = steps_per_epoch(self.epoch_length, self.global_batch, self.drop_last)
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
-        """The next `num_steps` groups, across epochs. Close it, or drop it, to end its workers.
-
-        Raises `DataError` when a sample cannot be fetched, or `WorkerFailed` with workers.
-        """
+        """See `Source`."""
         steps, steps_ahead = tee(islice(self._steps(start), num_steps))
         requests = (request for step in steps_ahead for request in step.requests())
         with closing(self._fetch(requests)) as fetched:
@@ -159,14 +232,12 @@ class Loader:
                 stop = offset + size
                 full = self.global_batch if self.drop_last else 1
                 after = Position(epoch, stop) if length - stop >= full else Position(epoch + 1)
-                cut_up = cut_to_size if self.fixed_size else cut
-                parts = cut_up(size, self.micro_batch, self.feeder_index, self.num_feeders)
-                yield _Step(Position(epoch, offset), after, size, parts, order)
+                yield _Step(Position(epoch, offset), after, size, self.parts(size), order)
                 offset = stop
             epoch, offset = epoch + 1, 0
 
     def _open(self, epoch: int) -> Order:
-        order = self.order(self._num_samples, self.seed, epoch)
+        order = self.order(self.num_samples, self.seed, epoch)
         if len(order) == 0:
             raise DataError(f"the order of epoch {epoch} holds no samples")
         if self.drop_last and len(order) < self.global_batch:
@@ -191,14 +262,12 @@ class _Step(NamedTuple):
             yield Request(epoch, base + start, indices, num_samples, repeats)
 
 
-def eval_batches(
+def eval_groups(
     dataset: Any, *, micro_batch: int, num_feeders: int = 1, **options: Any
-) -> Generator[Microbatch, None, None]:
+) -> Generator[Group, None, None]:
     """Every sample once, in order, on exactly one feeder; as many batches on every feeder.
 
-    The n-th batches of all feeders are neighbours: put one after the other by feeder, without
-    the idle ones (`num_samples` of 0), they continue the data set at the first one's `offset`.
-    `options`: others of `Loader`.
+    A group is at most `micro_batch` samples a feeder. `options`: others of `Loader`.
     """
     loader = Loader(
         dataset,
@@ -208,18 +277,48 @@ def eval_batches(
         order=sequential,
         **options,
     )
-    with closing(loader.groups(Position(), loader.steps_per_epoch)) as groups:
-        for group in groups:
-            yield from group.microbatches
+    return loader.groups(Position(), loader.steps_per_epoch)
+
+
+def through_epochs(
+    start: Position, num_epochs: int | None, read: Callable[[Position], Iterator[Group]]
+) -> Iterator[Group]:
+    """The groups of all epochs from `start` on, `read` one epoch at a time; None: without end.
+
+    Ends where a further epoch has none: what it comes from can be read once. Raises `DataError`
+    when the first one has none.
+    """
+    position = start
+    while num_epochs is None or position.epoch < num_epochs:
+        group = None
+        for group in read(position):
+            yield group
+        if group is None and not position.samples:
+            if position.epoch == 0:
+                raise DataError("the data holds no samples, or none that fill a global batch")
+            return
+        position = Position(position.epoch + 1)
+
+
+def is_indexed(dataset: Any) -> bool:
+    """Whether samples can be fetched by index, so that an epoch can be read from anywhere."""
+    indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return indexed and not isinstance(dataset, IterableDataset)
+
+
+def length_of(data: Any) -> int | None:
+    """`len(data)`, or None where there is none."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _count_samples(dataset: Any) -> int:
-    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
-    if not indexed or not hasattr(dataset, "__len__"):
+    if not is_indexed(dataset):
         raise DataError(
             f"{type(dataset).__name__} has no length or cannot be indexed: a map-style data set "
-            "(__len__ and __getitem__) is needed, so that a run can resume at any sample. Write "
-            "a stream to disk first, or keep it in a list."
+            "(__len__ and __getitem__) is needed here"
         )
     if len(dataset) == 0:
         raise DataError(f"{type(dataset).__name__} holds no samples")

@@ -90,13 +90,13 @@ class BackendUnavailable(UsageError):
 class CapabilityRefused(UsageError):
     """The driver declares that it cannot do what was asked.
 
-    `capability` and `driver` name both sides, for programs as well as in the message.
+    For programs: `asked` and `driver` as in the message; `capability`, the field of `Capabilities`
+    that does not promise it, empty where a driver promises something, but not in this combination.
     """
 
-    def __init__(self, capability: str, driver: str, remedy: str) -> None:
-        super().__init__(f"driver {driver!r} refuses {capability}: {remedy}")
-        self.capability = capability
-        self.driver = driver
+    def __init__(self, asked: str, driver: str, remedy: str, capability: str = "") -> None:
+        super().__init__(f"driver {driver!r} refuses {asked}: {remedy}")
+        self.asked, self.driver, self.capability = asked, driver, capability
 
 
 class CheckpointError(UsageError):

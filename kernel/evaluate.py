@@ -8,25 +8,26 @@ random state and gradients are as before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from .contract import Batch, Engine, Recipe, Session
-from .data import Microbatch
+from .data import Group
 from .errors import RecipeError
 
-__all__ = ["evaluate"]
+__all__ = ["aside", "evaluate"]
 
 _SEED = 0x5EED  # evaluation draws the same random numbers each time, and none of training's
 
 
 def evaluate(
-    session: Session, engine: Engine, recipe: Recipe, batches: Iterable[Microbatch]
+    session: Session, engine: Engine, recipe: Recipe, groups: Generator[Group, None, None]
 ) -> dict[str, float]:
-    """Metrics over all feeders' `batches`; called by all ranks, with equal results on all.
+    """Metrics over all feeders' `groups`; called by all ranks, with equal results on all.
 
     The sums are float64. Raises `RecipeError` when `measure` returns something that cannot be
     added up.
@@ -35,8 +36,8 @@ def evaluate(
     counts: deque[tuple[int, float, int]] = deque()
     sums: dict[str, Tensor] = {}
     items, samples = 0.0, 0
-    with _aside(session, engine.module), torch.no_grad():
-        for batch in session.feed(_counted(batches, recipe, counts)):
+    with aside(session, engine.module), torch.no_grad(), closing(groups):
+        for batch in session.feed(_counted(groups, recipe, counts)):
             with engine.autocast():
                 measured = measure(engine.module, batch)
             batch_samples, batch_items, repeats = counts.popleft()
@@ -55,9 +56,9 @@ def evaluate(
 
 
 def _counted(
-    batches: Iterable[Microbatch], recipe: Recipe, counts: deque[tuple[int, float, int]]
+    groups: Iterable[Group], recipe: Recipe, counts: deque[tuple[int, float, int]]
 ) -> Iterator[Batch]:
-    for batch in batches:
+    for batch in chain.from_iterable(group.microbatches for group in groups):
         items: float = batch.num_samples
         if items and recipe.count_items is not None:
             items = int(recipe.count_items(batch.batch)) / batch.repeats
@@ -88,7 +89,7 @@ def _summarise(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @contextmanager
-def _aside(session: Session, module: nn.Module) -> Iterator[None]:
+def aside(session: Session, module: nn.Module) -> Iterator[None]:
     """Evaluation mode and random state of its own; everything as before afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     random_state = session.rng_state()

@@ -50,9 +50,11 @@ class RunStarted:
     world: World
     settings: Any
     """The `Settings` in force."""
-    total_steps: int
-    steps_per_epoch: int
-    num_samples: int
+    total_steps: int | None
+    """None: until the data ends."""
+    steps_per_epoch: int | None
+    """None where the data has no length."""
+    num_samples: int | None
     num_parameters: int
     first_step: int
     """0, or the step that the run resumes from."""

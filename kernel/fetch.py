@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import signal
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import closing, contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from .contract import Batch
 from .errors import DataError, WorkerFailed
 from .order import mix
 
-__all__ = ["Fetcher", "Microbatch", "Request", "from_workers"]
+__all__ = [
+    "COLLATE",
+    "Fetcher",
+    "Microbatch",
+    "Request",
+    "from_one_worker",
+    "from_workers",
+    "generators_kept",
+    "seed_generators",
+]
 
 
-_COLLATE = 1
+COLLATE = 1
 """Tells the seed of a collation from that of its first sample."""
+
+T = TypeVar("T")
 
 
 class Request(NamedTuple):
@@ -34,6 +45,9 @@ class Request(NamedTuple):
     indices: list[int]
     num_samples: int
     repeats: int = 1
+
+    def __str__(self) -> str:
+        return f"the samples {self.indices} (from offset {self.offset} of epoch {self.epoch})"
 
 
 class Microbatch(NamedTuple):
@@ -68,14 +82,14 @@ class Fetcher:
         """Raises `DataError`, caused by the original exception, when that fails."""
         if not self._isolate_random:
             return self._microbatch(request, self._plain)
-        with _generators_kept():
+        with generators_kept():
             return self._microbatch(request, self._isolated)
 
     def in_worker(self, request: Request) -> Microbatch:
         """The same, where the generators are a worker's own: seeded here, and not kept."""
         if self._isolate_random:
             return self._microbatch(request, self._isolated)
-        _seed_generators(mix(self._seed, request.epoch, request.offset))
+        seed_generators(mix(self._seed, request.epoch, request.offset))
         return self._microbatch(request, self._plain)
 
     def _microbatch(self, request: Request, fetch: Callable[[Request], Batch]) -> Microbatch:
@@ -84,8 +98,7 @@ class Fetcher:
             return Microbatch(batch, request.num_samples, request.offset, request.repeats)
         except Exception as error:
             raise DataError(
-                f"the samples {request.indices} (from offset {request.offset} of epoch "
-                f"{request.epoch}) could not be fetched: {type(error).__name__}: {error}"
+                f"{request} could not be fetched: {type(error).__name__}: {error}"
             ) from error
 
     def _plain(self, request: Request) -> Batch:
@@ -100,14 +113,15 @@ class Fetcher:
         seed, epoch, first = self._seed, request.epoch, request.offset
         samples = []
         for offset, index in enumerate(request.indices, first):
-            _seed_generators(mix(seed, epoch, offset))
+            seed_generators(mix(seed, epoch, offset))
             samples.append(self._dataset[index])
-        _seed_generators(mix(seed, epoch, first, _COLLATE))
+        seed_generators(mix(seed, epoch, first, COLLATE))
         return self._collate(samples * request.repeats)
 
 
-def _seed_generators(seed: int) -> None:
-    """The CPU's only: `torch.manual_seed` would reseed the devices, too."""
+def seed_generators(seed: int) -> None:
+    """Python's, torch's and NumPy's; the CPU's only: `torch.manual_seed` would reseed the devices,
+    too."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if numpy := sys.modules.get("numpy"):
@@ -115,7 +129,8 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
+    """Afterwards the generators that `seed_generators` seeds are as before."""
     numpy = sys.modules.get("numpy")
     python_state, torch_state = random.getstate(), torch.default_generator.get_state()
     numpy_state = numpy.random.get_state() if numpy else None
@@ -129,9 +144,13 @@ def _generators_kept() -> Iterator[None]:
 
 
 class _Failure(NamedTuple):
-    """What a worker sends in place of a microbatch: some exceptions cannot be pickled."""
+    """What a worker sends in place of a result: some exceptions cannot be pickled."""
 
     message: str
+
+    @classmethod
+    def of(cls, error: DataError) -> _Failure:
+        return cls(f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}")
 
 
 class _WorkerSide:
@@ -144,7 +163,20 @@ class _WorkerSide:
         try:
             return self._fetcher.in_worker(request)
         except DataError as error:
-            return _Failure(f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}")
+            return _Failure.of(error)
+
+
+class _OneWorkerSide(IterableDataset[Any]):
+    """What the `DataLoader` takes for its data set, where one worker reads a stream."""
+
+    def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
+        self._read = read
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._read()
+        except DataError as error:
+            yield _Failure.of(error)
 
 
 def from_workers(
@@ -157,8 +189,49 @@ def from_workers(
     """The microbatches of `requests`, in order, from one set of workers that lives as long as this
     generator. Raises `WorkerFailed` when one raises or dies.
     """
+    under_way: deque[Request] = deque()
+    num_received = 0
+
+    def sent() -> Iterator[Request]:
+        for request in requests:
+            under_way.append(request)
+            yield request
+
+    def work_of(worker: int) -> str:
+        """What a worker was at, and had next: requests are handed out in turn."""
+        numbered = enumerate(under_way, num_received)
+        own = [str(request) for number, request in numbered if number % num_workers == worker]
+        return f", which was to fetch {', then '.join(own)}," if own else ""
+
+    received: Generator[Microbatch, None, None] = _receive(
+        _WorkerSide(fetcher), sent(), num_workers, prefetch, start_method, work_of
+    )
+    with closing(received):
+        for microbatch in received:
+            under_way.popleft()
+            num_received += 1
+            yield microbatch
+
+
+def from_one_worker(
+    read: Callable[[], Iterator[T]], prefetch: int, start_method: str | None
+) -> Generator[T, None, None]:
+    """What `read()` yields in a worker that lives as long as this generator. Raises `WorkerFailed`
+    when it raises or dies.
+    """
+    return _receive(_OneWorkerSide(read), None, 1, prefetch, start_method, lambda worker: "")
+
+
+def _receive(
+    worker_side: Any,
+    requests: Iterator[Request] | None,
+    num_workers: int,
+    prefetch: int,
+    start_method: str | None,
+    work_of: Callable[[int], str],
+) -> Generator[Any, None, None]:
     loader: DataLoader[Any] = DataLoader(
-        _WorkerSide(fetcher),  # type: ignore[arg-type]
+        worker_side,
         sampler=requests,
         batch_size=None,
         collate_fn=_unchanged,
@@ -168,34 +241,36 @@ def from_workers(
         # Unless it is given one, it draws from the process's own generator.
         generator=torch.Generator(),
     )
-    others = set(multiprocessing.active_children())
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
     with _sigchld_handler_kept():
         iterator: Any = iter(loader)
-    workers = set(multiprocessing.active_children()) - others
     try:
         while True:
             try:
-                microbatch = next(iterator)
+                result = next(iterator)
             except StopIteration:
                 return
             except Exception as error:
-                died = [f"{w.pid} (exit code {w.exitcode})" for w in workers if not w.is_alive()]
+                died = [
+                    f"{worker.pid} (exit code {worker.exitcode}){work_of(number)}"
+                    for number, worker in enumerate(iterator._workers)
+                    if not worker.is_alive()
+                ]
                 raise WorkerFailed(
-                    f"data worker {', '.join(died) or 'communication'} failed: {error}. "
+                    f"data worker {' '.join(died) or 'communication'} failed: {error}. "
                     "Exit code -9 is often the kernel out of memory: use fewer workers."
                 ) from error
-            if isinstance(microbatch, _Failure):
-                raise WorkerFailed(f"in a data worker: {microbatch.message}")
-            yield microbatch
+            if isinstance(result, _Failure):
+                raise WorkerFailed(f"in a data worker: {result.message}")
+            yield result
     finally:
         # Not left to `__del__`: a traceback may keep the iterator alive.
         iterator._shutdown_workers()
 
 
-def _unchanged(microbatch: Any) -> Any:
-    return microbatch
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 @contextmanager

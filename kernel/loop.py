@@ -5,25 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .checkpoint import CheckpointReader, CheckpointStore, load_rng
-from .contract import Batch, Driver, Engine, Outcome, Plan, Recipe, Session
-from .cut import fitting_size, share
-from .data import Group, Loader, eval_batches
+from .agreement import agree, plain, start_conditions
+from .checkpoint import CHECKPOINTS, CheckpointReader, CheckpointStore
+from .contract import Driver, Engine, Plan, Recipe, Session
+from .cut import fitting_size
+from .data import Group, Source, length_of
 from .errors import (
     DataError,
     NonFiniteTraining,
     RecipeError,
     SaveFailed,
+    SettingError,
 )
 from .evaluate import evaluate
 from .events import (
@@ -38,15 +37,17 @@ from .events import (
     Saved,
     StepEnded,
     StepSkipped,
+    Warned,
 )
-from .order import sequential, shuffled
-from .progress import Progress, Window
+from .progress import Window
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
-from .resume import CHECKPOINTS, agree, differences, find_checkpoint, plain
+from .resume import differences, find_checkpoint
 from .schedule import build_schedule
 from .settings import Settings, override
-from .step import Stepper
+from .sources import once, open_source
+from .step import StepResult
+from .training import Then, Training
 
 __all__ = ["Result", "fit"]
 
@@ -91,7 +92,7 @@ def fit(
     """
     settings = settings or Settings()
     if recipe.train_data is None:
-        raise RecipeError("the recipe has no train_data; give it a map-style data set")
+        raise RecipeError("the recipe has no train_data; give it a data set or a stream")
     driver = usable_driver(backend)
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
@@ -129,8 +130,9 @@ class _Run:
         self.recipe = dataclasses.replace(
             recipe, optimizer=recipe.optimizer or settings.optimizer.build
         )
+        agree(session, start_conditions(driver, plan, recipe, settings))
         for name, data in recipe.eval_data.items():
-            if len(data) == 0:
+            if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
         able = driver.capabilities(plan)
         self.fixed_size = able.static_shapes
@@ -138,25 +140,18 @@ class _Run:
         self.micro_batch = plan.micro_batch or largest
         if self.fixed_size:
             self.micro_batch = fitting_size(largest, self.micro_batch)
-        self.loader = Loader(
+        self.source = self._open(
             recipe.train_data,
-            collate=recipe.collate,
             seed=settings.seed,
             global_batch=settings.global_batch,
             micro_batch=self.micro_batch,
-            feeder_index=world.feeder_index,
-            num_feeders=world.num_feeders,
-            order=shuffled if settings.data.shuffle else sequential,
+            num_epochs=None if settings.steps else math.ceil(settings.epochs),
+            shuffle=settings.data.shuffle,
             drop_last=settings.data.drop_last,
-            fixed_size=self.fixed_size,
-            workers=settings.data.workers,
             # what is fetched ahead must not draw from the generators that a checkpoint holds
             isolate_random=able.feeds_ahead or None,
         )
-        self.total_steps = settings.steps or math.ceil(
-            settings.epochs * self.loader.steps_per_epoch
-        )
-        agree(session, {**plain(settings), "(samples in train_data)": len(recipe.train_data)})
+        self.total_steps = _total_steps(settings, self.source.steps_per_epoch)
         self.engine: Engine = session.prepare(self.recipe)
         session.seed(settings.seed + 1 + world.rank)
         self.base_rates = [group["lr"] for group in self.engine.param_groups]
@@ -174,15 +169,26 @@ class _Run:
                 best_mode=keep.best_mode,
                 keep_every=keep.keep_every,
             )
-        self.progress = Progress()
-        self.window = Window(self.progress)
+        self.training = Training(
+            self.recipe, session, self.engine, self.source, self.total_steps, self, requests
+        )
         self.first_step = 0
         self.checkpoint: Path | None = None
         self.metrics: dict[str, dict[str, float]] = {}
         self.loss = math.nan
         self.evaluated_at = self.saved_at = -1
-        self.in_a_row = 0
-        self.unsettled: tuple[Outcome, Tensor] | None = None
+
+    def _open(self, data: Any, **options: Any) -> Source:
+        """The source of training or evaluation data."""
+        return open_source(
+            data,
+            self.session,
+            collate=self.recipe.collate,
+            count_items=self.recipe.count_items,
+            fixed_size=self.fixed_size,
+            workers=self.settings.data.workers,
+            **options,
+        )
 
     def resume(self, source: str | Path) -> None:
         """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
@@ -191,15 +197,11 @@ class _Run:
             return
         reader, world = CheckpointReader(path), self.session.world
         manifest = reader.manifest
-        progress = Progress.from_json(manifest.state) if manifest.state else Progress()
-        self.engine.restore(reader)
-        self.progress, self.first_step, self.checkpoint = progress, progress.step, path
-        self.window = Window(progress)
-        if window := manifest.state.get("window"):
-            self.window.restore(window, self.session)
-        self.saved_at = progress.step
+        seeded = self.training.restore(reader)
+        step = self.training.progress.step
+        self.first_step, self.checkpoint, self.saved_at = step, path, step
         if metrics := manifest.state.get("metrics"):
-            self.evaluated_at = progress.step
+            self.evaluated_at = step
             self.metrics = {
                 name: {
                     key.removeprefix(f"{name}."): value
@@ -209,10 +211,10 @@ class _Run:
                 for name in self.recipe.eval_data
             }
         notes = differences(manifest, self.settings, self.driver.name, world.size)
-        if not load_rng(reader, self.session):
-            self.session.seed(self.settings.seed + 1 + world.rank + progress.step)
+        if not seeded:
+            self.session.seed(self.settings.seed + 1 + world.rank + step)
             notes += ("no random state for this rank in the checkpoint: seeded anew",)
-        self._emit(Resumed(path, progress.step, notes))
+        self._emit(Resumed(path, step, notes))
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -223,147 +225,80 @@ class _Run:
                 world=self.session.world,
                 settings=self.settings,
                 total_steps=self.total_steps,
-                steps_per_epoch=self.loader.steps_per_epoch,
-                num_samples=len(self.recipe.train_data),
-                num_parameters=sum(p.numel() for p in self.engine.module.parameters()),
+                steps_per_epoch=self.source.steps_per_epoch,
+                num_samples=self.source.num_samples,
+                num_parameters=self.engine.num_parameters,
                 first_step=self.first_step,
                 out=self.out,
                 flops_per_item=self.recipe.flops_per_item,
             )
         )
-        reason = self._train()
-        if self.window.has_grown(self.progress):
+        then = self.training.run()
+        done = self.training.progress.step
+        if then is Then.FINISHED and self.settings.steps and done < self.settings.steps:
+            self._emit(Warned(f"the data ended after {done} of {self.settings.steps} steps"))
+        if self.training.window.has_grown(self.training.progress):
             self._log()  # and the window stays open: a longer run logs as if it had not ended here
-        if reason != "preempted" and self.settings.evaluate.at_end:
+        preempted = then is Then.PREEMPTED
+        if not preempted and self.settings.evaluate.at_end:
             self._evaluate()
-        if reason == "preempted" or self.settings.checkpoint.at_end:
+        if preempted or self.settings.checkpoint.at_end:
             self._save()
         finished = None
-        if finish is not None and reason != "preempted":
+        if finish is not None and not preempted:
             with self.engine.full_params() as module:
                 module.eval()
                 finished = finish(module)
-        step = self.progress.step
+        step, reason = self.training.progress.step, then.value
         self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
         return Result(step, reason, self.loss, self.metrics, self.checkpoint, finished)
 
-    def _train(self) -> str:
-        progress, settings = self.progress, self.settings
-        stepper = Stepper(self.recipe, self.engine, self.session)
-        alone = self.session.world.size == 1
-        remaining = max(0, self.total_steps - progress.step)
-        groups = self.loader.groups(progress.position, remaining)
-        entered: deque[tuple[Group, float]] = deque()
-        microbatches = self._on_device(groups, entered)
-        self.engine.module.train()
-        with closing(groups):
-            for first in microbatches:
-                group, num_items = entered.popleft()
-                result = stepper(
-                    chain((first,), microbatches),
-                    group.num_microbatches,
-                    num_items,
-                    self._set_learning_rate,
-                    self.requests.send(),
-                )
-                progress.step += 1
-                progress.position = group.next
-                progress.samples += group.num_samples
-                progress.items += int(result.items)
-                self.unsettled = result.outcome, result.loss
-                self.window.add(result.loss, result.outcome.grad_norm)
-                if self.observers:
-                    self._emit(StepEnded(progress.step))
-                agreed = result.requests
-                if alone:  # nobody to agree with: what came in during the step counts at once
-                    agreed = [a + b for a, b in zip(agreed, self.requests.send(), strict=True)]
-                if agreed[Request.LOG] or progress.step % settings.log_every == 0:
-                    self._log()
-                    self.window = Window(progress)
-                if agreed[Request.EVALUATE] or _due(progress.step, settings.evaluate.every):
-                    self._evaluate()
-                if agreed[Request.SAVE] or _due(progress.step, settings.checkpoint.every):
-                    self._save()
-                if agreed[Request.PREEMPT]:
-                    return "preempted"
-                if agreed[Request.STOP]:
-                    return "stopped"
-        return "finished"
+    # --- between steps (see `Conductor`) ------------------------------------------------------
 
-    def _on_device(
-        self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
-    ) -> Iterator[tuple[Batch, float]]:
-        """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
-        items in it, before its first.
-        """
-        world, count = self.session.world, self.recipe.count_items
-        weights: deque[float] = deque()
-
-        def on_host() -> Iterator[Batch]:
-            for group in groups:
-                microbatches = group.microbatches
-                num_items: float
-                num_items = share(group.num_samples, world.num_feeders, world.feeder_index)[1]
-                if count is not None:
-                    # the items of the whole group must be known before its first backward
-                    fetched = list(microbatches)
-                    num_items = sum(
-                        count(part.batch) / part.repeats for part in fetched if part.num_samples
-                    )
-                    microbatches = iter(fetched)
-                entered.append((group, num_items))
-                for part in microbatches:
-                    weights.append(1 / part.repeats if part.num_samples else 0.0)
-                    yield part.batch
-
-        for batch in self.session.feed(on_host()):
-            yield batch, weights.popleft()
-
-    def _set_learning_rate(self) -> None:
-        self._settle()
-        factor = self.schedule(self.progress.applied)
+    def before_update(self) -> None:
+        factor = self.schedule(self.training.progress.applied)
         for group, rate in zip(self.engine.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
 
-    def _settle(self) -> None:
-        """Learn whether the last update was applied, as late as possible: the next one is queued
-        up to its own update by now.
-        """
-        if self.unsettled is None:
-            return
-        (outcome, loss), self.unsettled = self.unsettled, None
-        progress = self.progress
-        if outcome.applied():
-            progress.applied += 1
-            self.in_a_row = 0
-            return
-        progress.skipped += 1
-        self.in_a_row += 1
-        step = progress.applied + progress.skipped
-        value = float(self.session.reduce(loss)) / self.session.world.num_feeders
-        norm = float(outcome.grad_norm)
-        self._emit(StepSkipped(step, self.in_a_row, value, norm))
-        if self.in_a_row >= self.settings.max_nonfinite:
+    def after_step(self, group: Group, result: StepResult) -> Then:
+        step, settings = self.training.progress.step, self.settings
+        if self.observers:
+            self._emit(StepEnded(step))
+        requests = self.training.agreed(result)
+        if requests[Request.LOG] or step % settings.log_every == 0:
+            self._log()
+            self.training.window = Window(self.training.progress)
+        if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
+            self._evaluate()
+        if requests[Request.SAVE] or _due(step, settings.checkpoint.every):
+            self._save()
+        if requests[Request.PREEMPT]:
+            return Then.PREEMPTED
+        return Then.STOPPED if requests[Request.STOP] else Then.GO_ON
+
+    def skipped(self, event: StepSkipped) -> None:
+        self._emit(event)
+        if event.in_a_row >= self.settings.max_nonfinite:
             kept = f"the last checkpoint is {self.checkpoint}" if self.checkpoint else "none saved"
             raise NonFiniteTraining(
-                f"step {step}: loss {value}, gradient norm {norm}: {self.in_a_row} steps in a row "
-                f"could not be applied (max_nonfinite={self.settings.max_nonfinite}); {kept}. The "
-                "weights are those before these steps. Lower optimizer.lr, check the data, or "
-                "raise precision"
+                f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
+                f"{event.in_a_row} steps in a row could not be applied (max_nonfinite="
+                f"{self.settings.max_nonfinite}); {kept}. The weights are those before these "
+                "steps. Lower optimizer.lr, check the data, or raise precision"
             )
 
     # --- log, evaluate, save --------------------------------------------------------------
 
     def _log(self) -> None:
-        self._settle()
-        progress = self.progress
-        figures = self.window.figures(progress, self.session)
+        self.training.settle()
+        progress = self.training.progress
+        position = progress.position
+        figures = self.training.window.figures(progress, self.session)
         self.loss = figures["loss"]
         self._emit(
             Logged(
                 step=progress.step,
-                epoch=progress.position.epoch
-                + progress.position.samples / len(self.recipe.train_data),
+                epoch=position.epoch + position.samples / (self.source.epoch_length or math.inf),
                 learning_rate=float(self.engine.param_groups[0]["lr"]),
                 items=progress.items,
                 samples=progress.samples,
@@ -373,31 +308,28 @@ class _Run:
         )
 
     def _evaluate(self) -> None:
-        if self.evaluated_at == self.progress.step:
+        if self.evaluated_at == self.training.progress.step:
             return
-        world, settings = self.session.world, self.settings
-        micro_batch = settings.evaluate.micro_batch or self.micro_batch
+        micro_batch = self.settings.evaluate.micro_batch or self.micro_batch
         for name, data in self.recipe.eval_data.items():
             started = time.perf_counter()
-            batches = eval_batches(
+            source = self._open(
                 data,
-                collate=self.recipe.collate,
+                seed=0,
+                global_batch=micro_batch * self.session.world.num_feeders,
                 micro_batch=micro_batch,
-                feeder_index=world.feeder_index,
-                num_feeders=world.num_feeders,
-                fixed_size=self.fixed_size,
-                workers=settings.data.workers,
+                num_epochs=1,
             )
-            metrics = evaluate(self.session, self.engine, self.recipe, batches)
+            metrics = evaluate(self.session, self.engine, self.recipe, once(source))
             self.metrics[name] = metrics
             seconds = time.perf_counter() - started
-            self.window.leave_out(seconds)
-            self._emit(Evaluated(self.progress.step, name, metrics, seconds))
-        self.evaluated_at = self.progress.step
+            self.training.window.leave_out(seconds)
+            self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
+        self.evaluated_at = self.training.progress.step
 
     def _save(self) -> None:
-        self._settle()
-        progress, started = self.progress, time.perf_counter()
+        self.training.settle()
+        progress, started = self.training.progress, time.perf_counter()
         if self.store is None or self.saved_at == progress.step:
             return
         try:
@@ -407,9 +339,8 @@ class _Run:
                 self.session,
                 driver=self.driver.name,
                 state={
-                    **progress.to_json(),
+                    **self.training.state(),
                     "metrics": self._metrics_now(),
-                    "window": self.window.to_json(self.session),
                 },
                 settings=plain(self.settings),
             )
@@ -421,12 +352,12 @@ class _Run:
             return
         self.checkpoint, self.saved_at = path, progress.step
         seconds = time.perf_counter() - started
-        self.window.leave_out(seconds)
+        self.training.window.leave_out(seconds)
         self._emit(Saved(progress.step, path, seconds))
 
     def _metrics_now(self) -> dict[str, float]:
         """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
-        if self.evaluated_at != self.progress.step:
+        if self.evaluated_at != self.training.progress.step:
             return {}
         named: dict[str, float] = {}
         for name, metrics in reversed(self.metrics.items()):
@@ -437,6 +368,22 @@ class _Run:
     def _emit(self, event: Event) -> None:
         for observer in self.observers:
             self.requests.ask(observer(event))
+
+
+def _total_steps(settings: Settings, steps_per_epoch: int | None) -> int | None:
+    """None: until the data ends."""
+    if settings.steps is not None:
+        return settings.steps
+    if steps_per_epoch == 0:
+        raise DataError("train_data holds no samples, or none that fill a global batch")
+    if steps_per_epoch is not None:
+        return math.ceil(settings.epochs * steps_per_epoch)
+    if settings.epochs % 1:
+        raise SettingError(
+            f"epochs is {settings.epochs}, and the data has no length to take a part of: set "
+            "whole epochs, or steps"
+        )
+    return None
 
 
 def _due(step: int, every: int | None) -> bool:

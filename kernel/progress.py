@@ -66,6 +66,11 @@ class Window:
         self._losses = self._losses + loss
         self._grad_norm = grad_norm
 
+    @property
+    def loss_sum(self) -> Any:
+        """This feeder's losses of these steps, added up; on the device, or 0.0 before the first."""
+        return self._losses
+
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on training."""
         self._since += seconds

@@ -88,21 +88,24 @@ def refuse_unpromised(driver: Driver, plan: Plan) -> None:
     """Raises `CapabilityRefused` for the first thing in the plan that the driver cannot do."""
     able = driver.capabilities(plan)
     precision = plan.precision.name
-    for asked, promised, capability, remedy in (
+    for capability, asked, promised, what, remedy in (
         (
+            "precisions",
             True,
             precision in able.precisions,
             f"precision {precision}",
             f"it trains in {', '.join(sorted(able.precisions))}",
         ),
-        (plan.compile, able.compile, "compile", "set compile=false"),
+        ("compile", plan.compile, able.compile, "compile", "set compile=false"),
         (
+            "activation_checkpointing",
             plan.activation_checkpointing,
             able.activation_checkpointing,
             "activation_checkpointing",
             "leave it empty",
         ),
         (
+            "multi_process",
             int(os.environ.get("WORLD_SIZE", "1")) > 1,
             able.multi_process,
             "more than one process",
@@ -110,7 +113,7 @@ def refuse_unpromised(driver: Driver, plan: Plan) -> None:
         ),
     ):
         if asked and not promised:
-            raise CapabilityRefused(capability, driver.name, remedy)
+            raise CapabilityRefused(what, driver.name, remedy, capability)
 
 
 def _best() -> Driver:

@@ -1,39 +1,23 @@
-"""Starting together: the same configuration on all ranks, and the same checkpoint."""
+"""Resuming: from which checkpoint, and what has changed since."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from .checkpoint import Manifest, newest
+from .agreement import plain
+from .checkpoint import (
+    CHECKPOINTS,
+    MANIFEST,
+    Manifest,
+    checkpoints_of,
+    is_checkpoint,
+    newest,
+)
 from .contract import Session
-from .errors import CheckpointNotFound, CollectiveFailed
-from .settings import Settings, flatten
+from .errors import CheckpointNotFound
+from .settings import Settings
 
-__all__ = ["CHECKPOINTS", "agree", "differences", "find_checkpoint", "plain"]
-
-CHECKPOINTS = "checkpoints"
-"""The folder of checkpoints in a run folder."""
-
-
-def plain(settings: Settings) -> dict[str, Any]:
-    """Settings by dotted key, as JSON holds them."""
-    flat = flatten(settings)
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in flat.items()}
-
-
-def agree(session: Session, configuration: Mapping[str, Any]) -> None:
-    """Raises `CollectiveFailed`, with the difference, unless all ranks pass equal values."""
-    mine = {key: str(value) for key, value in configuration.items()}
-    for rank, theirs in enumerate(session.exchange(mine)):
-        differing = [key for key in mine if mine[key] != theirs.get(key)]
-        if differing:
-            shown = ", ".join(f"{k}: {mine[k]} here, {theirs.get(k)} there" for k in differing)
-            raise CollectiveFailed(
-                f"rank {session.world.rank} and rank {rank} were started with different "
-                f"configurations: {shown}. Start every rank with the same command"
-            )
+__all__ = ["differences", "find_checkpoint"]
 
 
 def differences(
@@ -59,18 +43,13 @@ def find_checkpoint(session: Session, source: str | Path, out: Path | None) -> P
     if automatic and out is None:
         raise CheckpointNotFound("resume is 'auto' and there is no run folder to look in")
     folder = out / CHECKPOINTS if automatic and out else Path(source)
-    found = session.exchange(_newest(folder) if session.world.rank == 0 else None)[0]
+    found = None
+    if session.world.rank == 0:
+        found = folder if is_checkpoint(folder) else newest(checkpoints_of(folder))
+    found = session.exchange(None if found is None else str(found))[0]
     if found is None and not automatic:
         raise CheckpointNotFound(
-            f"no complete checkpoint in {folder}; give a checkpoint folder (it holds "
-            "manifest.json) or a run folder"
+            f"no complete checkpoint in {folder}; give a checkpoint folder (it holds {MANIFEST}) "
+            "or a run folder"
         )
     return None if found is None else Path(found)
-
-
-def _newest(folder: Path) -> str | None:
-    if (folder / "manifest.json").is_file():
-        return str(folder)
-    nested = folder / CHECKPOINTS
-    path = newest(nested if nested.is_dir() else folder)
-    return None if path is None else str(path)

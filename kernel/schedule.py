@@ -44,14 +44,22 @@ _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
 }
 
+_WITHOUT_END = ("constant", "inverse_sqrt")
+
 SCHEDULES: tuple[str, ...] = (*sorted((*_SHAPES, "inverse_sqrt")),)
 """The names that `build_schedule` knows."""
 
 
 def build_schedule(
-    name: str, *, total_steps: int, warmup: float = 0.0, final: float = 0.0, decay: float = 0.2
+    name: str,
+    *,
+    total_steps: int | None,
+    warmup: float = 0.0,
+    final: float = 0.0,
+    decay: float = 0.2,
 ) -> Schedule:
-    """A schedule over `total_steps` updates.
+    """A schedule over `total_steps` updates; None: so many as there will be, which constant and
+    inverse_sqrt need not know.
 
     `warmup`: linear from near 0 to 1; a number of steps if at least 1, else a share of
     `total_steps`. `final`: the factor at the end (linear, cosine, warmup_stable_decay). `decay`:
@@ -65,6 +73,14 @@ def build_schedule(
         raise SettingError(f"schedule.warmup is {warmup}; it must be 0 or more")
     if not 0.0 < decay <= 1.0:
         raise SettingError(f"schedule.decay is {decay}; it must be above 0 and at most 1")
+    if total_steps is None:
+        if name not in _WITHOUT_END or 0 < warmup < 1:
+            raise SettingError(
+                f"schedule.name is {name!r} with warmup {warmup}, which needs to know the number "
+                "of steps, and the data has no length: set steps; or one of "
+                f"{', '.join(_WITHOUT_END)} with a warmup of whole steps"
+            )
+        total_steps = 0
     warmup_steps = round(warmup) if warmup >= 1 else round(warmup * total_steps)
     rest = max(1, total_steps - warmup_steps)
     shape = _SHAPES.get(name)

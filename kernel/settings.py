@@ -104,7 +104,8 @@ class ScheduleSettings:
 class DataSettings:
     """How samples are ordered and fetched."""
 
-    shuffle: bool = True
+    shuffle: bool | None = None
+    """None: shuffled where samples can be fetched by index; other data come in their own order."""
     drop_last: bool = False
     workers: int = 0
     """Processes that fetch microbatches; 0 fetches in the training process."""
@@ -154,11 +155,18 @@ class Settings:
     max_grad_norm: float | None = 1.0
     seed: int = 0
     compile: bool = False
+    compile_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `torch.compile`: `backend`, `mode` and so on."""
     activation_checkpointing: tuple[str, ...] = ()
     log_every: int = 10
     max_nonfinite: int = 10
     """End the run when this many steps in a row could not be applied."""
     timeout_seconds: float = 600.0
+    """A collective that takes longer ends the run with the name of the rank and the call."""
+    stall_seconds: float | None = 30.0
+    """A rank that does nothing for so long while others wait for it ends the run: one that is
+    stopped or cut off, at any time; one that idles (asleep, deadlocked, reading from a source that
+    does not answer), in training and evaluation from the second step on. None never."""
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     data: DataSettings = DataSettings()
@@ -184,10 +192,10 @@ class Settings:
         for key, bound in at_least.items():
             if values[key] is not None and values[key] < bound:
                 raise SettingError(f"{key} is {values[key]}; it must be at least {bound}")
-        for key in ("epochs", "timeout_seconds", "max_grad_norm"):
+        for key in ("epochs", "timeout_seconds", "stall_seconds", "max_grad_norm"):
             value = values[key]
             if value is not None and not (value > 0 and math.isfinite(value)):
-                none = " or none" if key == "max_grad_norm" else ""
+                none = " or none" if key in ("stall_seconds", "max_grad_norm") else ""
                 raise SettingError(f"{key} is {value}; it must be above 0{none}")
         if self.precision not in PRECISIONS:
             raise SettingError(f"precision is {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
@@ -198,11 +206,13 @@ class Settings:
             precision=PRECISIONS[self.precision],
             max_grad_norm=self.max_grad_norm,
             compile=self.compile,
+            compile_options=self.compile_options,
             activation_checkpointing=self.activation_checkpointing,
             seed=self.seed,
             global_batch=self.global_batch,
             micro_batch=self.micro_batch,
             timeout_seconds=self.timeout_seconds,
+            stall_seconds=self.stall_seconds,
             options=options,
         )
 

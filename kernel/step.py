@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -37,50 +39,89 @@ class Stepper:
     def __init__(self, recipe: Recipe, engine: Engine, session: Session) -> None:
         self.engine = engine
         self.loss = recipe.loss
+        self.take_over = recipe.step
         self.session = session
         self.num_feeders = session.world.num_feeders
+        self._agreed: Callable[[], list[float]] = list
+        self._sums: list[float] | None = None
 
     def __call__(
         self,
         microbatches: Iterator[tuple[Batch, float]],
         num_microbatches: int,
         num_items: float,
-        set_learning_rate: Callable[[], None],
+        before_update: Callable[[], None],
         requests: Sequence[float] = (),
     ) -> StepResult:
         """One update over the next `num_microbatches` of `microbatches`.
 
         Each is a batch on the device and what it weighs: 1, less where its samples are repeated,
         0 when it only runs so that ranks stay together. `num_items`: this feeder's.
-        `set_learning_rate` is called right before the update. `requests`: numbers to add up over
+        `before_update` is called right before the update. `requests`: numbers to add up over
         ranks on the way.
         """
-        engine, loss_function = self.engine, self.loss
-        agreed = self.session.tally((num_items, *requests))
-        scale = 0.0
+        self._agreed, self._sums = self.session.tally((num_items, *requests)), None
         total: Tensor | None = None
-        sums: list[float] = []
-        for remaining in range(num_microbatches - 1, -1, -1):
-            batch, share = next(microbatches)
-            with engine.microbatch(last=not remaining):
-                with engine.autocast():
-                    loss = loss_function(engine.module, batch)
-                if total is None:
-                    check_loss(loss)
-                    sums = agreed()  # waited for behind the first forward, and only then needed
-                    scale = self.num_feeders / sums[0] if sums[0] else 0.0
-                if loss.element_size() < 4:
-                    loss = loss.float()  # the weight must not be rounded to bfloat16
-                # a loss that is not finite makes every gradient NaN, so that no rank applies it:
-                # the gradient of an overflowed loss may be finite
-                weight = (loss.detach() * 0.0).add_(scale * share)
-                loss = loss * weight
-                engine.backward(loss)
-            loss = loss.detach()
+        for index in range(num_microbatches):
+            batch, weight = next(microbatches)
+            last = index == num_microbatches - 1
+            with self.engine.microbatch(last=last):
+                if self.take_over is None:
+                    loss = self._forward_backward(batch, weight)
+                else:
+                    microstep = _Microstep(self, index, num_microbatches, weight)
+                    loss = self.take_over(self.engine.module, batch, microstep)
             total = loss if total is None else total + loss
         assert total is not None
-        set_learning_rate()
-        return StepResult(total, sums[0], sums[1:], engine.update())
+        before_update()
+        sums = self.sums()
+        return StepResult(total, sums[0], sums[1:], self.engine.update())
+
+    def sums(self) -> list[float]:
+        """The items of the global batch, and the requests, summed over ranks. Waits once a step."""
+        if self._sums is None:
+            self._sums = self._agreed()
+        return self._sums
+
+    def backward(self, loss: Tensor, weight: float) -> Tensor:
+        """`loss * weight`, detached, once its gradient has been added."""
+        if loss.element_size() < 4:
+            loss = loss.float()  # the weight must not be rounded to bfloat16
+        # a loss that is not finite makes every gradient NaN, so that no rank applies it: the
+        # gradient of an overflowed loss may be finite
+        loss = loss * (loss.detach() * 0.0).add_(weight)
+        self.engine.backward(loss)
+        return loss.detach()
+
+    def _forward_backward(self, batch: Batch, weight: float) -> Tensor:
+        with self.engine.autocast():
+            loss = self.loss(self.engine.module, batch)
+        check_loss(loss)
+        items = self.sums()[0]  # waited for behind the first forward, and only then needed
+        return self.backward(loss, weight * self.num_feeders / items if items else 0.0)
+
+
+@dataclass(slots=True)
+class _Microstep:
+    """See `Microstep` in the contract."""
+
+    stepper: Stepper
+    index: int
+    num_microbatches: int
+    weight: float
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.num_microbatches - 1
+
+    def num_items(self) -> float:
+        return self.stepper.sums()[0]
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.stepper.engine.autocast()
+
+    def backward(self, loss: Tensor) -> Tensor:
+        return self.stepper.backward(loss, self.weight)
 
 
 def check_loss(loss: object) -> None:

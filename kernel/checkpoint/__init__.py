@@ -7,13 +7,25 @@ No pickle, in or out.
 
 from __future__ import annotations
 
-from .catalog import Found, Listing, Rejected, checkpoint_path, list_checkpoints, newest
+from .catalog import (
+    CHECKPOINTS,
+    Found,
+    Listing,
+    Rejected,
+    checkpoint_path,
+    checkpoints_of,
+    is_checkpoint,
+    list_checkpoints,
+    newest,
+)
 from .export import export_weights, import_weights
-from .manifest import FileEntry, Manifest, read_manifest
+from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .reader import CheckpointReader
-from .store import CheckpointStore, load_rng
+from .store import CheckpointStore, load_rng, save_folder
 
 __all__ = [
+    "CHECKPOINTS",
+    "MANIFEST",
     "CheckpointReader",
     "CheckpointStore",
     "FileEntry",
@@ -22,10 +34,13 @@ __all__ = [
     "Manifest",
     "Rejected",
     "checkpoint_path",
+    "checkpoints_of",
     "export_weights",
     "import_weights",
+    "is_checkpoint",
     "list_checkpoints",
     "load_rng",
     "newest",
     "read_manifest",
+    "save_folder",
 ]

@@ -16,15 +16,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..contract import Session
 from ..errors import CheckpointError, SettingError
 from . import files
-from .manifest import Manifest, read_manifest
+from .manifest import MANIFEST, Manifest, read_manifest
 
-__all__ = ["Found", "Listing", "Rejected", "checkpoint_path", "list_checkpoints", "newest"]
+__all__ = [
+    "CHECKPOINTS",
+    "Found",
+    "Listing",
+    "Rejected",
+    "checkpoint_path",
+    "checkpoints_of",
+    "is_checkpoint",
+    "list_checkpoints",
+    "newest",
+]
 
-_FINAL = re.compile(r"checkpoint-([0-9]{6,18})")
-_HIDDEN = re.compile(r"\.(checkpoint-[0-9]{6,18})\.(writing|removing|replaced)")
+CHECKPOINTS = "checkpoints"
+"""The folder of checkpoints in a run folder."""
+_FINAL = re.compile(r"checkpoint-([0-9]{1,18})")
+_HIDDEN = re.compile(r"\.(checkpoint-[0-9]{1,18})\.(writing|removing|replaced)")
 
 
 @dataclass(frozen=True)
@@ -52,11 +63,11 @@ class Listing:
     rejected: tuple[Rejected, ...]
 
 
-def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of that step is, or will be."""
+def checkpoint_path(root: Path, step: int, digits: int = 6) -> Path:
+    """Where the checkpoint of that step is, or will be. `digits`: the step is padded to so many."""
     if not 0 <= step < 10**18:
         raise SettingError(f"step is {step}: must be from 0 to 10**18 - 1")
-    return root / f"checkpoint-{step:06d}"
+    return root / f"checkpoint-{step:0{digits}d}"
 
 
 def hidden_path(folder: Path, role: Literal["writing", "removing", "replaced"]) -> Path:
@@ -84,18 +95,21 @@ def list_checkpoints(root: str | Path) -> Listing:
     return Listing(tuple(sorted(complete, key=lambda found: found.step)), tuple(rejected))
 
 
-def newest(root: str | Path, session: Session | None = None) -> Path | None:
-    """The complete checkpoint with the highest step; None when there is none.
+def newest(root: str | Path) -> Path | None:
+    """The complete checkpoint with the highest step; None when there is none."""
+    complete = list_checkpoints(root).complete
+    return complete[-1].folder if complete else None
 
-    With a session all ranks call it and get what rank 0 sees, whatever they see themselves.
-    """
-    chosen = None
-    if session is None or session.world.rank == 0:
-        complete = list_checkpoints(root).complete
-        chosen = str(complete[-1].folder) if complete else None
-    if session is not None:
-        chosen = session.exchange(chosen)[0]
-    return None if chosen is None else Path(chosen)
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it was committed."""
+    return (folder / MANIFEST).is_file()
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """The folder of all checkpoints of a run folder; any other folder may hold them itself."""
+    nested = folder / CHECKPOINTS
+    return nested if nested.is_dir() else folder
 
 
 def sweep(root: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import CheckpointDamaged
 
-__all__ = ["create", "open_regular", "read_small", "remove", "sync_folder"]
+__all__ = ["create", "open_regular", "read_small", "remove", "sync_folder", "sync_tree"]
 
 
 @contextmanager
@@ -59,6 +59,17 @@ def sync_folder(folder: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make what others wrote below `folder` durable, files and names."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = Path(parent, name)
+            if path.is_file() and not path.is_symlink():
+                with _naming(path), open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        sync_folder(Path(parent))
 
 
 def remove(path: Path) -> None:

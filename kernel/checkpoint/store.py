@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from ..contract import Engine, Piece, Session
 from ..errors import SaveFailed
-from . import catalog
+from . import catalog, files
 from .manifest import FileEntry, Manifest, write_manifest
 from .reader import CheckpointReader
 from .writer import RNG, collect, write_pieces
 
-__all__ = ["CheckpointStore", "load_rng"]
+__all__ = ["CheckpointStore", "load_rng", "save_folder"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,8 +42,9 @@ class CheckpointStore:
         best_metric: str | None = None,
         best_mode: Literal["min", "max"] = "min",
         keep_every: int | None = None,
+        digits: int = 6,
     ) -> None:
-        self.root = Path(root)
+        self.root, self.digits = Path(root), digits
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
 
     def save(
@@ -55,14 +56,17 @@ class CheckpointStore:
         *,
         settings: Mapping[str, Any] | None = None,
         driver: str = "",
+        beside: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write the checkpoint of `step`; all ranks call it, and return once it is committed.
 
-        `state` and `settings` go into the manifest (JSON types; rank 0's are used). Raises
+        `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
+        called on all ranks with the folder that is being written, to put other files there: they
+        appear with the checkpoint, and resuming does not read them. Raises
         `SaveFailed` on all ranks when any of them fails, with that rank, the file and the reason;
         then nothing is left of it and the checkpoints before it are untouched.
         """
-        folder = catalog.checkpoint_path(self.root, step)
+        folder = catalog.checkpoint_path(self.root, step, self.digits)
         temporary = catalog.hidden_path(folder, "writing")
         world = session.world
         pieces: list[Piece] = []
@@ -76,11 +80,19 @@ class CheckpointStore:
             return [(file.name, file.num_bytes, file.crc32) for file in written]
 
         def commit() -> None:
-            files = tuple(FileEntry(*file) for rank_files in written for file in rank_files)
+            entries = tuple(FileEntry(*file) for rank_files in written for file in rank_files)
+            if beside is not None:
+                files.sync_tree(temporary)
             write_manifest(
                 temporary,
                 Manifest(
-                    step, files, dict(state), dict(settings or {}), driver, world.size, engine.tied
+                    step,
+                    entries,
+                    dict(state),
+                    dict(settings or {}),
+                    driver,
+                    world.size,
+                    engine.tied,
                 ),
             )
             catalog.publish(folder)
@@ -89,6 +101,8 @@ class CheckpointStore:
             sizes = _together(session, folder, gather)
             _on_first(session, folder, lambda: self._prepare(temporary, sum(sizes)))
             written = _together(session, folder, write)
+            if beside is not None:  # once all have written: it may call what ranks do together
+                _together(session, folder, lambda: beside(temporary))
             _on_first(session, folder, commit)
         except SaveFailed:
             if world.rank == 0:
@@ -122,6 +136,35 @@ class CheckpointStore:
                 catalog.retire(found.folder)
         except OSError as error:
             _LOG.warning("an old checkpoint could not be removed: %s", error)
+
+
+def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) -> None:
+    """Write a folder that is no checkpoint by itself, as safely as one; called by all ranks.
+
+    `fill` is called on all of them with a folder that takes its name when all are done. Raises
+    `SaveFailed` on all ranks when any of them fails.
+    """
+    temporary = catalog.hidden_path(folder, "writing")
+
+    def prepare() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        catalog.sweep(folder.parent)
+        os.mkdir(temporary)
+
+    def commit() -> None:
+        files.sync_tree(temporary)
+        catalog.publish(folder)
+        catalog.sweep(folder.parent)
+
+    _on_first(session, folder, prepare)
+    try:
+        _together(session, folder, lambda: fill(temporary))
+        _on_first(session, folder, commit)
+    except SaveFailed:
+        if session.world.rank == 0:
+            with contextlib.suppress(OSError):
+                catalog.sweep(folder.parent)
+        raise
 
 
 def load_rng(reader: CheckpointReader, session: Session) -> bool:

@@ -19,6 +19,22 @@ FOLDER = ROOT / ".venv-all"
 EXTRAS = ("xla", "ipex", "deepspeed", "test")
 LEFT_OUT = ("not-xla", "not-ipex")
 
+WORLDS = (
+    "cpu",
+    "ddp:2",
+    "ddp:3",
+    "fsdp:2",
+    "fsdp:3",
+    "deepspeed:2,stage=1",
+    "deepspeed:2,stage=2",
+    "deepspeed:2,stage=3",
+    "deepspeed:3,stage=3",
+    "xla",
+    "xla,devices=2",
+    "ipex",
+)
+"""What runs in it, as `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+
 
 def python_of_all() -> str:
     """Its interpreter, whether or not the environment has been made yet."""

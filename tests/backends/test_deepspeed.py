@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import cpp_extension
 
 from drivetrain.backends import _deepspeed_build, _deepspeed_config
 from drivetrain.backends.deepspeed import DeepspeedOptions
@@ -96,6 +97,7 @@ READY = Awkward()
 MODELS = {
     "inside": Awkward,
     "outside": lambda: READY,
+    "wide": lambda: Awkward(600),
     "scalar": lambda: nn.ParameterList([torch.ones(())]),
 }
 
@@ -353,6 +355,9 @@ def test_auto_is_filled_in() -> None:
     assert made["wall_clock_breakdown"]
 
 
+ON_DISK = {"device": "nvme", "nvme_path": "/"}
+
+
 @pytest.mark.parametrize(
     ("config", "named"),
     [
@@ -365,7 +370,9 @@ def test_auto_is_filled_in() -> None:
         ({"zero_optimization": {"stage": 1}}, r"1.*backend\.stage.*3"),
         ({"gradient_allreduce_op": "sum"}, "sum.*mean"),
         ({"scheduler": {"type": "WarmupLR"}}, "schedule"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.*nvme"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "nvme_path is None"),
+        ({"zero_optimization": {"offload_optimizer": {**ON_DISK, "pipeline_read": True}}}, "pipe"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio"),
         ("missing.json", "missing.json"),
     ],
@@ -373,6 +380,13 @@ def test_auto_is_filled_in() -> None:
 def test_contradictions_are_refused_with_both_values(config: Any, named: str) -> None:
     with pytest.raises((SettingError, CapabilityRefused), match=named):
         resolve(config, stage=3)
+
+
+def test_files_hold_the_optimizer_at_stage_3_alone() -> None:
+    config = {"zero_optimization": {"offload_optimizer": ON_DISK}}
+    assert resolve(config, stage=3)["zero_optimization"]["offload_optimizer"] == ON_DISK
+    with pytest.raises(CapabilityRefused, match=r"stage 2.*take stage 3"):
+        resolve(config, stage=2)
 
 
 def test_the_optimizer_section_follows_the_recipe() -> None:
@@ -390,6 +404,7 @@ def test_a_lock_left_by_a_killed_build_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as in torch 2.8
     _deepspeed_build.refuse_stale_locks()
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
@@ -398,3 +413,5 @@ def test_a_lock_left_by_a_killed_build_is_named(
     os.utime(lock, (long_ago, long_ago))
     with pytest.raises(BackendUnavailable, match="lock"):
         _deepspeed_build.refuse_stale_locks()
+    monkeypatch.delattr(cpp_extension, "FileBaton")
+    _deepspeed_build.refuse_stale_locks()  # that lock is the system's, its file means nothing

@@ -389,6 +389,32 @@ def test_meta_trains_alike_at_any_world_size(fresh: bool, tmp_path: Path) -> Non
         torch.testing.assert_close(run["figures"], runs[0]["figures"], rtol=1e-6, atol=0)
 
 
+def weights_of_rank_0(bench: Bench) -> list[float]:
+    """The sum of all weights, as each rank has it, of a model that rank 0 alone has read."""
+    with bench.open(precision="fp32") as session:
+
+        def model() -> nn.Module:
+            module = Tied()
+            if session.world.rank > 0:
+                nn.init.zeros_(module.blocks[0][1].weight)
+                nowhere = nn.Parameter(torch.empty(11, 6, device="meta"))
+                module.head.weight = module.embedding.weight = nowhere
+            return module
+
+        engine = session.prepare(recipe(momentum, model))
+        with engine.full_params() as whole:
+            return session.exchange(sum(float(p.double().sum()) for p in whole.parameters()))
+
+
+def test_ranks_take_the_weights_of_rank_0() -> None:
+    (alone,) = Subject("fsdp", 1).run(weights_of_rank_0)[0]
+    both = Subject("fsdp", 2, {"from_rank_0": True}).run(weights_of_rank_0)[0]
+    assert both == [alone, alone]
+    refused = Plan(options=FsdpOptions(from_rank_0=True, meta=True))
+    with pytest.raises(SettingError, match="both true"), driver.open(refused):
+        pass
+
+
 OPTIMIZERS = (
     *("Adam", "Adamax", "NAdam", "RAdam", "Adadelta", "Adagrad", "ASGD", "RMSprop", "Rprop"),
     *(

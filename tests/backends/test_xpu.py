@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drivetrain.backends.xpu import XpuOptions, driver
+from drivetrain.backends.xpu import driver
 from drivetrain.conformance import Case, cases
 from drivetrain.kernel.contract import Plan
 from drivetrain.kernel.errors import BackendUnavailable, SettingError
@@ -43,7 +43,9 @@ def test_capabilities_touch_no_device() -> None:
 
 
 def test_options_are_parsed_and_unknown_ones_refused() -> None:
-    options = override(XpuOptions(), {"bucket_cap_mb": "8", "static_graph": "true"}, "backend.")
-    assert options == XpuOptions(bucket_cap_mb=8, static_graph=True)
+    options = override(
+        driver.options_type(), {"bucket_cap_mb": "8", "static_graph": "true"}, "backend."
+    )
+    assert options == driver.options_type(bucket_cap_mb=8, static_graph=True)
     with pytest.raises(SettingError, match=r"backend\.bucket_cap; did you mean"):
-        override(XpuOptions(), {"bucket_cap": "8"}, "backend.")
+        override(driver.options_type(), {"bucket_cap": "8"}, "backend.")

@@ -19,8 +19,10 @@ LAWS = (
     "law_3_not_applied",
     "law_4_learning_rate",
     "law_5_evaluation",
+    "law_5_predictions",
     "law_6_resume",
     "law_6_files",
+    "law_6_streams",
     "law_7_capabilities",
     "contract_session",
 )

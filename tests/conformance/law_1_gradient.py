@@ -30,18 +30,37 @@ def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: in
 def clipped_adamw_equals_one_process(
     subject: Subject, problem: str, micro_batch: int | None
 ) -> None:
-    """Losses only: the weights of AdamW may differ where a gradient is nearly zero."""
+    """Losses only: AdamW divides a gradient by its own size, so where it is zero but for
+    rounding, as of the keys' bias in attention, the weights go a step either way."""
     seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=micro_batch, max_grad_norm=1.0)
-    seen.require_losses(2e-6)
+    seen.require_losses(1e-6)
 
 
-@check(precision=("bf16", "fp16"))
-def low_precision_stays_near(subject: Subject, precision: str) -> Refused | None:
-    """Losses within 1 % of the float64 ones, and not the float32 ones in disguise."""
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+"""How far rounding to 8 or 11 significant bits can be off, relative."""
+
+LOSS_ROUNDINGS = {"SGD": 2, "AdamW": 4}
+"""How many of these a mean loss may be off after 20 updates. Of the thousands of rounded products
+behind it as many are too large as too small, so that one rounding would nearly do, and another for
+where the weights have come to; AdamW divides each element of the gradient by its own size, and so
+goes a whole step where a rounded one has lost its sign."""
+
+
+@check(precision=("bf16", "fp16"), optimizer=("SGD", "AdamW"))
+def low_precision_stays_near(subject: Subject, precision: str, optimizer: str) -> Refused | None:
+    """Losses within a few roundings of the float64 ones, and not the float32 ones in disguise."""
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
-    seen = rehearse(subject, "language", optimizer="SGD", micro_batch=2, precision=precision)
-    seen.require_losses(1e-2)
+    limit = None if optimizer == "SGD" else 1.0
+    seen = rehearse(
+        subject,
+        "language",
+        optimizer=optimizer,
+        micro_batch=2,
+        precision=precision,
+        max_grad_norm=limit,
+    )
+    seen.require_losses(LOSS_ROUNDINGS[optimizer] * ROUNDING[precision])
     seen.require_lower_precision()
     return None
 

@@ -39,14 +39,14 @@ SETTINGS = {
 
 
 @check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)))
-def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], workers: int = 0) -> None:
+def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: Any) -> None:
     """With dropout, resumed in mid-epoch, at its end, before and after its last, partial batch."""
     with tempfile.TemporaryDirectory() as folder:
-        straight = record(subject, f"{folder}/straight", workers)
+        straight = record(subject, f"{folder}/straight", **how)
         resumed = straight
         for number, stop in enumerate(stops):
             source = resumed["checkpoint"].replace(f"{STEPS:06}", f"{stop:06}")
-            resumed = record(subject, f"{folder}/{number}", workers, resume=source)
+            resumed = record(subject, f"{folder}/{number}", resume=source, **how)
         exact = compare(resumed, straight, last=STEPS - stops[-1])
     if subject.can("exact_resume"):
         require(exact is None, f"resumed at {stops}: {exact}")
@@ -121,7 +121,9 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
         source = record(subject, folder, problem="language")["checkpoint"]
         ranks = subject.run(restore, problem="language", source=source, update=True)
     weights = assemble([rank["state"] for rank in ranks])["weights"]
+    size = sum(p.numel() for p in PROBLEMS["language"].recipe().model().parameters())
     for number, rank in enumerate(ranks):
+        require_same("num_parameters, of the whole model", rank["num_parameters"], size)
         whole = {name: rank["whole"][name] for name in weights}
         require_same_bits(f"full_params on rank {number}", whole, weights)
 
@@ -237,5 +239,6 @@ def restore(
             "mismatch": mismatch,
             "state": pieces(engine),
             "tied": [list(group) for group in engine.tied],
+            "num_parameters": engine.num_parameters,
             "whole": whole,
         }

@@ -39,7 +39,7 @@ def precisions(subject: Subject, precision: str) -> Refused | None:
 def multi_process(subject: Subject) -> Refused | None:
     """Two processes are one world, or are refused."""
     if not subject.can("multi_process"):
-        return refuses(subject, "more than one process", {}, world=2)
+        return refuses(subject, "multi_process", "more than one process", {}, world=2)
     worlds = subject.at(2).run(world_of)
     require_same("ranks", [world["rank"] for world in worlds], [0, 1])
     require_same("sizes", [world["size"] for world in worlds], [2, 2])
@@ -50,7 +50,7 @@ def multi_process(subject: Subject) -> Refused | None:
 def compilation(subject: Subject) -> Refused | None:
     """A compiled model gives the same losses."""
     if not subject.can("compile"):
-        return refuses(subject, "compile", {"compile": True})
+        return refuses(subject, "compile", "compile", {"compile": True})
     seen = rehearse(subject, "regression", optimizer="SGD", groups=[[0, 1, 2, 3]] * 2, compile=True)
     seen.require_losses(1e-5)
     return None
@@ -61,7 +61,7 @@ def activation_checkpointing(subject: Subject) -> Refused | None:
     """The chosen layers run once more in the backward, and the losses are the same."""
     asked: dict[str, Any] = {"activation_checkpointing": ("Block",)}
     if not subject.can("activation_checkpointing"):
-        return refuses(subject, "activation_checkpointing", asked)
+        return refuses(subject, "activation_checkpointing", "activation_checkpointing", asked)
     rehearse(subject, "language", optimizer="SGD", steps=3, **asked).require_losses(1e-6)
     plain, again = (max(subject.run(forwards, settings=settings)) for settings in ({}, asked))
     require_same("forwards of a recomputed layer, for one of a plain one", again / plain, 2.0)

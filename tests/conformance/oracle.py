@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .problems import PROBLEMS, Sample, Samples, collate
 
-__all__ = ["Trained", "evaluate", "train"]
+__all__ = ["Trained", "evaluate", "outputs", "train"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,14 @@ def evaluate(problem: str, weights: Mapping[str, Tensor], size: int) -> dict[str
     recipe = PROBLEMS[problem].recipe()
     assert recipe.summarise is not None
     return dict(recipe.summarise(sums))
+
+
+@one_thread()
+def outputs(problem: str, weights: Mapping[str, Tensor], size: int) -> Tensor:
+    """What the model gives for the first `size` samples."""
+    with torch.no_grad():
+        found: Tensor = load(problem, weights).eval()(batch_of(problem, range(size))["x"])
+    return found
 
 
 def load(problem: str, weights: Mapping[str, Tensor]) -> nn.Module:

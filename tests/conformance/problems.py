@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..kernel.contract import Recipe
 
-__all__ = ["PROBLEMS", "Problem", "Samples", "collate"]
+__all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate"]
 
 Sample = dict[str, Tensor]
 
@@ -34,6 +34,42 @@ class Samples:
         if index == self.poison:
             sample["x"] = sample["x"].index_fill(0, torch.tensor(0), float("nan"))
         return {"id": torch.tensor(index), **sample}
+
+
+@dataclass
+class Stream:
+    """Samples that can be read from the front only."""
+
+    samples: Samples
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+@dataclass
+class StatefulStream(Stream):
+    """One that can go on where it was."""
+
+    at: int = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        start, self.at = self.at, 0
+        for index in range(start, len(self.samples)):
+            self.at = index + 1
+            yield self.samples[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.at = state["at"]
+
+
+KINDS_OF_DATA: dict[str, Callable[[Samples], Any]] = {
+    "indexed": lambda samples: samples,
+    "stream": Stream,
+    "stateful": StatefulStream,
+}
 
 
 def collate(samples: list[Sample]) -> Sample:

@@ -7,7 +7,7 @@ from typing import Any
 from ..kernel.errors import CapabilityRefused
 from .bench import Bench
 from .cases import Refused
-from .judge import LawBroken, require
+from .judge import LawBroken, require, require_same
 from .problems import PROBLEMS, Samples
 from .subject import Subject
 
@@ -21,6 +21,7 @@ def ask(bench: Bench, *, settings: dict[str, Any]) -> dict[str, str] | None:
         bench.fit(recipe, {"steps": 1, "global_batch": 8, **settings})
     except CapabilityRefused as refusal:
         return {
+            "asked": refusal.asked,
             "capability": refusal.capability,
             "driver": refusal.driver,
             "message": str(refusal),
@@ -29,23 +30,27 @@ def ask(bench: Bench, *, settings: dict[str, Any]) -> dict[str, str] | None:
 
 
 def refuses(
-    subject: Subject, capability: str, settings: dict[str, Any], world: int | None = None
+    subject: Subject,
+    capability: str,
+    what: str,
+    settings: dict[str, Any],
+    world: int | None = None,
 ) -> Refused:
-    """Every rank refuses in the same words. Raises `LawBroken` otherwise."""
+    """Every rank refuses in the same words, which say `what`, and names the field of
+    `Capabilities`. Raises `LawBroken` otherwise.
+    """
     first, *others = subject.run(ask, world=world, settings=settings)
     if first is None:
-        raise LawBroken(f"{capability} is not declared, and asking for it was not refused")
-    require(all(other == first for other in others), f"ranks refuse {capability} differently")
-    require(
-        capability in first["capability"],
-        f"the refusal names {first['capability']!r} where {capability!r} was asked",
-    )
+        raise LawBroken(f"{what} is not declared, and asking for it was not refused")
+    require(all(other == first for other in others), f"ranks refuse {what} differently")
+    require_same("the refused capability", first["capability"], capability)
+    require(what in first["asked"], f"{first['asked']!r} was refused where {what!r} was asked")
     named = first["driver"] == subject.facts.name and subject.facts.name in first["message"]
     require(named, f"the refusal does not name the driver: {first}")
-    require(capability in first["message"], f"the refusal does not say what it refuses: {first}")
+    require(what in first["message"], f"the refusal does not say what it refuses: {first}")
     return Refused(first["message"])
 
 
 def refuses_precision(subject: Subject, precision: str) -> Refused:
     """The precision is not declared."""
-    return refuses(subject, precision, {"precision": precision})
+    return refuses(subject, "precisions", precision, {"precision": precision})

@@ -9,7 +9,7 @@ import html
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from string import Template
@@ -61,11 +61,12 @@ def write_report(folder: Path, runs: Iterable[Run]) -> None:
     for run in runs:
         (folder / f"{run.key}.json").write_text(json.dumps(asdict(run), indent=1))
     found = [Run(**json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))]
-    (folder / "index.html").write_text(page(found), encoding="utf-8")
+    others = sorted(path.name for path in folder.glob("*.html") if path.name != "index.html")
+    (folder / "index.html").write_text(page(found, others), encoding="utf-8")
 
 
-def page(runs: list[Run]) -> str:
-    """A page that needs nothing but itself."""
+def page(runs: list[Run], others: Sequence[str] = ()) -> str:
+    """A page that needs nothing but itself, with links to the other pages of its folder."""
     laws = {law: statement for run in runs for law, statement in run.laws.items()}
     head = "".join(f"<th>{html.escape(run.title)}</th>" for run in runs)
     body = "".join(
@@ -75,7 +76,9 @@ def page(runs: list[Run]) -> str:
         for law, statement in laws.items()
     )
     template = Template((Path(__file__).parent / "report.html").read_text(encoding="utf-8"))
-    return template.substitute(head=head, body=body, runs="".join(map(section, runs)))
+    links = "".join(f'<p><a href="{name}">{name.removesuffix(".html")}</a></p>' for name in others)
+    sections = "".join(map(section, runs))
+    return template.substitute(head=head, body=body, runs=sections, links=links)
 
 
 def law_cell(law: str, statement: str) -> str:

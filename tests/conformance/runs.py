@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..kernel.events import Evaluated, Logged, StepEnded, StepSkipped
 from .bench import Bench
-from .problems import PROBLEMS, Sample, Samples
+from .problems import KINDS_OF_DATA, PROBLEMS, Sample, Samples
 
 __all__ = ["run"]
 
@@ -44,11 +44,13 @@ def run(
     settings: dict[str, Any],
     poison: int | None = None,
     evaluate: Sequence[int] = (),
+    data: str = "indexed",
     out: str | None = None,
     resume: str | None = None,
 ) -> dict[str, Any]:
-    """`fit`, with evaluation data sets of these sizes; what was logged, skipped and evaluated, the
-    samples of each step on this rank, the checkpoint, and the weights at the end."""
+    """`fit`, with evaluation data sets of these sizes, on `data` of one of `KINDS_OF_DATA`; what
+    was logged, skipped and evaluated, the samples of each step on this rank, the checkpoint, and
+    the weights at the end."""
     chosen, recorder = PROBLEMS[problem], Recorder()
 
     def loss(module: nn.Module, batch: Sample) -> Tensor:
@@ -62,7 +64,7 @@ def run(
     result = bench.fit(
         chosen.recipe(
             loss=loss,
-            train_data=Samples(problem, samples, poison),
+            train_data=KINDS_OF_DATA[data](Samples(problem, samples, poison)),
             eval_data={str(size): Samples(problem, size) for size in evaluate},
         ),
         settings,

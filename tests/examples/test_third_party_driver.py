@@ -116,7 +116,9 @@ def test_the_manual_s_commands(package: Path, command: str) -> None:
 def test_the_manual_shows_what_is_there() -> None:
     """Its first command is how the package above is installed; its Python stands in the files."""
     assert COMMANDS[0] == "pip install ."
-    there = (ROOT / "backends" / "cpu.py").read_text(), (SOURCE / "tests/test_sum64.py").read_text()
+    backends, theirs = ROOT / "backends", SOURCE / "tests" / "test_sum64.py"
+    files = *(backends / name for name in ("cpu.py", "_alone.py", "_step.py")), theirs
+    there = [path.read_text() for path in files]
     blocks = re.findall(r"^```python\n(.*?)^```", MANUAL, re.DOTALL | re.MULTILINE)
     assert len(blocks) > 3
     for block in blocks:

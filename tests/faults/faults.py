@@ -277,6 +277,19 @@ class EverythingInMemory(WrappedSession):
         return fed if torch.is_grad_enabled() else iter(list(fed))
 
 
+class OwnPartFirst(WrappedSession):
+    """Each rank puts its own rows before those of the others."""
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        gathered: Tensor = self.inner.gather(tensor)
+        if tensor.dim() < 2:
+            return gathered
+        sizes, rank = self.inner.exchange(len(tensor)), self.inner.world.rank
+        first = sum(sizes[:rank])
+        own = slice(first, first + sizes[rank])
+        return torch.cat((gathered[own], gathered[:first], gathered[own.stop :]))
+
+
 # --- law 6: saving and resuming ----------------------------------------------------------------
 
 
@@ -295,6 +308,14 @@ class MomentsRounded(WrappedEngine):
             rounded = piece.tensor.bfloat16().to(piece.tensor.dtype)
             moment = piece.kind == "optimizer"
             yield dataclasses.replace(piece, tensor=rounded) if moment else piece
+
+
+class OwnPartCounted(WrappedEngine):
+    """The number of parameters is that of the rank's own part."""
+
+    @property
+    def num_parameters(self) -> int:
+        return int(self.inner.num_parameters) // 2
 
 
 class Untied(WrappedEngine):
@@ -398,7 +419,7 @@ FAULTS: dict[str, Fault] = {
     "sum over feeders": Fault(SGD, SumOverFeeders),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
-    "no autocast": Fault("1_gradient-low_precision_stays_near-bf16", NoAutocast),
+    "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
     "norm of the local shard": Fault(NORM, NormOfTheLocalShard),
     "norm after clipping": Fault(NORM, NormAfterClipping),
     "no norm without clipping": Fault(NORM, NoNormWithoutClipping),
@@ -414,10 +435,12 @@ FAULTS: dict[str, Fault] = {
     "evaluation counts": Fault(SAME_BITS, EvaluationCounts),
     "padded with duplicates": Fault("5_evaluation-metrics_are", session=PaddedWithDuplicates),
     "everything in memory": Fault("5_evaluation-memory", session=EverythingInMemory),
+    "own part first": Fault("5_predictions-each_sample_once", session=OwnPartFirst),
     "moments dropped": Fault(RESUMED, MomentsDropped),
     "moments rounded": Fault(RESUMED, MomentsRounded),
     "buffers forgotten": Fault(RESUMED, BuffersForgotten),
     "untied": Fault("6_resume-tied_weights_stay_tied", Untied),
+    "own part counted": Fault("6_resume-whole_weights", OwnPartCounted),
     "written twice": Fault("6_resume-whole_weights", WrittenTwice),
     "exactness not declared": Fault(RESUMED, capabilities=inexact),
     "feeds ahead": Fault("7_capabilities-feeds_ahead", session=FeedsAhead),

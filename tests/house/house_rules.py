@@ -238,7 +238,7 @@ def public_name_breaches(path: str, text: str) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names = {target.id for target in targets if isinstance(target, ast.Name)}
             if "__all__" in names and node.value is not None:
-                listed = ast.literal_eval(node.value)
+                listed = _listed(node.value, tree)
             defined |= names
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
@@ -259,6 +259,16 @@ def public_name_breaches(path: str, text: str) -> list[str]:
     if is_package and (unlisted := sorted(public - set(listed))):
         found.append(f"{path}:1: public, yet not in __all__: {', '.join(unlisted)}")
     return found
+
+
+def _listed(value: ast.expr, tree: ast.Module) -> list[str]:
+    """A literal list, or `list(_TABLE)` of a literal dict that the module assigns."""
+    if isinstance(value, ast.Call) and dotted(value.func) == "list":
+        table = dotted(value.args[0])
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and table in map(dotted, node.targets):
+                return list(ast.literal_eval(node.value))
+    return list(ast.literal_eval(value))
 
 
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"})

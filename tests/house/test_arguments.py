@@ -42,11 +42,13 @@ def test_what_a_plan_holds_reaches_the_driver() -> None:
     changed = {
         "max_grad_norm": 3.0,
         "compile": True,
+        "compile_options": {"backend": "eager"},
         "activation_checkpointing": ("Linear",),
         "seed": 5,
         "global_batch": 7,
         "micro_batch": 2,
         "timeout_seconds": 9.0,
+        "stall_seconds": 8.0,
     }
     plan = override(Settings(), changed).plan()
     assert {key: getattr(plan, key) for key in changed} == changed

@@ -68,7 +68,7 @@ def test_a_bad_import_is_seen(path: str, line: str) -> None:
         ("kernel/checkpoint/store.py", "from ..contract import Piece\nfrom .manifest import A"),
         ("kernel/__init__.py", "from .loop import fit\nfrom . import loop"),
         ("backends/ddp.py", "import torch.distributed as dist\nfrom ..kernel.contract import Plan"),
-        ("backends/ddp.py", "from . import _torch\nfrom ._torch import build_model"),
+        ("backends/ddp.py", "from . import _step\nfrom ._model import build_model"),
         ("backends/deepspeed.py", "def f():\n    from deepspeed.runtime import engine"),
         ("compat/trainer.py", "import transformers\nfrom ..kernel.loop import fit"),
         ("cli/gpt.py", "from drivetrain.kernel.contract import Recipe"),

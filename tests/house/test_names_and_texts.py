@@ -50,6 +50,10 @@ def test_listed_names_can_be_imported(room: str) -> None:
         ("kernel/a.py", "__all__ = ['a', 'a']\na = 1"),
         ("kernel/a.py", "__all__ = ['a', 'B']\na = B = 1"),
         ("kernel/a.py", "__all__ = ['a']"),
+        (
+            "kernel/__init__.py",
+            "_T = {'b': 'x', 'a': 'y'}\n__all__ = list(_T)\ndef __getattr__(n): ...",
+        ),
         ("kernel/__init__.py", "from .loop import fit"),
         ("kernel/__init__.py", "from .loop import fit\n__all__ = []"),
         ("kernel/__init__.py", "import math\n__all__ = []"),
@@ -66,6 +70,10 @@ def test_a_bad_list_of_names_is_seen(path: str, text: str) -> None:
         ("kernel/a.py", "__all__ = ['ONE', 'Two', 'three']\nONE = Two = three = 1"),
         ("kernel/__init__.py", "from .a import b as c, _d\n__all__ = ['c']"),
         ("kernel/__init__.py", "__all__ = ['Lazy']\ndef __getattr__(name): ..."),
+        (
+            "kernel/__init__.py",
+            "_T = {'a': 'x', 'b': 'y'}\n__all__ = list(_T)\ndef __getattr__(n): ...",
+        ),
     ],
 )
 def test_a_good_list_of_names_passes(path: str, text: str) -> None:

@@ -26,7 +26,7 @@ from drivetrain.kernel.data import (
     Loader,
     Microbatch,
     Position,
-    eval_batches,
+    eval_groups,
     steps_per_epoch,
 )
 from drivetrain.kernel.errors import DataError, SettingError, WorkerFailed
@@ -455,7 +455,8 @@ def test_an_exception_that_cannot_be_pickled_arrives() -> None:
 def test_a_worker_that_is_killed_is_named() -> None:
     loader = Loader(Killed(12), global_batch=4, micro_batch=2, order=sequential, workers=2)
     started = time.monotonic()
-    with pytest.raises(WorkerFailed, match=r"data worker \d+ \(exit code -9\)"):
+    expected = r"data worker \d+ \(exit code -9\), which was to fetch .*the samples \[4, 5\] .from"
+    with pytest.raises(WorkerFailed, match=expected):
         read(loader, Position(), 3)
     assert time.monotonic() - started < 30
 
@@ -515,7 +516,16 @@ def test_a_position_past_the_end_is_refused() -> None:
     assert group.position == Position(2, 0)
 
 
-@pytest.mark.parametrize("value", [{}, {"epoch": 1}, {"epoch": -1, "samples": 0}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"epoch": 1},
+        {"epoch": -1, "samples": 0},
+        {"epoch": 1, "samples": 0, "state": []},
+        {"epoch": 1, "samples": 0, "more": 1},
+    ],
+)
 def test_a_malformed_position_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="not a data position"):
         Position.from_json(value)
@@ -524,20 +534,22 @@ def test_a_malformed_position_is_refused(value: dict[str, Any]) -> None:
 # --- evaluation -------------------------------------------------------------------------------
 
 
+def eval_batches(dataset: Any, **options: Any) -> list[Microbatch]:
+    groups = eval_groups(dataset, collate=as_list, **options)
+    return [each for group in groups for each in group.microbatches]
+
+
 @quickly
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_evaluation_sees_each_sample_once(
     num_samples: int, micro_batch: int, num_feeders: int
 ) -> None:
     feeders = [
-        list(
-            eval_batches(
-                Squares(num_samples),
-                micro_batch=micro_batch,
-                num_feeders=num_feeders,
-                feeder_index=index,
-                collate=as_list,
-            )
+        eval_batches(
+            Squares(num_samples),
+            micro_batch=micro_batch,
+            num_feeders=num_feeders,
+            feeder_index=index,
         )
         for index in range(num_feeders)
     ]
@@ -551,6 +563,6 @@ def test_evaluation_sees_each_sample_once(
 
 def test_evaluation_with_workers_is_the_same() -> None:
     options: dict[str, Any] = {"micro_batch": 4, "num_feeders": 2, "feeder_index": 1}
-    with_workers = list(eval_batches(Squares(21), collate=as_list, workers=2, **options))
-    assert with_workers == list(eval_batches(Squares(21), collate=as_list, **options))
+    with_workers = eval_batches(Squares(21), workers=2, **options)
+    assert with_workers == eval_batches(Squares(21), **options)
     assert get_worker_info() is None

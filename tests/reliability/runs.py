@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -60,7 +61,9 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     fit(recipe(), SETTINGS, backend=backend, out=out, resume="auto")
 
 
-def start(backend: str, out: Path, num_ranks: int = 1) -> list[BaseProcess]:
+def start(
+    backend: str, out: Path, num_ranks: int = 1, train: Callable[..., None] = train
+) -> list[BaseProcess]:
     """Start all ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

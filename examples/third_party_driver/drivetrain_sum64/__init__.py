@@ -121,6 +121,7 @@ class Sum64Engine:
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             groups.setdefault(parameter, []).append(name)
         self.tied = tuple(tuple(names) for names in groups.values() if len(names) > 1)
+        self.num_parameters = sum(parameter.numel() for parameter in groups)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -29,6 +29,7 @@ from drivetrain.kernel.checkpoint import (
     CheckpointStore,
     list_checkpoints,
     newest,
+    save_folder,
 )
 from drivetrain.kernel.errors import SaveFailed, SettingError
 
@@ -67,6 +68,46 @@ def test_a_step_is_replaced(tmp_path):
     path = save(store, 1, run_of(2.0, size=3))
     assert entries(tmp_path) == [path.name]
     assert float(CheckpointReader(path).read("weights", "whole")[0, 0]) == 2.0
+
+
+def test_files_beside_appear_with_the_checkpoint_or_not_at_all(tmp_path):
+    store = CheckpointStore(tmp_path, digits=0)
+
+    def beside(folder: Path) -> None:
+        (folder / "notes").mkdir(exist_ok=True)
+        (folder / "notes" / "card.md").write_text("a card")
+
+    path = save(store, 5, run_of(1.0), beside=beside)
+    assert path == tmp_path / "checkpoint-5"
+    assert (path / "notes" / "card.md").read_text() == "a card"
+    assert CheckpointReader(path).verify() == []
+
+    def broken(folder: Path) -> None:
+        beside(folder)
+        raise ValueError("no card today")
+
+    with pytest.raises(SaveFailed, match="no card today"):
+        save(store, 6, run_of(1.0), beside=broken)
+    assert entries(tmp_path) == ["checkpoint-5"]
+
+
+def test_a_folder_that_all_ranks_fill(tmp_path):
+    def fill(session, word):
+        def write(folder: Path) -> None:
+            if word == "bad" and session.world.rank == 1:
+                raise ValueError("no room")
+            (folder / f"{word}-{session.world.rank}").touch()
+
+        return write
+
+    target = tmp_path / "checkpoint-3"
+    for word in ("first", "second"):
+        on_ranks(2, lambda session, w=word: save_folder(target, session, fill(session, w)))
+        assert entries(target) == [f"{word}-0", f"{word}-1"]
+    failed = on_ranks(2, lambda session: save_folder(target, session, fill(session, "bad")))
+    assert [type(result) for result in failed] == [SaveFailed] * 2
+    assert "rank 1: ValueError: no room" in str(failed[0])
+    assert entries(target) == ["second-0", "second-1"] and entries(tmp_path) == ["checkpoint-3"]
 
 
 def test_a_failing_rank_fails_all_and_leaves_nothing(tmp_path):
@@ -212,14 +253,6 @@ def test_newest_skips_and_keeps_what_is_damaged(tmp_path):
         save(store, step, run_of(float(step)))
     assert steps(tmp_path) == [4, 5]
     assert (tmp_path / "checkpoint-000003").exists()
-
-
-def test_rank_0_chooses_for_all(tmp_path):
-    for rank, step in ((0, 1), (1, 2)):
-        save(CheckpointStore(tmp_path / str(rank)), step, run_of(1.0))
-    chosen = on_ranks(3, lambda session: newest(tmp_path / str(session.world.rank), session))
-    assert chosen == [tmp_path / "0" / "checkpoint-000001"] * 3
-    assert on_ranks(2, lambda session: newest(tmp_path / "none", session)) == [None] * 2
 
 
 scores = st.one_of(st.none(), st.floats(), st.integers(-3, 3))

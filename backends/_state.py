@@ -1,0 +1,172 @@
+"""What a checkpoint holds of a model and its optimizer, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernel.contract import Kind, Piece, Reader
+from ..kernel.errors import CheckpointMismatch
+from ._step import LossScale
+
+_NUMBERS: dict[str, type[int] | type[float]] = {":int": int, ":float": float}
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters (each tied group once) and persistent buffers by FQN, as stored in checkpoints."""
+    parameters = dict(module.named_parameters())
+    persistent = module.state_dict(keep_vars=True)
+    buffers = {name: b for name, b in module.named_buffers() if name in persistent}
+    return {name: tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
+
+
+def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state as `<fqn>/<state>`; plain numbers become 0-d tensors that are marked
+    in the name, tensors of less than 32 bits become float32.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if (entry := stored_entry(key, value)) is not None:
+                tensors[f"{name}/{entry[0]}"] = entry[1]
+    return tensors
+
+
+def stored_entry(key: str, value: Any) -> tuple[str, Tensor] | None:
+    """One entry of an optimizer's state as stored; None for what is neither tensor nor number."""
+    if isinstance(value, Tensor):
+        narrow = value.is_floating_point() and value.element_size() < 4
+        return key, value.detach().float() if narrow else value.detach()
+    if isinstance(value, (int, float)):
+        mark = ":int" if isinstance(value, int) else ":float"
+        return key + mark, torch.tensor(value, dtype=torch.float64)
+    return None
+
+
+def loaded_entry(key: str, tensor: Tensor) -> tuple[str, Tensor | float]:
+    """What `stored_entry` was given, from what it returned."""
+    for mark, number in _NUMBERS.items():
+        if key.endswith(mark):
+            return key.removesuffix(mark), number(tensor.item())
+    return key, tensor
+
+
+def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
+    """The loss scaler's state by name; none without a scaler."""
+    if loss_scale is None:
+        return {}
+    return {"loss_scale": loss_scale.scale, "loss_scale_good_steps": loss_scale.good_steps}
+
+
+def replicated_pieces(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+    rank: int,
+    size: int,
+) -> Iterator[Piece]:
+    """Weights, optimizer state and loss scale that every rank holds whole, dealt out."""
+    yield from dealt_pieces(
+        {
+            "weights": named_state(module),
+            "optimizer": optimizer_tensors(module, optimizer),
+            "state": scale_tensors(loss_scale),
+        },
+        rank,
+        size,
+    )
+
+
+def dealt_pieces(
+    replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
+) -> Iterator[Piece]:
+    """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write."""
+    written = [0] * size
+    for kind, tensors in replicated.items():
+        for name, tensor in tensors.items():
+            writer = written.index(min(written))
+            written[writer] += tensor.nbytes + 1
+            if writer == rank:
+                yield Piece(kind, name, tensor, tuple(tensor.shape))
+
+
+def check_same_model(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises `CheckpointMismatch` that names the tensors in which checkpoint and model differ."""
+    stored = set(reader.names("weights"))
+    lines = [f"only in the model: {name} {tuple(shapes[name])}" for name in shapes.keys() - stored]
+    lines += [
+        f"only in the checkpoint: {name} {reader.info('weights', name).shape}"
+        for name in stored - shapes.keys()
+    ]
+    for name in stored & shapes.keys():
+        there, here = reader.info("weights", name).shape, tuple(shapes[name])
+        if there != here:
+            lines.append(f"{name}: {there} in the checkpoint, {here} in the model")
+    if lines:
+        shown = "\n  ".join(sorted(lines)[:20])
+        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise CheckpointMismatch(
+            f"the checkpoint is of another model; {len(lines)} tensors differ:\n  {shown}{more}\n"
+            "Use the recipe and settings that wrote it, or start anew in another folder"
+        )
+
+
+def restore_replicated(
+    reader: Reader,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_scale: LossScale | None,
+) -> None:
+    """Whole weights, optimizer state and loss scale from any driver's checkpoint."""
+    tensors = named_state(module)
+    check_same_model(reader, {name: tensor.shape for name, tensor in tensors.items()})
+    state = read_optimizer_state(reader, module)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(reader.read("weights", name))
+    if state:
+        load_optimizer_state(optimizer, state)
+    stored = reader.names("state")
+    for name, tensor in scale_tensors(loss_scale).items():
+        if name in stored:
+            tensor.copy_(reader.read("state", name))
+
+
+def read_optimizer_state(
+    reader: Reader,
+    module: nn.Module,
+    read: Callable[[Reader, str, nn.Parameter], Tensor] | None = None,
+) -> dict[nn.Parameter, dict[str, Tensor | float]]:
+    """Parameter -> state name -> tensor or number. `read(reader, name, parameter)` reads what
+    this rank needs of an entry; by default all of it. Raises `CheckpointMismatch` when the
+    checkpoint holds state of parameters that the module does not have.
+    """
+    parameters = dict(module.named_parameters())
+    state: dict[nn.Parameter, dict[str, Tensor | float]] = {}
+    for name in reader.names("optimizer"):
+        fqn, _, key = name.rpartition("/")
+        if fqn not in parameters:
+            raise CheckpointMismatch(
+                f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
+                "of this model"
+            )
+        tensor = read(reader, name, parameters[fqn]) if read else reader.read("optimizer", name)
+        key, value = loaded_entry(key, tensor)
+        state.setdefault(parameters[fqn], {})[key] = value
+    return state
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[nn.Parameter, Mapping[str, Tensor | float]],
+) -> None:
+    """Hand the state over through the optimizer's own `load_state_dict`, which places and casts
+    each entry as that optimizer wants it. The hyper-parameters stay those of the recipe.
+    """
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    packed = optimizer.state_dict()
+    packed["state"] = {i: dict(state[p]) for i, p in enumerate(order) if p in state}
+    optimizer.load_state_dict(packed)

@@ -1,0 +1,80 @@
+"""What the Trainer tells the accelerator: how batches are dealt to processes."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+
+__all__ = ["AcceleratorConfig"]
+
+
+@dataclass
+class AcceleratorConfig:
+    """Given as `TrainingArguments(accelerator_config=...)`: this, a dict, or a JSON file's path."""
+
+    split_batches: bool = False
+    """Batch sizes in the arguments are those of all processes together, not of each."""
+    dispatch_batches: bool | None = None
+    """Process 0 alone reads the data and sends the others their part; by default (None) for
+    iterable data sets only."""
+    even_batches: bool = True
+    """Repeat samples from the start until every process has a batch of the same size."""
+    use_seedable_sampler: bool = True
+    """The order of samples depends on the seed and the epoch alone, not on what else is drawn."""
+    non_blocking: bool = False
+    """Copy batches to the device while the host goes on; needs pinned memory."""
+    gradient_accumulation_kwargs: dict[str, Any] | None = None
+    """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
+    each batch, not once an update."""
+    use_configured_state: bool = False
+    """Use the process group that was made before the arguments were."""
+
+    @classmethod
+    def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
+        """The configuration in a JSON file. Raises `ArgumentError` for keys that do not exist."""
+        return cls.from_mapping(json.loads(Path(json_file).read_text(encoding="utf-8")), json_file)
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any], source: object) -> AcceleratorConfig:
+        """The configuration in a dict; `source` says in an error where the dict came from."""
+        known = [item.name for item in fields(cls)]
+        for key in given:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ArgumentError(f"{source} has the unknown key {key!r}; {hint}")
+        return cls(**given)
+
+    @classmethod
+    def of(cls, given: Any) -> AcceleratorConfig:
+        """Whatever the argument may be: None, an instance, a dict or the path of a JSON file.
+
+        Raises `NotImplementedError` for a class instead of an instance.
+        """
+        if given is None:
+            return cls()
+        if isinstance(given, type):
+            raise NotImplementedError(
+                f"accelerator_config is the class {given.__name__}; give an instance of it, a "
+                "dict, or the path of a JSON file"
+            )
+        if isinstance(given, Mapping):
+            return cls.from_mapping(given, "accelerator_config")
+        if isinstance(given, str | Path):
+            return cls.from_json_file(given)
+        return given if isinstance(given, cls) else cls.from_mapping(vars(given), type(given))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, copied."""
+        return copy.deepcopy(vars(self))
+
+    def pop(self, key: str, default: Any = None) -> Any:
+        """Take a field away and give its value."""
+        return vars(self).pop(key, default)

@@ -1,0 +1,222 @@
+"""Which driver runs what the arguments ask for, with which options, under which settings.
+
+Everything here reads arguments by attribute, so that the arguments of other libraries, made for HF
+Trainer, choose a driver by the same rules. Where they leave it open, the launcher's environment
+decides, and where that does too, the best driver that runs on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernel.contract import Plan
+from ...kernel.errors import CapabilityRefused, SettingError
+from ...kernel.registry import find_driver, refuse_unpromised
+from ...kernel.settings import Settings, override
+from ..errors import ArgumentError, ArgumentRefused
+from . import deepspeed, fsdp
+from .launcher import from_environment, launched
+from .options import driver_options, notes
+from .values import read_mapping
+
+__all__ = [
+    "Choice",
+    "chosen",
+    "deepspeed_facts",
+    "describe",
+    "expected_device",
+    "mixed_precision",
+    "notes",
+    "place_of",
+    "planned",
+    "settings",
+]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A driver by name, its options, and what decided."""
+
+    driver: str
+    options: dict[str, Any]
+    why: str
+
+
+class Asked:
+    """The arguments, and where they say nothing what the launcher was told."""
+
+    def __init__(self, args: Any) -> None:
+        self.args = args
+        self.told = from_environment()
+        if getattr(args, "fp16", False) or getattr(args, "bf16", False):
+            self.told = {k: v for k, v in self.told.items() if k not in ("fp16", "bf16")}
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.args, name, None)
+        return self.told.get(name, value) if value in _NOTHING else value
+
+    def source(self, name: str) -> str:
+        """How an error refers to a value and whoever gave it."""
+        told = name in self.told and getattr(self.args, name, None) in _NOTHING
+        value = self.told[name] if told else getattr(self.args, name)
+        shown = "a dict" if isinstance(value, dict) else repr(value)
+        return f"{name}={shown}" + (" (from the launcher)" if told else "")
+
+
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def chosen(args: Any, model: nn.Module | None = None) -> Choice:
+    """The driver, its options and why; `model` refines defaults that depend on it.
+
+    Raises `ArgumentError` where two of those who decide ask for different things, naming both.
+    """
+    asked = Asked(args)
+    driver, why = _driver(asked)
+    derived, defaults = driver_options(asked, driver, model)
+    given = read_mapping(getattr(args, "backend_options", None), "backend_options")
+    for name, value in given.items():
+        if derived.get(name, value) != value:
+            raise ArgumentError(
+                f"backend_options[{name!r}] is {value!r}, and other arguments ask for "
+                f"{derived[name]!r}; remove one of them"
+            )
+    options = {**defaults, **derived, **given}
+    with _argument_errors():
+        override(find_driver(driver).options_type(), options, "backend_options.")
+    return Choice(driver, options, why)
+
+
+def settings(args: Any, model: nn.Module | None = None) -> Settings:
+    """The kernel's settings, apart from how long to train and when to do what.
+
+    Raises `ArgumentError`.
+    """
+    asked, size = Asked(args), launched().size
+    batch = asked.per_device_train_batch_size
+    if getattr(asked.accelerator_config, "split_batches", False):
+        batch //= size
+    precision = mixed_precision(args)
+    with _argument_errors():
+        return Settings(
+            precision="fp32" if precision == "no" else precision,
+            max_grad_norm=asked.max_grad_norm if (asked.max_grad_norm or 0) > 0 else None,
+            compile=bool(asked.torch_compile),
+            compile_options=_compile_options(asked),
+            activation_checkpointing=fsdp.checkpointed(asked, model),
+            seed=args.seed,
+            timeout_seconds=float(args.ddp_timeout),
+            global_batch=batch * size * args.gradient_accumulation_steps,
+            micro_batch=batch,
+        )
+
+
+def planned(args: Any, model: nn.Module | None = None) -> Plan:
+    """The plan that the chosen driver gets, all of which it promises to do.
+
+    Raises `ArgumentError`, and `ArgumentRefused` for what the driver cannot do.
+    """
+    choice = chosen(args, model)
+    driver = find_driver(choice.driver)
+    with _argument_errors():
+        options = override(driver.options_type(), choice.options, "backend_options.")
+        plan = settings(args, model).plan(options)
+        refuse_unpromised(driver, plan)
+    return plan
+
+
+def mixed_precision(args: Any) -> str:
+    """`no`, `fp16` or `bf16`; the arguments beat the launcher."""
+    asked = Asked(args)
+    return "fp16" if asked.fp16 else "bf16" if asked.bf16 else "no"
+
+
+def expected_device(args: Any) -> torch.device | None:
+    """Where this process will compute, or None where only the open driver can tell."""
+    choice, local_rank = chosen(args), launched().local_rank
+    if choice.driver in ("cpu", "ipex") or choice.options.get("device") == "cpu":
+        return torch.device("cpu")
+    if choice.driver == "xpu":
+        return torch.device("xpu", local_rank)
+    if choice.driver in ("ddp", "fsdp", "deepspeed"):
+        has_gpu = torch.cuda.device_count() > 0
+        return torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
+    return None
+
+
+def describe(args: Any) -> None:
+    """Check that the driver can do what is asked for, and give `args` the attributes by which
+    other libraries ask about sharding. Raises `ArgumentError` and `ArgumentRefused`.
+    """
+    planned(args)
+    asked, local_rank = Asked(args), launched().local_rank
+    if args.local_rank not in (-1, local_rank):
+        raise ArgumentError(
+            f"local_rank is {args.local_rank}, and by the environment (LOCAL_RANK) this is local "
+            f"process {local_rank}; launch with torchrun and leave local_rank alone"
+        )
+    args.deepspeed_plugin = args.hf_deepspeed_config = deepspeed_facts(args)
+    args.fsdp_plugin_args = fsdp.configuration(asked) if asked.fsdp else None
+
+
+def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
+    """What DeepSpeed will do, for those who ask; None on other drivers."""
+    choice = chosen(args)
+    if choice.driver != "deepspeed":
+        return None
+    config = read_mapping(choice.options.get("config"), "backend_options['config']")
+    if (stage := choice.options.get("stage")) is not None:
+        config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
+    return deepspeed.DeepspeedFacts(config, mixed_precision(args))
+
+
+def place_of(args: Any) -> Any:
+    """The place where the process of these arguments trains, made when nobody has done so yet."""
+    if getattr(args, "_place", None) is None:
+        args._place = import_module("...place", __name__).Place(args)
+    return args._place
+
+
+def _driver(asked: Asked) -> tuple[str, str]:
+    """The driver's name and who decided."""
+    found: dict[str, str] = {}
+    if asked.backend:
+        found[asked.backend] = asked.source("backend")
+    if asked.deepspeed:
+        found.setdefault("deepspeed", asked.source("deepspeed"))
+    if asked.fsdp:
+        found.setdefault("xla" if fsdp.wants_xla(asked) else "fsdp", asked.source("fsdp"))
+    if len(found) > 1:
+        sides = " and ".join(f"{why} asks for {name!r}" for name, why in found.items())
+        raise ArgumentError(f"{sides}, and there is one driver; remove one of them")
+    if found:
+        return next(iter(found.items()))
+    if asked.use_cpu:
+        return "ddp" if launched().size > 1 else "cpu", asked.source("use_cpu")
+    return find_driver("auto").name, "the best that runs on this machine"
+
+
+def _compile_options(asked: Asked) -> dict[str, Any]:
+    given = {"backend": asked.torch_compile_backend, "mode": asked.torch_compile_mode}
+    return {name: value for name, value in given.items() if value} if asked.torch_compile else {}
+
+
+@contextmanager
+def _argument_errors() -> Iterator[None]:
+    """The kernel's errors as those that HF Trainer's users catch."""
+    try:
+        yield
+    except ArgumentError:
+        raise
+    except SettingError as error:
+        raise ArgumentError(str(error)) from error
+    except CapabilityRefused as error:
+        remedy = str(error).partition(": ")[2]
+        raise ArgumentRefused(error.asked, error.driver, remedy, error.capability) from error

@@ -1,0 +1,134 @@
+"""`deepspeed`: DeepSpeed's JSON, filled in from the arguments and compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from .launcher import launched
+from .values import read_mapping
+
+__all__ = ["DeepspeedFacts", "configuration", "options"]
+
+AUTO = "auto"
+
+
+def options(args: Any) -> dict[str, Any]:
+    """Options of the deepspeed driver. Raises `ArgumentError` where JSON and arguments differ."""
+    return {"config": configuration(args)}
+
+
+def configuration(args: Any) -> dict[str, Any]:
+    """A copy of the user's configuration, with `auto` filled in where an argument says what.
+
+    What has to do with precision and ZeRO's buffers stays `auto`: the driver knows better.
+    Raises `ArgumentError`, naming every key that contradicts an argument.
+    """
+    config = _copy(read_mapping(args.deepspeed, "deepspeed"))
+    differ = []
+    for key, wanted, argument in _wanted(args):
+        section, last = _find(config, key)
+        if section is None or last not in section:
+            continue
+        if section[last] == AUTO:
+            section[last] = wanted
+        elif section[last] != wanted:
+            differ.append(f"{key} is {section[last]!r} and {argument} is {wanted!r}")
+    for name in ("fp16", "bf16"):
+        wanted = bool(getattr(args, name) or getattr(args, f"{name}_full_eval", False))
+        written = _value(config, f"{name}.enabled")
+        if written not in (None, AUTO, wanted):
+            differ.append(f"{name}.enabled is {written!r} and {name} is {wanted!r}")
+    if differ:
+        raise ArgumentError(
+            f"DeepSpeed's configuration and the arguments differ: {'; '.join(differ)}. Make them "
+            f"equal, or write {AUTO!r} in the configuration"
+        )
+    return config
+
+
+class DeepspeedFacts:
+    """What other libraries ask the arguments about DeepSpeed: as `args.deepspeed_plugin` and as
+    `args.hf_deepspeed_config`.
+    """
+
+    def __init__(self, config: Mapping[str, Any], precision: str = "no") -> None:
+        self.config = self.deepspeed_config = dict(config)
+        self._precision = precision
+
+    @property
+    def zero_stage(self) -> int:
+        """What is sharded: 1 optimizer state, 2 gradients too, 3 weights too."""
+        stage = self.get_value("zero_optimization.stage", AUTO)
+        return 2 if stage == AUTO else int(stage)
+
+    @property
+    def hf_ds_config(self) -> DeepspeedFacts:
+        """Itself, under the name that accelerate's plugin has for it."""
+        return self
+
+    def get_value(self, key: str, default: Any = None) -> Any:
+        """The value at a dotted key."""
+        found = _value(self.config, key)
+        return default if found is None else found
+
+    def dtype(self) -> torch.dtype:
+        """The dtype of the model's weights between steps, in which it wants its inputs."""
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            if self.get_value(f"{name}.enabled") in (True, AUTO) and self._precision == name:
+                return dtype
+        return torch.float32
+
+    def is_zero2(self) -> bool:
+        """Whether gradients are sharded and weights are not."""
+        return self.zero_stage == 2
+
+    def is_zero3(self) -> bool:
+        """Whether weights are sharded."""
+        return self.zero_stage == 3
+
+    def is_offload(self) -> bool:
+        """Whether optimizer state or weights lie on the host."""
+        parts = ("optimizer", "param")
+        devices = [
+            self.get_value(f"zero_optimization.offload_{part}.device", "none") for part in parts
+        ]
+        return any(device in ("cpu", "nvme") for device in devices)
+
+
+def _wanted(args: Any) -> Iterator[tuple[str, Any, str]]:
+    """(key of DeepSpeed's, value, the argument that says so)."""
+    micro, accumulate = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    size = launched().size
+    if not args.auto_find_batch_size:
+        batch = "per_device_train_batch_size"
+        yield "train_micro_batch_size_per_gpu", micro, batch
+        yield "train_batch_size", micro * accumulate * size, f"{batch}, of all processes, steps"
+    yield "gradient_accumulation_steps", accumulate, "gradient_accumulation_steps"
+    yield "gradient_clipping", args.max_grad_norm, "max_grad_norm"
+    yield "optimizer.params.lr", args.learning_rate, "learning_rate"
+    yield "optimizer.params.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1, adam_beta2"
+    yield "optimizer.params.eps", args.adam_epsilon, "adam_epsilon"
+    yield "optimizer.params.weight_decay", args.weight_decay, "weight_decay"
+
+
+def _find(config: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
+    *parents, last = key.split(".")
+    section: Any = config
+    for parent in parents:
+        section = section.get(parent) if isinstance(section, dict) else None
+    return (section if isinstance(section, dict) else None), last
+
+
+def _value(config: dict[str, Any], key: str) -> Any:
+    section, last = _find(config, key)
+    return None if section is None else section.get(last)
+
+
+def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _copy(value) if isinstance(value, Mapping) else value for key, value in config.items()
+    }

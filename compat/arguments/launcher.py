@@ -1,0 +1,151 @@
+"""What the launcher told this process through the environment, as arguments.
+
+torchrun says which process this is; `accelerate launch` turns its flags and its YAML into
+variables, too. What an argument says itself beats the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError
+from .values import truth
+
+__all__ = ["Launched", "from_environment", "launched"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """Which process this is, of how many."""
+
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    local_size: int = 1
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched:
+    """One process alone where there was no launcher. Raises `ArgumentError`."""
+    env = os.environ if environ is None else environ
+    size = _number(env, "WORLD_SIZE", 1)
+    return Launched(
+        rank=_number(env, "RANK", 0),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        size=size,
+        local_size=_number(env, "LOCAL_WORLD_SIZE", size),
+    )
+
+
+def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Argument -> value for what `accelerate launch` was told, and `DRIVETRAIN_BACKEND`.
+
+    Raises `ArgumentError` for what is not driven here.
+    """
+    env = os.environ if environ is None else environ
+    told: dict[str, Any] = {}
+    for variable, why in _REFUSED.items():
+        if truth(env.get(variable, ""), variable):
+            raise ArgumentError(f"{variable}={env[variable]} in the environment is refused: {why}")
+    if "DRIVETRAIN_BACKEND" in env:
+        told["backend"] = env["DRIVETRAIN_BACKEND"]
+    elif truth(env.get("ACCELERATE_USE_IPEX", ""), "ACCELERATE_USE_IPEX"):
+        told["backend"] = "ipex"
+    if truth(env.get("ACCELERATE_USE_CPU", ""), "ACCELERATE_USE_CPU"):
+        told["use_cpu"] = True
+    if (precision := env.get("ACCELERATE_MIXED_PRECISION", "no").lower()) != "no":
+        told[precision_argument(precision)] = True
+    if truth(env.get("ACCELERATE_USE_FSDP", ""), "ACCELERATE_USE_FSDP"):
+        told |= {"fsdp": True, "fsdp_config": _fsdp(env)}
+    if truth(env.get("ACCELERATE_USE_DEEPSPEED", ""), "ACCELERATE_USE_DEEPSPEED"):
+        told["deepspeed"] = _deepspeed(env)
+    dynamo = {
+        name.removeprefix("ACCELERATE_DYNAMO_").lower(): value
+        for name, value in env.items()
+        if name.startswith("ACCELERATE_DYNAMO_")
+    }
+    return told | compile_arguments(dynamo)
+
+
+def precision_argument(name: str) -> str:
+    """`bf16` or `fp16`. Raises `ArgumentError` for any other precision of the launcher's."""
+    if name not in ("bf16", "fp16"):
+        raise ArgumentError(f"mixed precision {name!r} is refused; allowed: no, fp16, bf16")
+    return name
+
+
+def compile_arguments(dynamo: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's dynamo settings, without their prefix, as the arguments of torch.compile."""
+    name = str(dynamo.get("backend", "no")).lower()
+    if name == "no":
+        return {}
+    for key in ("use_dynamic", "use_fullgraph", "use_regional_compilation"):
+        if truth(dynamo.get(key, False), f"dynamo_{key}"):
+            raise ArgumentError(f"dynamo_{key} is refused: the model is compiled whole, as it is")
+    mode = dynamo.get("mode")
+    return {
+        "torch_compile": True,
+        "torch_compile_backend": name,
+        "torch_compile_mode": None if mode in (None, "default") else mode,
+    }
+
+
+_REFUSED = {
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not driven; use fsdp or deepspeed",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor and context parallelism are not driven",
+    "XLA_USE_BF16": "write bf16=True",
+    "XLA_DOWNCAST_BF16": "write bf16=True",
+}
+
+
+def _fsdp(env: Mapping[str, str]) -> dict[str, Any]:
+    """`FSDP_MIN_NUM_PARAMS` is `min_num_params`, and so on."""
+    return {
+        name.removeprefix("FSDP_").lower(): value
+        for name, value in env.items()
+        if name.startswith("FSDP_") and value not in ("", "None")
+    }
+
+
+def _deepspeed(env: Mapping[str, str]) -> Any:
+    """The path of DeepSpeed's JSON, or what the variables amount to."""
+    prefix = "ACCELERATE_DEEPSPEED_"
+    if path := env.get(prefix + "CONFIG_FILE"):
+        return path
+    given = {
+        name.removeprefix(prefix).lower(): value
+        for name, value in env.items()
+        if name.startswith(prefix)
+    }
+    for name in ("gradient_accumulation_steps", "gradient_clipping"):
+        if f"ACCELERATE_{name.upper()}" in env:
+            given[name] = env[f"ACCELERATE_{name.upper()}"]
+    return deepspeed_configuration(given)
+
+
+def deepspeed_configuration(given: Mapping[str, Any]) -> dict[str, Any]:
+    """accelerate's few settings of DeepSpeed as DeepSpeed's own configuration."""
+    zero: dict[str, Any] = {"stage": int(given.get("zero_stage", 2))}
+    for part in ("optimizer", "param"):
+        device = str(given.get(f"offload_{part}_device", "none")).lower()
+        if device != "none":
+            zero[f"offload_{part}"] = {"device": device}
+    if "zero3_save_16bit_model" in given and zero["stage"] == 3:
+        gather = truth(given["zero3_save_16bit_model"], "zero3_save_16bit_model")
+        zero["stage3_gather_16bit_weights_on_model_save"] = gather
+    configuration: dict[str, Any] = {"zero_optimization": zero}
+    for name, number in (("gradient_accumulation_steps", int), ("gradient_clipping", float)):
+        if str(given.get(name, "none")).lower() not in ("none", "auto"):
+            configuration[name] = number(given[name])
+    return configuration
+
+
+def _number(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name, default))
+    except ValueError:
+        raise ArgumentError(
+            f"{name} is {env[name]!r} in the environment; the launcher must give a number"
+        ) from None

@@ -1,0 +1,149 @@
+"""What the arguments ask of each driver, as its options; and what makes no difference there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernel.registry import find_driver
+from ..errors import ArgumentError, ArgumentRefused
+from . import deepspeed, fsdp
+
+__all__ = ["driver_options", "notes"]
+
+Options = dict[str, Any]
+
+_DDP = {
+    "ddp_bucket_cap_mb": "bucket_cap_mb",
+    "ddp_broadcast_buffers": "sync_buffers",
+    "ddp_find_unused_parameters": "find_unused_parameters",
+    "ddp_static_graph": "static_graph",
+}
+"""Arguments about replicas, and the options of drivers that keep replicas."""
+
+
+def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Options, Options]:
+    """Options that the arguments ask for, and defaults that are HF's rather than the driver's.
+
+    Raises `ArgumentError`, and `ArgumentRefused` for what the driver cannot do.
+    """
+    known = {item.name for item in fields(find_driver(driver).options_type)}
+    derived: Options = {}
+    defaults: Options = {}
+    for argument, option in _DDP.items():
+        value = getattr(asked, argument)
+        if value is not None and option in known:
+            derived[option] = value
+    if "find_unused_parameters" in known:
+        defaults["find_unused_parameters"] = not _recomputes(asked, model)
+    if asked.use_cpu:
+        derived |= _on_cpu(driver, known)
+    if driver == "fsdp":
+        derived |= fsdp.options(asked)
+        if _syncs_each_batch(asked):
+            derived["sync_each_microbatch"] = True
+    elif driver == "deepspeed" and asked.deepspeed:
+        derived |= deepspeed.options(asked)
+    elif driver == "xla" and asked.fsdp:
+        derived |= _xla(asked)
+    if driver == "deepspeed":
+        defaults["construct"] = "whole"  # the model is made before the Trainer is
+    if asked.use_liger_kernel and driver in ("cpu", "ipex", "xla"):
+        raise ArgumentRefused("use_liger_kernel", driver, "these kernels run on GPUs alone")
+    _refuse_sizes(asked, driver)
+    _refuse_library(asked, driver, derived)
+    return derived, defaults
+
+
+def notes(asked: Any, driver: str) -> Iterator[str]:
+    """Arguments that the driver has no use for, each with the reason: one line each."""
+    known = {item.name for item in fields(find_driver(driver).options_type)}
+    for argument, option in _DDP.items():
+        if getattr(asked, argument, None) is not None and option not in known:
+            reason = _WITHOUT_REPLICAS.get(driver, "it keeps no replicas of its own")
+            yield f"{argument} has no effect on {driver}: {reason}"
+    if driver == "fsdp":
+        yield from fsdp.notes(asked)
+    if getattr(asked, "fsdp_config", None) and not asked.fsdp and driver not in ("fsdp", "xla"):
+        yield f"fsdp_config has no effect on {driver}: fsdp is not set"
+    if "tpu_metrics_debug" in (getattr(asked, "debug", None) or ()) and driver != "xla":
+        yield f"debug=tpu_metrics_debug has no effect on {driver}: it counts what XLA does"
+    if _syncs_each_batch(asked) and driver != "fsdp":
+        yield (
+            f"accelerator_config.gradient_accumulation_kwargs.sync_each_batch has no effect on "
+            f"{driver}: the gradient is the same, and is averaged once an update"
+        )
+    if getattr(asked, "sortish_sampler", False):
+        yield "sortish_sampler has no effect: set train_sampling_strategy='group_by_length'"
+    if getattr(asked, "torch_empty_cache_steps", None) and driver in ("cpu", "ipex"):
+        yield f"torch_empty_cache_steps has no effect on {driver}: the host has no such cache"
+
+
+_WITHOUT_REPLICAS = {
+    "cpu": "one process has nobody to average gradients with",
+    "ipex": "one process has nobody to average gradients with",
+    "xla": "the compiler places collectives",
+    "fsdp": "gradients are summed unit by unit, used or not",
+    "deepspeed": "its configuration says how gradients travel",
+}
+
+
+def _syncs_each_batch(asked: Any) -> bool:
+    kwargs = getattr(asked.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    return bool(kwargs.get("sync_each_batch"))
+
+
+def _recomputes(asked: Any, model: nn.Module | None) -> bool:
+    """Whether activations are recomputed, which a search for unused parameters would break."""
+    enabled = getattr(model, "is_gradient_checkpointing", False)
+    return bool(asked.activation_checkpointing or asked.gradient_checkpointing or enabled)
+
+
+def _on_cpu(driver: str, known: set[str]) -> Options:
+    if driver in ("cpu", "ipex"):
+        return {}
+    if driver == "xla":
+        return {"platform": "CPU"}
+    if "device" not in known:
+        raise ArgumentRefused("use_cpu", driver, "choose backend='cpu', or leave use_cpu out")
+    return {"device": "cpu"}
+
+
+def _xla(asked: Any) -> Options:
+    """XLA's own FSDP, of either version, is the sharding that the driver does by itself."""
+    given = fsdp.configuration(asked).get("xla_fsdp_settings")
+    if given:
+        raise ArgumentError(
+            f"fsdp_config['xla_fsdp_settings'] is {given!r}: the compiler decides on sharding; "
+            "remove it, and set bf16 for the dtype"
+        )
+    return {"spmd": True}
+
+
+def _refuse_sizes(asked: Any, driver: str) -> None:
+    """Only parallelism over data is driven."""
+    config = asked.parallelism_config
+    for name in ("tp_size", "cp_size", "sp_size"):
+        if (getattr(config, name, 1) or 1) > 1:
+            raise ArgumentRefused(
+                f"parallelism_config.{name}={getattr(config, name)}",
+                driver,
+                "data are split over all processes and weights by fsdp or deepspeed; leave it out",
+            )
+
+
+def _refuse_library(asked: Any, driver: str, derived: Options) -> None:
+    """The library that processes talk over follows from the device."""
+    wanted = asked.ddp_backend
+    if wanted is None or driver in ("cpu", "ipex", "xla"):
+        return
+    on_cpu = derived.get("device") == "cpu" or torch.cuda.device_count() == 0
+    serves = "xccl" if driver == "xpu" else "gloo" if on_cpu else "nccl"
+    if wanted not in (serves, "ccl" if serves == "xccl" else serves):
+        raise ArgumentRefused(
+            f"ddp_backend={wanted!r}", driver, f"on this device processes talk over {serves}"
+        )

@@ -1,0 +1,37 @@
+"""Moves a batch, whatever it is made of, to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["map_tensors", "move"]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
+    """The same mappings, lists and tuples, with the function applied to each tensor in them.
+
+    Containers keep their type, named tuples too; everything else is passed on as it is.
+    """
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, Mapping):
+        return type(data)({key: map_tensors(function, value) for key, value in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(map_tensors(function, value) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(map_tensors(function, value) for value in data)
+    return data
+
+
+def move(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The batch on `device`; floating and complex tensors cast to `dtype`, unless it is None."""
+
+    def place(tensor: Tensor) -> Tensor:
+        floating = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.to(device=device, dtype=dtype if floating else None)
+
+    return map_tensors(place, data)

@@ -1,0 +1,89 @@
+"""Optimizers that step inside the backward pass, one a parameter, so that gradients never pile up.
+
+The trainer gets a stand-in for them that does nothing by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+__all__ = ["LayerWiseDummyOptimizer", "LayerWiseDummyScheduler"]
+
+
+class LayerWiseDummyOptimizer(Optimizer):
+    """Stands for one optimizer a parameter, each of which steps once its gradient is there.
+
+    `optimizer_dict`: which one serves which parameter. Each gradient is dropped when it was used.
+    """
+
+    def __init__(
+        self,
+        optimizer_dict: Mapping[nn.Parameter, Optimizer] | None = None,
+        lr: float = 1e-3,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer_dict = dict(optimizer_dict or {})
+        super().__init__([torch.zeros(1, 1)], {"lr": lr})
+        for parameter in self.optimizer_dict:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step_one)  # type: ignore[no-untyped-call]
+
+    def _step_one(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            optimizer = self.optimizer_dict[parameter]  # type: ignore[index]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing is left to do."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """No gradient is left."""
+
+
+class LayerWiseDummyScheduler(LRScheduler):
+    """Steps a scheduler for each of the optimizers, once their parameter was updated.
+
+    `make` builds the scheduler of one optimizer. What the trainer calls does nothing more.
+    """
+
+    def __init__(
+        self,
+        optimizer: LayerWiseDummyOptimizer,
+        make: Callable[[Optimizer], LRScheduler],
+    ) -> None:
+        self.schedulers = {
+            parameter: make(inner) for parameter, inner in optimizer.optimizer_dict.items()
+        }
+        for parameter in self.schedulers:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._step_one)  # type: ignore[no-untyped-call]
+        self.optimizer = optimizer
+        self.base_lrs = [optimizer.defaults["lr"]]
+
+    def _step_one(self, parameter: torch.Tensor) -> None:
+        self.schedulers[parameter].step()  # type: ignore[index]
+
+    def step(self, epoch: int | None = None) -> None:
+        """Nothing is left to do."""
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        """The rates in use, one a parameter."""
+        lists = [inner.get_last_lr() for inner in self.schedulers.values()]
+        return [lr for rates in lists for lr in rates] or list(self.base_lrs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all schedulers, in the order of the parameters."""
+        return {"schedulers": [inner.state_dict() for inner in self.schedulers.values()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        inner = self.schedulers.values()
+        for scheduler, state in zip(inner, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)

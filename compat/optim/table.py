@@ -1,0 +1,44 @@
+"""Which optimizer a name stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .inside import INSIDE
+from .plain import PLAIN
+from .request import OptimArgs, Request
+from .small import SMALL
+
+__all__ = ["OPTIMIZERS", "optimizer_class_and_kwargs"]
+
+OPTIMIZERS = {**PLAIN, **SMALL, **INSIDE}
+"""Who builds what, by the name that `optim` takes."""
+
+_GONE = {
+    "adamw_apex_fused": "Apex is not maintained; optim='adamw_torch_fused' is as fast",
+    "adamw_hf": "transformers no longer has it; optim='adamw_torch' is the same algorithm",
+}
+
+
+def optimizer_class_and_kwargs(args: Any, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
+    """The class that `args.optim` names, and its keywords.
+
+    The keywords may hold the parameters as well: as `params` (groups), as `model`, or as
+    `optimizer_dict` (see `layerwise`). Raises ValueError for an unknown name, for `optim_args`
+    that do not read or that the optimizer does not have, and for a model that does not fit;
+    ImportError, with the command that installs it, for a library that is not here.
+    """
+    name = str(getattr(args.optim, "value", args.optim))
+    if name in _GONE:
+        raise ValueError(f"optim={name!r} is gone: {_GONE[name]}")
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optim={name!r} is not known; known are {', '.join(sorted(OPTIMIZERS))}")
+    options = OptimArgs(args.optim_args)
+    built = OPTIMIZERS[name](Request(name, args, model, options))
+    if options.unread:
+        raise ValueError(
+            f"optim={name!r} has no {', '.join(sorted(options.unread))}, which optim_args gives"
+        )
+    return built

@@ -1,0 +1,350 @@
+"""Resuming: from checkpoints of the kernel, and from folders that HF Trainer wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernel.checkpoint import CheckpointReader, load_rng, read_manifest
+from ..kernel.checkpoint.manifest import MANIFEST
+from ..kernel.progress import Window
+from ..kernel.resume import differences
+from ..kernel.training import Training
+from . import hf_folders
+from .arguments.backend import settings
+from .inspection import is_peft_model
+from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
+from .names import TRAINER_STATE_NAME
+from .plain import from_plain
+from .readers import Combined
+from .rotation import newest_sound, problem_with
+from .state import TrainerControl, TrainerState
+
+__all__ = ["ResumingMixin", "hyper_parameters"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class ResumingMixin:
+    """What `train(resume_from_checkpoint=...)` and the best model need."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    place: Any
+    state: TrainerState
+    control: Any
+    callback_handler: Any
+    processing_class: Any
+    data_collator: Any
+    hp_search_backend: Any
+    hp_name: Any
+    _training: Training | None
+
+    # --- which checkpoint ---------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self: Any, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The folder to resume from: True takes the newest one in `output_dir` that is whole.
+
+        Raises ValueError when there is none, or the folder given is none.
+        """
+        if not resume_from_checkpoint:
+            return None
+        path = str(resume_from_checkpoint)
+        if resume_from_checkpoint is True:
+            session, output_dir = self.place.session, self.args.output_dir
+            found = newest_sound(output_dir) if session.world.rank == 0 else None
+            path = session.exchange(found)[0]
+            if path is None:
+                raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+        self._take_batch_size(Path(path))
+        return path
+
+    def _take_batch_size(self: Any, folder: Path) -> None:
+        """Go on with the batch size that was found before."""
+        wanted = self.args.auto_find_batch_size or getattr(self.args, "profile", "") == "4.47"
+        if wanted and (folder / TRAINER_STATE_NAME).is_file():
+            stored = TrainerState.load_from_json(folder / TRAINER_STATE_NAME).train_batch_size
+            self._train_batch_size = stored or self._train_batch_size
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(
+        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load a checkpoint's weights into the model, or into another one. Raises ValueError when
+        the folder is no checkpoint.
+
+        In `train`, those of a kernel's checkpoint are left for the driver, which reads from it what
+        each rank needs.
+        """
+        folder = Path(resume_from_checkpoint)
+        if problem := problem_with(folder):
+            raise ValueError(f"Can't find a valid checkpoint at {folder}: {problem}")
+        if (folder / MANIFEST).is_file() and model is None and self.is_in_train:
+            return
+        _LOG.info("loading the model from %s", folder)
+        _compare_versions(folder)
+        model = self.model if model is None else model
+        if is_peft_model(model) and adapters_in(folder):
+            load_adapters(model, folder)
+        else:
+            self._issue_warnings_after_load(load_weights(model, read_weights(folder)))
+
+    def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
+        """Name the keys that a checkpoint lacks, and those that the model has no place for."""
+        ignored = getattr(self.model, "_keys_to_ignore_on_save", None)
+        if load_result.missing_keys:
+            if ignored and set(load_result.missing_keys) == set(ignored):
+                self.model.tie_weights()
+            else:
+                _LOG.warning(
+                    "There were missing keys in the checkpoint model loaded: %s.",
+                    load_result.missing_keys,
+                )
+        if load_result.unexpected_keys:
+            _LOG.warning(
+                "There were unexpected keys in the checkpoint model loaded: %s.",
+                load_result.unexpected_keys,
+            )
+
+    def _load_best_model(self: Any) -> None:
+        """Give the model the weights of the best checkpoint; the optimizer stays as it is."""
+        folder = Path(self.state.best_model_checkpoint)
+        _LOG.info("loading the best model from %s (%s)", folder, self.state.best_metric)
+        if problem := problem_with(folder):
+            _LOG.warning(
+                "the best model could not be loaded, the last one stays: %s: %s. On several "
+                "machines without a common file system, set save_on_each_node=True",
+                folder,
+                problem,
+            )
+        elif self.place.is_sharded() and self.place.engine is not None:
+            self.place.engine.restore(self._weights_reader(folder))
+        elif is_peft_model(self.model) and adapters_in(folder):
+            self._load_best_adapter(folder)
+        else:
+            self._issue_warnings_after_load(load_weights(self.model, read_weights(folder)))
+
+    def _load_best_adapter(self: Any, folder: Path) -> None:
+        name = first_adapter(self.model)
+        own = folder / name
+        try:
+            self.model.load_adapter(str(own if own in adapters_in(folder) else folder), name)
+        except RuntimeError as error:
+            config = self.model.peft_config[name]
+            if not config.is_prompt_learning:
+                raise
+            raise RuntimeError(
+                f"load_best_model_at_end cannot load {config.peft_type.value} adapters, which are "
+                "prompts, into a model that has them: set it to False, and load the best one after "
+                f"training by PeftModel.from_pretrained(base_model, {str(folder)!r})"
+            ) from error
+
+    def _weights_reader(self: Any, folder: Path) -> Combined:
+        """A checkpoint's weights and nothing else; those that it lacks stay as they are."""
+        if (folder / MANIFEST).is_file():
+            frozen = self._weights_now(self._frozen_names())
+            return Combined(CheckpointReader(folder), weights=frozen, kinds=("weights",))
+        if adapters_in(folder):
+            raise ValueError(
+                f"{folder} holds adapters alone, and this driver holds parts of the model on each "
+                "rank: leave save_only_model=False to load the best model at the end"
+            )
+        return Combined(None, weights={**self._weights_now(), **read_weights(folder)})
+
+    def _weights_now(self: Any, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+        """Weights as the model has them: whole, by FQN; copies where ranks hold parts of them."""
+        if names is not None and not names:
+            return {}
+        sharded, engine = self.place.is_sharded(), self.place.engine
+        chosen = None if names is None else sorted(names)
+        with engine.full_params(chosen) if sharded else nullcontext(self.model) as module:
+            return {
+                name: tensor.detach().cpu().clone() if sharded else tensor.detach()
+                for name, tensor in _stored_weights(module).items()
+                if names is None or name in names
+            }
+
+    # --- everything else ----------------------------------------------------------------------
+
+    def _resume_training(self: Any, training: Training, checkpoint: str) -> None:
+        """Take over a checkpoint: progress, state, optimizer, schedule, random state.
+
+        The model is wrapped, and has the weights of a folder that HF Trainer wrote; of a kernel's
+        checkpoint they are read here.
+        """
+        folder = Path(checkpoint)
+        self._load_trainer_state(folder)
+        if (folder / MANIFEST).is_file():
+            reader: Any = CheckpointReader(folder)
+            self._say_differences(reader)
+            if frozen := self._frozen_names():
+                reader = Combined(reader, weights=self._weights_now(frozen))
+            training.restore(reader)
+        else:
+            training.progress = hf_folders.progress_at(self.state.global_step, training.data)
+            training.window = Window(training.progress)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_scaler(checkpoint)
+        self._load_rng_state(checkpoint)
+
+    def _load_trainer_state(self: Any, folder: Path) -> None:
+        path, fresh = folder / TRAINER_STATE_NAME, self.state
+        if not path.is_file():
+            return
+        stored = TrainerState.load_from_json(path)
+        best = stored.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", best)
+            stored.best_model_checkpoint = None
+        self.compare_trainer_and_checkpoint_args(self.args, stored)
+        for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+            setattr(stored, name, getattr(fresh, name))
+        stored.is_hyper_param_search = fresh.is_hyper_param_search
+        self.state = stored
+        self._load_callback_state()
+
+    def compare_trainer_and_checkpoint_args(
+        self: Any, training_args: Any, trainer_state: TrainerState
+    ) -> None:
+        """Warn, once, of what the checkpoint's run did otherwise. The arguments count."""
+        devices = max(1, training_args.n_gpu)
+        then = {
+            name: getattr(trainer_state, name)
+            for name in ("logging_steps", "eval_steps", "save_steps")
+        }
+        then["per_device_train_batch_size"] = (trainer_state.train_batch_size or 0) // devices
+        now = {name: getattr(training_args, name, None) or 0 for name in then}
+        differing = [
+            f"{name} was {then[name]}, is {now[name]}"
+            for name in then
+            if then[name] and now[name] >= 1 and then[name] != now[name]
+        ]
+        if differing:
+            _LOG.warning("other arguments than in the checkpoint: %s", "; ".join(differing))
+
+    def _say_differences(self: Any, reader: CheckpointReader) -> None:
+        size = self.place.session.world.size
+        for each in differences(reader.manifest, settings(self.args), self.place.driver.name, size):
+            _LOG.info("resuming: %s", each)
+
+    def _load_callback_state(self: Any) -> None:
+        """With `restore_callback_states_from_checkpoint`, put callbacks as they were in the place
+        of those of the same class.
+        """
+        if not self.args.restore_callback_states_from_checkpoint:
+            return
+        callbacks, lost = self.callback_handler.callbacks, []
+        for name, stored in self.state.stateful_callbacks.items():
+            states = stored if isinstance(stored, list) else [stored]
+            if name == TrainerControl.__name__:
+                self.control = type(self.control).from_state(states[0])
+                continue
+            places = [i for i, each in enumerate(callbacks) if type(each).__name__ == name]
+            for place, state in zip(places, states, strict=False):
+                callbacks[place] = type(callbacks[place]).from_state(state)
+            if not places:
+                lost.append(name)
+        if lost:
+            _LOG.warning(
+                "the checkpoint holds the state of callbacks that this run does not have: %s",
+                ", ".join(lost),
+            )
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Take over the learning rate schedule, and of HF's folders the optimizer: both, or, where
+        one of the files is missing, neither.
+        """
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if (folder / MANIFEST).is_file():
+            state = from_plain(read_manifest(folder).state)
+            groups, schedule = state.get("optimizer_groups", []), state.get("scheduler")
+        else:
+            saved = hf_folders.saved_optimizer(folder)
+            if saved is None:
+                _LOG.warning("%s holds no optimizer: it starts anew", folder)
+                return
+            order = self.place.prepared.order
+            tensors = hf_folders.optimizer_tensors(saved, order)
+            self.place.engine.restore(Combined(None, self._weights_now(), tensors))
+            groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
+        self._restore_groups(groups)
+        if self.lr_scheduler is not None and schedule is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+
+    def _restore_groups(self: Any, saved: list[Mapping[str, Any]]) -> None:
+        """The hyper-parameters of the optimizer, with the learning rate where it was."""
+        for groups in (self.place.engine.param_groups, self.optimizer.param_groups):
+            for group, values in zip(groups, saved, strict=False):
+                for name, value in hyper_parameters(values).items():
+                    given = group.get(name)
+                    if isinstance(given, Tensor):
+                        given.fill_(value)
+                    else:
+                        group[name] = tuple(value) if isinstance(given, tuple) else value
+
+    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+        """Take over the loss scaler of a folder that HF Trainer wrote."""
+        scaler = {} if checkpoint is None else hf_folders.read_scaler(Path(checkpoint))
+        if scaler:
+            self.place.engine.restore(Combined(None, self._weights_now(), state=scaler))
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        """Take over this rank's random state, where the checkpoint holds it."""
+        if checkpoint is None:
+            return
+        folder, session = Path(checkpoint), self.place.session
+        if (folder / MANIFEST).is_file():
+            load_rng(CheckpointReader(folder), session)
+        else:
+            hf_folders.load_random_state(folder, session.world.rank, session.world.size)
+
+
+_HOW = ("capturable", "differentiable", "foreach", "fused")
+"""Entries of an optimizer's group that say how to compute, which is the driver's business."""
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and words in an optimizer's group."""
+    found = {}
+    for name, value in group.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        parts = value if isinstance(value, list | tuple) else [value]
+        if name not in ("params", *_HOW) and all(
+            part is None or isinstance(part, bool | int | float | str) for part in parts
+        ):
+            found[name] = value
+    return found
+
+
+def _stored_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, each once, and persistent buffers, by FQN."""
+    persistent = module.state_dict(keep_vars=True)
+    buffers = {name: each for name, each in module.named_buffers() if name in persistent}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def _compare_versions(folder: Path) -> None:
+    """Warn when another version of transformers wrote the model."""
+    config, transformers = folder / "config.json", sys.modules.get("transformers")
+    if transformers is None or not config.is_file():
+        return
+    written = json.loads(config.read_text(encoding="utf-8")).get("transformers_version")
+    if written not in (None, transformers.__version__):
+        _LOG.warning(
+            "%s was written by transformers %s, and this is %s",
+            folder,
+            written,
+            transformers.__version__,
+        )

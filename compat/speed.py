@@ -1,0 +1,28 @@
+"""How fast a phase was."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["speed_metrics"]
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: float | None = None,
+    num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:
+    """Seconds since `start_time` (of `time.time()`), and what was done in one of them.
+
+    Keys `<split>_runtime` (4 decimals), `<split>_samples_per_second` and so on (3 decimals) for
+    each number given; no rates when no time has passed.
+    """
+    seconds = time.time() - start_time
+    metrics = {f"{split}_runtime": round(seconds, 4)}
+    counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    for what, count in counts.items():
+        if count is not None and seconds > 0:
+            metrics[f"{split}_{what}_per_second"] = round(count / seconds, 3)
+    return metrics

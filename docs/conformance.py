@@ -1,0 +1,61 @@
+"""Prove all six drivers and write what came of it to docs/conformance: a page over the drivers
+and the laws, and the matrix of who resumes whom.
+
+    python docs/conformance.py [WORD ...]
+
+Words choose by what occurs in the name of a world, such as `xla` or `ddp:2`, by default all;
+`matrix` is the matrix. It takes about half an
+hour on two cores, in the environment of all drivers, which uv makes at first.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path("docs/conformance")
+
+sys.path.append(str(ROOT / "tests" / "backends"))
+
+from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
+
+
+def commands() -> dict[str, list[str]]:
+    """What is run, by what chooses it: the matrix, and the suite in all worlds of up to two."""
+    report = ["--report", str(FOLDER)]
+    matrix = [python_of_all(), "-m", "drivetrain.conformance.matrix", *report, *WORLDS]
+    return {
+        "matrix": matrix,
+        **{world: [*suite(world), *report] for world in WORLDS if ":3" not in world},
+    }
+
+
+def suite(world: str) -> list[str]:
+    """The command that proves `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+    driver, *options = world.split(",")
+    name, _, processes = driver.partition(":")
+    command = [python_of_all(), "-m", "drivetrain.conformance", "--backend", name]
+    command += ["-q", "-n0", "--nproc", processes or "1"]
+    return command + [word for option in options for word in ("--backend-set", option)]
+
+
+def main(words: list[str]) -> int:
+    """Run those in which a word occurs; the number that failed."""
+    build_all()
+    chosen = {k: c for k, c in commands().items() if not words or any(w in k for w in words)}
+    if not chosen:
+        print(f"none of {words} occurs in: {'; '.join(commands())}")
+        return 2
+    failed = []
+    for key, command in chosen.items():
+        print(f"--- {key}", flush=True)
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(key)
+    print(f"failed: {'; '.join(failed) or 'none'}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

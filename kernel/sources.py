@@ -1,0 +1,79 @@
+"""Which kind of data a recipe has, and the source that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from .contract import Batch, Session
+from .data import ENDLESS, Group, Loader, Position, Source, is_indexed
+from .errors import DataError, SettingError
+from .order import sequential, shuffled
+from .ready import Batches, ReadyLoader
+from .stream import StreamLoader
+
+__all__ = ["once", "open_source"]
+
+
+def open_source(
+    data: Any,
+    session: Session,
+    *,
+    seed: int,
+    workers: int,
+    drop_last: bool = False,
+    num_epochs: int | None = None,
+    shuffle: bool | None = False,
+    isolate_random: bool | None = None,
+    count_items: Callable[[Batch], int] | None = None,
+    **dealing: Any,
+) -> Source:
+    """The source of samples that can be indexed, of a stream, or of ready `Batches`; called by all
+    ranks.
+
+    `shuffle`: None shuffles what can be indexed. `num_epochs`: where a stream or ready batches
+    end. `dealing`: others of `Dealing`. Raises `DataError` for data, and `SettingError` for
+    numbers, that cannot be trained with.
+    """
+    if shuffle and not is_indexed(data):
+        raise SettingError(
+            f"data.shuffle is {shuffle}, and {type(data).__name__} comes in an order of its own: "
+            "shuffle it there, and leave data.shuffle out"
+        )
+    if isinstance(data, Batches):
+        if workers:
+            raise SettingError(
+                f"data.workers is {workers}, and ready batches are fetched by their own loader: "
+                "give the workers to that one, and set data.workers=0"
+            )
+        return ReadyLoader(
+            data,
+            session,
+            seed=seed,
+            num_epochs=num_epochs,
+            drop_last=drop_last,
+            count_items=count_items,
+        )
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        raise DataError(
+            "a DataLoader makes batches of its own: hand it over as Batches(loader) to train on "
+            "them as they come, or give its data set and let the kernel make the batches"
+        )
+    dealing |= {
+        "seed": seed,
+        "workers": workers,
+        "drop_last": drop_last,
+        "feeder_index": session.world.feeder_index,
+        "num_feeders": session.world.num_feeders,
+    }
+    if is_indexed(data):
+        order = sequential if shuffle is False else shuffled
+        return Loader(data, order=order, isolate_random=isolate_random, **dealing)
+    return StreamLoader(data, num_epochs=num_epochs, **dealing)
+
+
+def once(source: Source) -> Generator[Group, None, None]:
+    """All groups of its first epoch, where that is not shuffled: what evaluation wants."""
+    return source.groups(Position(), source.steps_per_epoch or ENDLESS)

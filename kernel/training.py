@@ -1,0 +1,214 @@
+"""The loop: groups of samples -> steps, and what is decided between steps.
+
+`Training` runs the steps. A `Conductor` decides what happens between them: when to log, evaluate,
+save and stop. `fit` conducts by the settings.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from enum import Enum
+from itertools import chain
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .checkpoint import CheckpointReader, load_rng
+from .contract import Batch, Engine, Outcome, Recipe, Session
+from .cut import share
+from .data import ENDLESS, Group, Position
+from .events import StepSkipped
+from .progress import Progress, Window
+from .requests import Requests
+from .step import Stepper, StepResult
+
+__all__ = ["Conductor", "Groups", "Then", "Training"]
+
+
+class Then(Enum):
+    """What follows a step."""
+
+    GO_ON = "go on"
+    NEXT_EPOCH = "next epoch"
+    """Leave the rest of this epoch out."""
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    """All steps are done, or there is no more data."""
+
+
+class Groups(Protocol):
+    """Data in the order of training; a `Loader` is one."""
+
+    def groups(self, start: Position, num_steps: int) -> Iterator[Group]:
+        """At most the next `num_steps` groups. May end earlier, at the end of an epoch: it is
+        called again from there, until a call gives none. The generator is closed after use.
+        """
+        ...
+
+
+class Conductor(Protocol):
+    """Decides what happens between steps. Every rank must decide alike."""
+
+    def before_update(self) -> None:
+        """Right before an update: set learning rates."""
+        ...
+
+    def after_step(self, group: Group, result: StepResult) -> Then:
+        """After an update. `Training.agreed` tells what ranks asked for."""
+        ...
+
+    def skipped(self, event: StepSkipped) -> None:
+        """A step was not applied; told at the latest before the next update. May raise."""
+        ...
+
+
+class Training:
+    """The steps of one run on one rank. Every method is called by all ranks in the same order.
+
+    `total_steps`: None goes on until the data ends.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        engine: Engine,
+        data: Groups,
+        total_steps: int | None,
+        conductor: Conductor,
+        requests: Requests,
+    ) -> None:
+        self.recipe, self.session, self.engine = recipe, session, engine
+        self.data, self.total_steps = data, ENDLESS if total_steps is None else total_steps
+        self.conductor, self.requests = conductor, requests
+        self.progress = Progress()
+        self.window = Window(self.progress)
+        self._skipped_in_a_row = 0
+        self._unsettled: tuple[Outcome, Tensor] | None = None
+
+    # --- saving and resuming --------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors (JSON types)."""
+        self.settle()
+        return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
+
+    def restore(self, reader: CheckpointReader) -> bool:
+        """Take over a checkpoint, whoever wrote it. False when it holds no random state for this
+        rank, and so the caller has to seed it.
+        """
+        state: Mapping[str, Any] = reader.manifest.state
+        progress = Progress.from_json(state) if state else Progress()
+        self.engine.restore(reader)
+        self.progress, self.window = progress, Window(progress)
+        if window := state.get("window"):
+            self.window.restore(window, self.session)
+        return load_rng(reader, self.session)
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def run(self) -> Then:
+        """All remaining steps, or until the conductor ends them; returns why they ended."""
+        self.engine.module.train()
+        stepper, progress = Stepper(self.recipe, self.engine, self.session), self.progress
+        while progress.step < self.total_steps:
+            first = progress.step
+            then = self._steps(stepper)
+            if then is Then.NEXT_EPOCH:
+                if progress.position.samples:
+                    progress.position = Position(progress.position.epoch + 1)
+            elif then is not Then.GO_ON:
+                return then
+            elif progress.step == first:
+                break  # no more data
+        return Then.FINISHED
+
+    def _steps(self, stepper: Stepper) -> Then:
+        """Steps from the position on, until the data ends or the conductor wants something else."""
+        progress = self.progress
+        groups = self.data.groups(progress.position, self.total_steps - progress.step)
+        entered: deque[tuple[Group, float]] = deque()
+        microbatches = self._on_device(groups, entered)
+
+        def before_update() -> None:
+            self.settle()
+            self.conductor.before_update()
+
+        with closing(groups):  # type: ignore[type-var]
+            for first in microbatches:
+                group, num_items = entered.popleft()
+                result = stepper(
+                    chain((first,), microbatches),
+                    group.num_microbatches,
+                    num_items,
+                    before_update,
+                    self.requests.send(),
+                )
+                progress.step += 1
+                progress.position = group.next
+                progress.samples += group.num_samples
+                progress.items += int(result.items)
+                self._unsettled = result.outcome, result.loss
+                self.window.add(result.loss, result.outcome.grad_norm)
+                then = self.conductor.after_step(group, result)
+                if then is not Then.GO_ON:
+                    return then
+        return Then.GO_ON
+
+    def agreed(self, result: StepResult) -> Sequence[float]:
+        """For each `Request`, how many ranks had made it when this step began."""
+        if self.session.world.size > 1:
+            return result.requests
+        # nobody to agree with: what came in during the step counts at once
+        return [a + b for a, b in zip(result.requests, self.requests.send(), strict=True)]
+
+    def _on_device(
+        self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
+    ) -> Iterator[tuple[Batch, float]]:
+        """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
+        items in it, before its first.
+        """
+        world, count = self.session.world, self.recipe.count_items
+        weights: deque[float] = deque()
+
+        def on_host() -> Iterator[Batch]:
+            for group in groups:
+                microbatches, num_items = group.microbatches, group.num_items
+                if num_items is None and count is not None:
+                    # the items of the whole group must be known before its first backward
+                    fetched = list(microbatches)
+                    num_items = sum(
+                        count(part.batch) / part.repeats for part in fetched if part.num_samples
+                    )
+                    microbatches = iter(fetched)
+                elif num_items is None:
+                    num_items = share(group.num_samples, world.num_feeders, world.feeder_index)[1]
+                entered.append((group, num_items))
+                for part in microbatches:
+                    weights.append(1 / part.repeats if part.num_samples else 0.0)
+                    yield part.batch
+
+        for batch in self.session.feed(on_host()):
+            yield batch, weights.popleft()
+
+    def settle(self) -> None:
+        """Learn whether the last update was applied, as late as possible: the next one is queued
+        up to its own update by now.
+        """
+        if self._unsettled is None:
+            return
+        (outcome, loss), self._unsettled = self._unsettled, None
+        progress = self.progress
+        if outcome.applied():
+            progress.applied += 1
+            self._skipped_in_a_row = 0
+            return
+        progress.skipped += 1
+        self._skipped_in_a_row += 1
+        step = progress.applied + progress.skipped
+        value = float(self.session.reduce(loss)) / self.session.world.num_feeders
+        norm = float(outcome.grad_norm)
+        self.conductor.skipped(StepSkipped(step, self._skipped_in_a_row, value, norm))

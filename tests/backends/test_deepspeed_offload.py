@@ -1,0 +1,101 @@
+"""DeepSpeed's own optimizers, and an optimizer whose state lies in files: operators that it
+compiles, once an environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_deepspeed import CPU, carry_on, refused, same_bits, whole, zero
+
+from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.state import read_all
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.checkpoint import CheckpointReader
+
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+OWN: dict[str, dict[str, Any]] = {
+    "FusedAdam": {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+    "CPUAdam": {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "zero_optimization": OFFLOADED,
+    },
+}
+COMPILING_SECONDS = 900.0
+pytestmark = pytest.mark.timeout(2 * COMPILING_SECONDS)
+
+
+def slow(subject: Subject) -> Subject:
+    return replace(subject, timeout_seconds=COMPILING_SECONDS)
+
+
+@pytest.fixture(
+    scope="module",
+    # compiling takes minutes
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in ("CPUAdam", "FusedAdam")],
+)
+def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Once one process has compiled the operator, so that no rank waits for another's compiler."""
+    folder = tmp_path_factory.mktemp("alone")
+    slow(zero(2, 1, config=OWN[request.param])).run(carry_on, steps=1, folder=str(folder))
+    return OWN[request.param]
+
+
+def follow(subjects: list[Subject], folder: Path, **arguments: Any) -> list[Any]:
+    """Two steps by each, which resumes the one before; each restores bit by bit what it finds."""
+    source, figures = None, []
+    for turn, subject in enumerate(subjects):
+        answers = subject.run(
+            carry_on,
+            steps=2,
+            first=2 * turn,
+            source=source,
+            folder=str(folder / f"{turn}"),
+            **arguments,
+        )
+        if source:
+            same_bits(whole(answers, "taken"), read_all(CheckpointReader(source)))
+        source = answers[0]["path"]
+        figures += answers[0]["figures"]
+    return figures
+
+
+def test_its_own_optimizer_takes_over_and_hands_over(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    own = [zero(stage, config=config) for stage in (1, 2, 3)]
+    subjects = [CPU, *own, Subject("ddp", 2), own[0]]
+    figures = follow(subjects, tmp_path)
+    expected = CPU.run(carry_on, steps=12, folder=str(tmp_path / "r"))[0]["figures"]
+    torch.testing.assert_close(figures, expected, rtol=1e-5, atol=0)
+
+
+def has_libaio(bench: Bench) -> bool:
+    """Asks the linker, in a process of the tests' environment."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(AsyncIOBuilder().is_compatible())
+
+
+def test_state_in_files_is_saved_and_restored_or_refused(tmp_path: Path) -> None:
+    """With libaio it is proved; without, the refusal."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    section = {"offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}
+    subject = zero(3, config={"zero_optimization": section})
+    if not zero(3).run(has_libaio)[0]:
+        for kind, message in subject.run(refused):
+            assert kind == "BackendUnavailable"
+            assert "libaio-dev" in message
+        return
+    momentum = {"model": "wide", "optimizer": "SGD", "arguments": {"momentum": 0.9}}
+    turns = [
+        follow([CPU, driver, CPU, driver], tmp_path / name, **momentum)
+        for name, driver in (("disk", slow(subject)), ("memory", zero(3)))
+    ]
+    assert list(disk.rglob("*.swp")), "nothing was large enough to be put into a file"
+    # the norm, by which gradients are clipped, is added up in another order
+    torch.testing.assert_close(*turns, rtol=1e-5, atol=0)

@@ -1,0 +1,71 @@
+"""explain's estimates against what the tensors of each of two ranks took at their most.
+
+A quarter is allowed. The estimate is of the fullest moment of the fullest rank; it leaves out small
+temporaries, and how many buffers are alive at once depends on how far ranks are apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli.explain import explain
+
+RECIPE = """
+import torch
+from torch import nn
+from drivetrain.kernel import Recipe, Settings
+
+inputs = torch.randn(64, 256)
+settings = Settings(steps=3, global_batch=16, micro_batch=8)
+
+
+def block():
+    return nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+
+
+def model():
+    return nn.Sequential(*[block() for _ in range(6)])
+
+
+def loss(module, batch):
+    return module(batch[0]).square().sum()
+
+
+recipe = Recipe(model=model, loss=loss, train_data=torch.utils.data.TensorDataset(inputs))
+"""
+MEASURED = Path(__file__).parent / "measured.py"
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage"),
+    [("ddp", None), ("fsdp", None), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)],
+)
+def test_the_estimate_holds_on_two_ranks(tmp_path: Path, backend: str, stage: int | None) -> None:
+    path = tmp_path / "six_blocks.py"
+    path.write_text(RECIPE)
+    given = {} if stage is None else {"backend.stage": str(stage)}
+    (record,) = explain(path, [backend], given, 2)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, MEASURED, path, backend, "-" if stage is None else str(stage)],
+            env={**os.environ, **launched, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [rank.communicate() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], answers
+    fullest = max(int(printed.split()[-1]) for printed, _ in answers)
+    assert record["layout"]["total_bytes"] == pytest.approx(fullest, rel=0.25)

@@ -1,0 +1,63 @@
+"""Run by two processes: evaluate, train, save and resume; what each rank found goes to a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from built_alike import Classifier, accuracy, losses, ours, samples, without_times
+from torch import Tensor, nn
+
+
+class Wide(nn.Module):
+    """Outputs as wide as the largest sample of the batch; some that are no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
+        logits = x[:, None] * torch.ones(int(x.max())) * self.weight
+        return {"loss": logits.mean(), "logits": logits}
+
+
+def main(backend: str, folder: Path) -> None:
+    found: dict[str, Any] = {}
+    side = ours(folder)
+    driver: dict[str, Any] = {"backend": backend}
+    trainer = side.trainer(compute_metrics=accuracy, **driver)
+    output = trainer.predict(samples(11))
+    found["predictions"] = [output.predictions.tolist(), output.label_ids.tolist()]
+    found["metrics"] = without_times(output.metrics)
+    if backend == "ddp":
+        wide = [{"x": torch.tensor(float(n)), "labels": torch.tensor(n)} for n in (2, 3, 1, 4, 5)]
+        output = side.trainer(Wide, **driver, per_device_eval_batch_size=2).predict(wide)
+        found["wide"] = [output.predictions.tolist(), output.label_ids.tolist()]
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, **driver}
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    trainer = side.trainer(lambda: Classifier(dropout=0.2), **saving, **best)
+    trainer.train()
+    found["losses"] = losses(trainer)
+    found["evaluations"] = [e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e]
+    found["best"] = trainer.state.best_model_checkpoint
+    trainer.save_model(str(folder / "saved"))
+    again = side.trainer(lambda: Classifier(dropout=0.2), **{**saving, "save_strategy": "no"})
+    torch.manual_seed(7)
+    again.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
+    found["resumed"] = losses(again)
+    every_step = {**saving, "save_steps": 1, "output_dir": str(folder / "plain")}
+    plain = side.trainer(train_dataset=samples(24), **every_step)
+    plain.train()
+    found["plain"] = losses(plain)
+    from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
+    from_theirs.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-2"))
+    found["from theirs"] = losses(from_theirs)
+    (folder / f"rank-{trainer.args.process_index}.json").write_text(json.dumps(found))
+    trainer.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,134 @@
+"""The accelerator facade: as accelerate's own, in one process and in two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat.arguments import backend
+from drivetrain.compat.gathering import exchange_objects
+from drivetrain.kernel import Recipe
+from drivetrain.kernel.registry import find_driver
+
+
+@pytest.fixture
+def trainer() -> Any:
+    """What the facade looks at of a Trainer, on one CPU process."""
+    args = TrainingArguments("o", use_cpu=True)
+    with find_driver("cpu").open(backend.planned(args)) as session:
+        place = SimpleNamespace(session=session, world=session.world, prepared=None)
+        yield SimpleNamespace(args=args, place=place, model=None, _microstep=None)
+
+
+@pytest.mark.row("A7", "X1", "D26")
+def test_two_processes_see_what_accelerate_gives(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    script = Path(__file__).with_name("accelerator_ranks.py")
+    command += [str(script), str(out)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(out.read_text())
+    assert [name for name, equal in found.items() if not equal] == []
+
+
+def test_one_process_gets_back_what_it_gave(trainer: Any) -> None:
+    accelerator = Accelerator(trainer)
+    tensor = torch.tensor(2.0)
+    assert accelerator.gather(tensor) is tensor
+    assert accelerator.gather_for_metrics({"a": tensor, "b": "text"}) == {"a": tensor, "b": "text"}
+    assert accelerator.pad_across_processes(tensor) is tensor
+    copied = accelerator.reduce(tensor)
+    assert copied == tensor and copied is not tensor
+    with pytest.raises(TypeError, match="use_gather_object"):
+        accelerator.gather(["text"])
+    with pytest.raises(ValueError, match="allowed: sum, mean"):
+        accelerator.reduce(tensor, "max")
+
+
+@pytest.mark.row("A7", "W9")
+def test_prepare_and_unwrap(trainer: Any) -> None:
+    accelerator = Accelerator(trainer)
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    model, optimizer = nn.Linear(1, 1), object()
+    prepared = accelerator.prepare(loader, model, optimizer)
+    assert [batch[0].tolist() for batch in prepared[0]] == [[0, 1], [2, 3]]
+    assert prepared[1:] == (model, optimizer)
+    reference = accelerator.prepare_model(nn.Dropout(), evaluation_mode=True)
+    assert not reference.training
+    recipe = Recipe(
+        model=lambda: model,
+        loss=lambda module, batch: module(batch).sum(),
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+    )
+    engine = trainer.place.session.prepare(recipe)
+    trainer.place.prepared = SimpleNamespace(engine=engine, model=model)
+    assert accelerator.unwrap_model(engine.module) is model
+    wrapped = nn.DataParallel(model)
+    assert accelerator.unwrap_model(wrapped) is model
+    assert accelerator.get_state_dict(model).keys() == model.state_dict().keys()
+
+
+def test_the_loop_says_whether_an_update_follows(trainer: Any) -> None:
+    accelerator = Accelerator(trainer)
+    assert accelerator.sync_gradients
+    trainer._microstep = SimpleNamespace(last=False)
+    assert not accelerator.sync_gradients
+
+
+@pytest.mark.row("D21", "A10")
+def test_accumulation_may_be_said_in_the_accelerator_s_arguments(trainer: Any) -> None:
+    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    assert Accelerator(trainer).gradient_accumulation_steps == 1
+    assert trainer.args.gradient_accumulation_steps == 4
+    Accelerator(trainer)
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match="give one"):
+        Accelerator(trainer)
+
+
+def test_what_has_no_effect_is_said(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    trainer.args.ddp_static_graph = True
+    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    Accelerator(trainer)
+    assert "ddp_static_graph has no effect on cpu: one process" in caplog.text
+    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}
+    with pytest.raises(ValueError, match="adjust_scheduler; allowed: num_steps"):
+        Accelerator(trainer)
+
+
+def test_nothing_is_pickled(trainer: Any, tmp_path: Path) -> None:
+    accelerator = Accelerator(trainer)
+    with pytest.raises(ValueError, match="pickle"):
+        accelerator.save({}, tmp_path / "f", safe_serialization=False)
+    with pytest.raises(TypeError, match="a object cannot be sent"):
+        exchange_objects(trainer.place.session, [object()])
+    accelerator.save({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    assert (tmp_path / "w.safetensors").exists()
+
+
+@pytest.mark.row("A9")
+def test_it_needs_no_accelerate() -> None:
+    script = """
+import sys
+from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat.processes import Processes
+processes = Processes(TrainingArguments("o"))
+assert processes.is_main_process and processes.distributed_type == "NO"
+print([name for name in ("accelerate", "transformers") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,111 @@
+"""Evaluation and checkpoints on two processes, and from there to one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from built_alike import Classifier, accuracy, both, losses, ours, samples, without_times
+from torch.nn.functional import cross_entropy
+
+from drivetrain.compat.model_files import read_weights
+
+EVERY_STEP: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 4,
+    "save_strategy": "steps",
+    "save_steps": 1,
+}
+DRIVERS = ["ddp", "fsdp", pytest.param("deepspeed", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=DRIVERS)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A driver, the folder that two processes wrote to, and what each of them found."""
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = both(folder)[1].trainer(train_dataset=samples(24), **EVERY_STEP)
+    theirs.train()
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    script = Path(__file__).with_name("checkpoint_ranks.py")
+    command += [str(script), request.param, str(folder)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-6000:]
+    (folder / "theirs.json").write_text(json.dumps(losses(theirs)))
+    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    return request.param, folder, ranks
+
+
+@pytest.mark.row("E5", "E6", "D6", "D26", "M11", "X10")
+def test_two_ranks_predict_as_one(ran: Any, tmp_path: Path) -> None:
+    driver, _, ranks = ran
+    assert ranks[0]["predictions"] == ranks[1]["predictions"]
+    output = ours(tmp_path).trainer(compute_metrics=accuracy).predict(samples(11))
+    found = torch.tensor(ranks[0]["predictions"][0])
+    torch.testing.assert_close(found, torch.tensor(output.predictions), rtol=0, atol=1e-6)
+    assert ranks[0]["predictions"][1] == output.label_ids.tolist()
+    metrics = without_times(output.metrics)
+    assert ranks[0]["metrics"]["test_accuracy"] == metrics["test_accuracy"]
+    # as in transformers, the model's mean over a batch that was filled up holds what fills it
+    parts = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 0]
+    rows, labels = torch.tensor(output.predictions), torch.tensor(output.label_ids)
+    means = [cross_entropy(rows[part], labels[part]) for part in parts]
+    wanted = (4 * means[0] + 4 * means[1] + 3 * means[2]) / 11
+    assert ranks[0]["metrics"]["test_loss"] == pytest.approx(float(wanted), abs=1e-6)
+    if driver == "ddp":
+        rows = [[float(n)] * max(pair) for pair in ((2, 3), (1, 4), (5,)) for n in pair]
+        assert ranks[0]["wide"] == [
+            [row + [-100.0] * (5 - len(row)) for row in rows],
+            [2, 3, 1, 4, 5],
+        ]
+
+
+@pytest.mark.row("K11", "K18", "R3", "R4", "X4", "X5")
+def test_two_ranks_resume_bit_equal(ran: Any) -> None:
+    _, folder, ranks = ran
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["resumed"] == ranks[0]["losses"] and len(ranks[0]["losses"]) == 4
+    names = sorted(path.name for path in (folder / "ours" / "checkpoint-2").iterdir())
+    assert "model.safetensors" in names and "state-00001-of-00002.safetensors" in names
+
+
+@pytest.mark.row("X14", status="differs", note="each checkpoint holds both, for every driver")
+@pytest.mark.row(
+    "X21", status="differs", note="the best model is loaded whole, so nothing is refused"
+)
+@pytest.mark.row("K7", "K28")
+def test_the_model_file_is_whole(ran: Any) -> None:
+    _, folder, ranks = ran
+    best = ranks[0]["best"]
+    step = 2 * (1 + ranks[0]["evaluations"].index(min(ranks[0]["evaluations"])))
+    assert best == str(folder / "ours" / f"checkpoint-{step}")
+    saved, stored = read_weights(folder / "saved"), read_weights(Path(best))
+    wanted = Classifier().state_dict()
+    assert {name: t.shape for name, t in saved.items()} == {n: t.shape for n, t in wanted.items()}
+    assert all(torch.equal(saved[name], stored[name]) for name in saved)
+
+
+@pytest.mark.row("K11", "K18")
+def test_two_ranks_continue_what_theirs_began(ran: Any) -> None:
+    _, folder, ranks = ran
+    wanted = json.loads((folder / "theirs.json").read_text())
+    assert ranks[0]["from theirs"] == pytest.approx(wanted, abs=2e-6)
+
+
+@pytest.mark.row("K18", "X14")
+def test_one_process_continues_what_two_began(ran: Any, tmp_path: Path) -> None:
+    _, folder, ranks = ran
+    trainer = ours(tmp_path).trainer(
+        train_dataset=samples(24),
+        per_device_train_batch_size=8,
+        max_steps=4,
+        save_strategy="no",
+        backend="cpu",
+    )
+    trainer.train(resume_from_checkpoint=str(folder / "plain" / "checkpoint-1"))
+    assert losses(trainer) == pytest.approx(ranks[0]["plain"], abs=1e-6)

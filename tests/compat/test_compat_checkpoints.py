@@ -1,0 +1,452 @@
+"""What a checkpoint holds, which stay, and resuming; beside transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from built_alike import Classifier, both, losses
+from torch import nn
+
+from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
+from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain.kernel.errors import SaveFailed
+
+STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
+SCORES = [5.0, 4.0, 4.5, 3.0, 6.0]
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def equal(mine: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = mine.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run to the end on either side, with dropout, and every checkpoint on the way."""
+    dropping = partial(Classifier, dropout=0.2)
+    folder = tmp_path_factory.mktemp("runs")
+    found: dict[str, Any] = {"model": dropping}
+    for name, side in zip(("ours", "theirs"), both(folder), strict=True):
+        trainer = side.trainer(dropping, gradient_accumulation_steps=2, **STEPS)
+        trainer.train()
+        found[name] = trainer
+    return found
+
+
+@pytest.mark.row("K1", "K3", "K6", "R3")
+@pytest.mark.row("K2", status="differs", note="pieces that any driver reads, in place of pickles")
+def test_what_a_checkpoint_holds(runs: dict[str, Any]) -> None:
+    for name in ("ours", "theirs"):
+        root = Path(runs[name].args.output_dir)
+        assert files(root) == {f"checkpoint-{step}" for step in range(1, 6)}
+    ours = files(Path(runs["ours"].args.output_dir, "checkpoint-1"))
+    theirs = files(Path(runs["theirs"].args.output_dir, "checkpoint-1"))
+    assert theirs - ours == {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
+    assert ours - theirs == {
+        "manifest.json",
+        "training_args.json",
+        *(f"{kind}-00000-of-00001.safetensors" for kind in ("weights", "optimizer", "state")),
+    }
+    state = TrainerState.load_from_json(
+        Path(runs["ours"].args.output_dir, "checkpoint-3", "trainer_state.json")
+    )
+    assert (state.global_step, state.max_steps, len(state.log_history)) == (3, 5, 3)
+
+
+@pytest.mark.row("K11", "K12", "R4", "D4")
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_resuming_ends_bit_equal(runs: dict[str, Any], tmp_path: Path, step: int) -> None:
+    whole = runs["ours"]
+    root = Path(whole.args.output_dir)
+    trainer = both(tmp_path)[0].trainer(
+        runs["model"], gradient_accumulation_steps=2, **{**STEPS, "save_steps": 2}
+    )
+    torch.manual_seed(99)
+    output = trainer.train(resume_from_checkpoint=str(root / f"checkpoint-{step}"))
+    assert losses(trainer) == losses(whole)
+    assert equal(trainer.model, whole.model)
+    history = [
+        {k: v for k, v in entry.items() if "train_" not in k} for entry in trainer.state.log_history
+    ]
+    assert history == [
+        {k: v for k, v in entry.items() if "train_" not in k} for entry in whole.state.log_history
+    ]
+    assert output.global_step == 5
+    assert files(tmp_path / "ours") == {f"checkpoint-{n}" for n in (2, 4, 5) if n > step}
+
+
+@pytest.mark.row("K11", "K17")
+@pytest.mark.parametrize("step", [1, 3])
+def test_their_folder_continues_as_theirs(runs: dict[str, Any], tmp_path: Path, step: int) -> None:
+    whole = runs["theirs"]
+    root = Path(whole.args.output_dir, f"checkpoint-{step}")
+    trainer = both(tmp_path)[0].trainer(
+        runs["model"], gradient_accumulation_steps=2, **{**STEPS, "save_strategy": "no"}
+    )
+    trainer.train(resume_from_checkpoint=str(root))
+    assert losses(trainer) == losses(whole)
+    assert equal(trainer.model, whole.model)
+
+
+@pytest.mark.row("K2", "P7", "K17")
+def test_files_for_other_tools(runs: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = both(tmp_path)
+    keywords = {"gradient_accumulation_steps": 2, **STEPS}
+    writer = ours.trainer(runs["model"], checkpoint_format="hf", **keywords)
+    writer.train()
+    folder = tmp_path / "ours" / "checkpoint-2"
+    assert files(folder) == {
+        *(files(Path(runs["theirs"].args.output_dir, "checkpoint-2")) - {"training_args.bin"}),
+        "training_args.json",
+    }
+    curves = []
+    for side in (ours, theirs):
+        reader = side.trainer(runs["model"], **{**keywords, "save_strategy": "no"})
+        reader.train(resume_from_checkpoint=str(folder))
+        curves.append(losses(reader))
+    assert curves == [losses(writer)] * 2
+    (folder / "scheduler.pt").unlink()
+    fresh = ours.trainer(runs["model"], **{**keywords, "save_strategy": "no"})
+    fresh.train(resume_from_checkpoint=str(folder))
+    assert losses(fresh)[:2] == losses(writer)[:2] and losses(fresh) != losses(writer)
+
+
+@pytest.mark.row("K4", "K16", status="differs", note="a run past max_steps makes no more step")
+def test_only_the_model(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    trainer = ours.trainer(save_only_model=True, **STEPS)
+    trainer.train()
+    folder = tmp_path / "ours" / "checkpoint-2"
+    assert files(folder) == {"model.safetensors", "trainer_state.json", "training_args.json"}
+    again = ours.trainer(**STEPS)
+    with caplog.at_level(logging.WARNING):
+        again.train(resume_from_checkpoint=str(folder))
+    assert "holds no optimizer" in caplog.text
+    assert losses(again)[:2] == losses(trainer)[:2] and again.state.global_step == 5
+    past = ours.trainer(max_steps=1)
+    assert past.train(resume_from_checkpoint=str(folder)).global_step == 2
+
+
+@pytest.mark.row("K9", "K10")
+def test_which_checkpoint(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    root = tmp_path / "ours"
+    shutil.copytree(runs["ours"].args.output_dir, root)
+    (damaged,) = (root / "checkpoint-5").glob("optimizer-*")
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    trainer = both(tmp_path)[0].trainer(
+        runs["model"], gradient_accumulation_steps=2, **{**STEPS, "save_strategy": "no"}
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=True)
+    assert "checkpoint-5 is left out, and kept" in caplog.text
+    assert losses(trainer) == losses(runs["ours"]) and trainer._initial_global_step == 4
+    with pytest.raises(ValueError, match=r"Can't find a valid checkpoint at .*checkpoint-5"):
+        trainer.train(resume_from_checkpoint=str(root / "checkpoint-5"))
+    with pytest.raises(ValueError, match="there is no such folder"):
+        trainer.train(resume_from_checkpoint=str(root / "checkpoint-7"))
+    trainer.args.output_dir = str(tmp_path / "empty")
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+@pytest.mark.row("K13")
+def test_the_epoch_anew(runs: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for name, side in zip(("ours", "theirs"), both(tmp_path), strict=True):
+        trainer = side.trainer(
+            gradient_accumulation_steps=2, ignore_data_skip=True, **{**STEPS, "save_strategy": "no"}
+        )
+        folder = Path(runs["theirs"].args.output_dir, "checkpoint-1")
+        trainer.train(resume_from_checkpoint=str(folder))
+        found.append((losses(trainer), name != "", trainer.state.global_step))
+    assert found[0] == found[1]
+
+
+@pytest.mark.row("K14", status="differs", note="the new arguments count, not the checkpoint's")
+def test_other_arguments_are_named(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
+    folder = Path(runs["ours"].args.output_dir, "checkpoint-3")
+    trainer = both(tmp_path)[0].trainer(
+        gradient_accumulation_steps=2, **{**STEPS, "save_steps": 2, "logging_steps": 2}
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert "logging_steps was 1, is 2; save_steps was 1, is 2" in caplog.text
+    assert files(tmp_path / "ours") == {"checkpoint-4", "checkpoint-5"}
+
+
+@pytest.mark.row("K15")
+def test_the_batch_size_that_was_found(tmp_path: Path) -> None:
+    ours, _ = both(tmp_path)
+    ours.trainer(**STEPS, per_device_train_batch_size=2).train()
+    for found, size in ((False, 4), (True, 2)):
+        trainer = ours.trainer(**{**STEPS, "save_strategy": "no"}, auto_find_batch_size=found)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-5"))
+        assert trainer.state.train_batch_size == size
+
+
+class Scores(TrainerCallback):
+    """Gives each evaluation the next score."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kwargs["metrics"]["eval_score"] = SCORES[state.global_step - 1]
+
+
+TRACKED: dict[str, Any] = {
+    **STEPS,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "metric_for_best_model": "score",
+    "greater_is_better": False,
+    "load_best_model_at_end": True,
+}
+
+
+class Listing(transformers.TrainerCallback):
+    """Which checkpoints there were after each save."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(sorted(files(Path(args.output_dir))))
+
+
+class TheirScores(Scores, transformers.TrainerCallback):
+    pass
+
+
+@pytest.mark.row("K25", "K26", "K28", "K31", "K32", "B30", "B31")
+@pytest.mark.parametrize(
+    "asked", [{"save_total_limit": 1}, {"save_total_limit": 2}, {"save_strategy": "best"}]
+)
+def test_the_best_model(tmp_path: Path, asked: dict[str, Any]) -> None:
+    found = []
+    for side in both(tmp_path):
+        listing = Listing()
+        trainer = side.trainer(callbacks=[TheirScores(), listing], **{**TRACKED, **asked})
+        trainer.train()
+        state = trainer.state
+        best = Path(state.best_model_checkpoint).relative_to(side.folder)
+        weights = safe_load(side.folder / best)
+        assert all(torch.equal(weights[n], p) for n, p in trainer.model.named_parameters())
+        noted = state.best_metric, state.best_global_step, best
+        found.append((listing.seen, sorted(files(side.folder)), noted))
+    assert found[0] == found[1]
+
+
+def safe_load(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.row("K32")
+def test_a_best_checkpoint_that_is_gone(tmp_path: Path, caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    ours.trainer(callbacks=[Scores()], **{**TRACKED, "load_best_model_at_end": False}).train()
+    shutil.rmtree(ours.folder / "checkpoint-2")
+    trainer = ours.trainer(**STEPS)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(resume_from_checkpoint=str(ours.folder / "checkpoint-3"))
+    assert "checkpoint-2, is gone" in caplog.text
+    assert trainer.state.best_model_checkpoint is None and trainer.state.best_metric == 4.0
+
+
+@pytest.mark.row("K33")
+def test_states_of_callbacks(tmp_path: Path, caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    asked = {**TRACKED, "load_best_model_at_end": False}
+    early = EarlyStoppingCallback(early_stopping_patience=9, early_stopping_threshold=0.25)
+    ours.trainer(callbacks=[Scores(), early], **asked).train()
+    folder = ours.folder / "checkpoint-3"
+    stored = json.loads((folder / "trainer_state.json").read_text())["stateful_callbacks"]
+    assert stored["EarlyStoppingCallback"]["attributes"] == {"early_stopping_patience_counter": 1}
+    assert set(stored) == {"EarlyStoppingCallback", "TrainerControl"}
+    for restored in (False, True):
+        mine = EarlyStoppingCallback(early_stopping_patience=1)
+        trainer = ours.trainer(
+            callbacks=[Scores(), mine],
+            **{**asked, "save_strategy": "no"},
+            restore_callback_states_from_checkpoint=restored,
+        )
+        trainer.train(resume_from_checkpoint=str(folder))
+        (now,) = (c for c in trainer.callback_handler.callbacks if type(c) is type(mine))
+        assert now.early_stopping_patience == (9 if restored else 1)
+    with caplog.at_level(logging.WARNING):
+        ours.trainer(**STEPS, restore_callback_states_from_checkpoint=True).train(
+            resume_from_checkpoint=str(folder)
+        )
+    assert "does not have: EarlyStoppingCallback" in caplog.text
+
+
+class Odd(nn.Module):
+    def __init__(self, extra: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.add_module(extra, nn.Linear(2, 1))
+
+
+@pytest.mark.row("K20", "K18")
+def test_keys_that_differ_are_named(tmp_path: Path, caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    trainer = ours.trainer(partial(Odd, "mine"))
+    trainer.save_model(str(tmp_path / "saved"))
+    other = Odd("yours")
+    with caplog.at_level(logging.WARNING):
+        trainer._load_from_checkpoint(str(tmp_path / "saved"), other)
+    assert "missing keys in the checkpoint model loaded: ['yours.weight', 'yours" in caplog.text
+    assert "unexpected keys in the checkpoint model loaded: ['mine.bias'" in caplog.text
+    assert torch.equal(other.inner.weight, trainer.model.inner.weight)
+
+
+def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path) -> None:
+    ours, _ = both(tmp_path)
+    trainer = ours.trainer(**STEPS)
+    save = trainer._save
+
+    def failing(output_dir: str | None = None, state_dict: Any = None) -> None:
+        if trainer.state.global_step == 3:
+            raise OSError("no space left on device")
+        save(output_dir, state_dict)
+
+    trainer._save = failing
+    with pytest.raises(SaveFailed, match=r"checkpoint-3 was not saved.*no space left"):
+        trainer.train()
+    assert files(ours.folder) == {"checkpoint-1", "checkpoint-2"}
+    assert CheckpointReader(ours.folder / "checkpoint-2").verify() == []
+
+
+# --- models of transformers and peft ------------------------------------------------------------
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def texts() -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(3, 32, (8,), generator=draw) for _ in range(12)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+LANGUAGE: dict[str, Any] = {"train_dataset": texts(), "eval_dataset": texts()}
+
+
+@pytest.mark.row("K7", "K19")
+def test_every_checkpoint_is_a_pretrained_model(tmp_path: Path, caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    trainer = ours.trainer(llama, **LANGUAGE, save_strategy="steps", save_steps=2, max_steps=4)
+    trainer.train()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(ours.folder / "checkpoint-4")
+    assert equal(loaded, trainer.model)
+    assert "generation_config.json" in files(ours.folder / "checkpoint-2")
+    trainer.save_model()
+    assert {"model.safetensors", "config.json", "training_args.json"} <= files(ours.folder)
+    config = ours.folder / "config.json"
+    config.write_text(config.read_text().replace(transformers.__version__, "1.2.3"))
+    with caplog.at_level(logging.WARNING):
+        trainer._load_from_checkpoint(str(ours.folder))
+    assert "written by transformers 1.2.3" in caplog.text and "missing" not in caplog.text
+
+
+class Words:
+    """A processing class, as far as saving goes."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "words.json").write_text("{}")
+
+
+class Collating:
+    tokenizer = Words()
+
+    def __call__(self, batch: list[Any]) -> Any:
+        return torch.utils.data.default_collate(batch)
+
+
+@pytest.mark.row("K8")
+@pytest.mark.parametrize("given", [{"processing_class": Words()}, {"data_collator": Collating()}])
+def test_the_processing_class_is_saved(tmp_path: Path, given: dict[str, Any]) -> None:
+    collator = {"data_collator": torch.utils.data.default_collate}
+    trainer = both(tmp_path)[0].trainer(**{**collator, **given})
+    trainer.save_model(str(tmp_path / "saved"))
+    assert "words.json" in files(tmp_path / "saved")
+
+
+# peft asks transformers for a property by its old name
+OLD_NAME = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+
+def adapted(names: tuple[str, ...] = ("default",)) -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1)
+    model = peft.get_peft_model(llama(), config, adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, config)
+    return model
+
+
+@OLD_NAME
+@pytest.mark.row("K22", "N11", "N14")
+@pytest.mark.parametrize("names", [("default",), ("first", "second")])
+@pytest.mark.parametrize("written", ["ours", "theirs"])
+def test_adapters(tmp_path: Path, names: tuple[str, ...], written: str) -> None:
+    ours, theirs = both(tmp_path)
+    keywords = {**LANGUAGE, "max_steps": 4, "label_names": ["labels"]}
+    make = partial(adapted, names)
+    writer = (ours if written == "ours" else theirs).trainer(
+        make, **keywords, save_strategy="steps", save_steps=2
+    )
+    writer.train()
+    folder = Path(writer.args.output_dir, "checkpoint-2")
+    for name in names:
+        place = folder if name == "default" else folder / name
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= files(place)
+    assert "model.safetensors" not in files(folder)
+    if written == "ours":
+        stored = CheckpointReader(folder).names("weights")
+        assert stored and all("lora" in name for name in stored)
+    trainer = ours.trainer(make, **keywords)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert losses(trainer) == losses(writer)
+    assert equal(trainer.model, writer.model)
+
+
+@OLD_NAME
+@pytest.mark.row("N11", "K28")
+def test_the_best_adapter(tmp_path: Path) -> None:
+    import peft
+
+    ours, _ = both(tmp_path)
+    asked = {**TRACKED, "label_names": ["labels"]}
+    trainer = ours.trainer(adapted, **LANGUAGE, callbacks=[Scores()], **asked)
+    trainer.train()
+    best = ours.folder / "checkpoint-4"
+    assert trainer.state.best_model_checkpoint == str(best)
+    torch.manual_seed(3)
+    again = peft.PeftModel.from_pretrained(llama(), best)
+    for name, weight in again.named_parameters():
+        assert torch.equal(weight, trainer.model.get_parameter(name)), name

@@ -1,0 +1,187 @@
+"""The rates of every schedule, beside those of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+from transformers import get_scheduler as theirs
+from transformers.optimization import GreedyLR as TheirGreedy
+
+from drivetrain.compat.plateau import GreedyLR, Plateau
+from drivetrain.compat.schedules import get_scheduler
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {}),
+    ("cosine", {}),
+    ("cosine", {"num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("polynomial", {}),
+    ("polynomial", {"lr_end": 1e-3, "power": 2.0}),
+    ("constant", {}),
+    ("constant_with_warmup", {}),
+    ("inverse_sqrt", {}),
+    ("inverse_sqrt", {"timescale": 7}),
+    ("cosine_with_min_lr", {"min_lr": 0.01}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 1.0}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.2}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 0.01, "warmup_lr_rate": 0.1}),
+    ("warmup_stable_decay", {"num_decay_steps": 5}),
+    ("warmup_stable_decay", {"num_decay_steps": 5, "min_lr_ratio": 0.1, "decay_type": "1-sqrt"}),
+    ("warmup_stable_decay", {"num_decay_steps": 5, "warmup_type": "1-sqrt", "num_cycles": 1.0}),
+    (
+        "warmup_stable_decay",
+        {"num_decay_steps": 4, "warmup_type": "cosine", "decay_type": "linear"},
+    ),
+]
+
+
+def optimizer(lr: float = 0.1) -> SGD:
+    return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))]}], lr=lr)
+
+
+def rates(make: Any, name: str, options: dict[str, Any], warmup: int) -> list[float]:
+    weights = optimizer()
+    scheduler = make(
+        name,
+        weights,
+        num_warmup_steps=warmup,
+        num_training_steps=20,
+        scheduler_specific_kwargs=options,
+    )
+    seen = []
+    for _ in range(26):
+        seen.append(weights.param_groups[0]["lr"])
+        weights.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.row("O19", "O21")
+@pytest.mark.parametrize(("name", "options"), CASES)
+@pytest.mark.parametrize("warmup", [0, 1, 6])
+def test_rates_are_those_of_transformers(name: str, options: dict[str, Any], warmup: int) -> None:
+    assert rates(get_scheduler, name, options, warmup) == rates(theirs, name, options, warmup)
+
+
+@pytest.mark.row("O19")
+def test_a_number_of_stable_steps_needs_no_length() -> None:
+    options = {"num_decay_steps": 5, "num_stable_steps": 3}
+    shared: dict[str, Any] = {"num_warmup_steps": 2, "scheduler_specific_kwargs": options}
+    ours, reference = optimizer(), optimizer()
+    schedulers = [get_scheduler("warmup_stable_decay", ours, **shared)]
+    schedulers += [theirs("warmup_stable_decay", reference, **shared)]
+    for _ in range(12):
+        assert ours.param_groups[0]["lr"] == reference.param_groups[0]["lr"]
+        for weights, scheduler in zip((ours, reference), schedulers, strict=True):
+            weights.step()
+            scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"patience": 1, "min_lr": 0.02, "max_lr": 0.15, "factor": 0.8},
+        {"patience": 0, "mode": "max", "threshold_mode": "rel", "threshold": 0.05, "min_lr": 0.01},
+        {"patience": 2, "cooldown": 2, "warmup": 3, "factor": 0.7, "min_lr": 1e-3},
+        {"patience": 0, "reset_start": 2, "factor": 0.5, "min_lr": 0.05, "cooldown": 1},
+        {"patience": 1, "smooth": True, "window_size": 4, "min_lr": 1e-3},
+        {},
+    ],
+)
+@pytest.mark.row("O19", "O23")
+def test_greedy_rates_are_those_of_transformers(options: dict[str, Any]) -> None:
+    noise = torch.rand(120, generator=torch.Generator().manual_seed(0)).tolist()
+    metrics = [2 + math.sin(index / 9) + 0.3 * value for index, value in enumerate(noise)]
+    ours, reference = optimizer(), optimizer()
+    mine = get_scheduler("greedy", ours, scheduler_specific_kwargs=options)
+    their = TheirGreedy(reference, **options)
+    seen = []
+    for index, metric in enumerate(metrics):
+        if index == 50:  # a new one goes on where the old one stopped
+            state = json.loads(json.dumps(mine.state_dict(), allow_nan=False))
+            mine = get_scheduler("greedy", ours, scheduler_specific_kwargs=options)
+            mine.load_state_dict(state)
+        mine.step(metric)  # type: ignore[arg-type]
+        their.step(metric)
+        seen.append(ours.param_groups[0]["lr"])
+        assert seen[-1] == pytest.approx(reference.param_groups[0]["lr"], rel=1e-12)
+    assert isinstance(mine, GreedyLR) and mine.get_last_lr() == seen[-1:]
+    assert not options or len(set(seen)) > 2
+
+
+@pytest.mark.row("O23")
+def test_plateau_is_torchs_and_its_state_is_json() -> None:
+    weights = optimizer()
+    scheduler = get_scheduler(
+        "reduce_lr_on_plateau", weights, scheduler_specific_kwargs={"patience": 1, "factor": 0.5}
+    )
+    assert isinstance(scheduler, Plateau | torch.optim.lr_scheduler.ReduceLROnPlateau)
+    fresh = json.loads(json.dumps(scheduler.state_dict(), allow_nan=False))
+    scheduler.load_state_dict(fresh)
+    for metric in (3.0, 2.0, 2.5, 2.5):
+        scheduler.step(metric)  # type: ignore[arg-type]
+    assert weights.param_groups[0]["lr"] == 0.05
+    scheduler.load_state_dict(json.loads(json.dumps(scheduler.state_dict(), allow_nan=False)))
+    assert scheduler.best == 2.0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_a_schedule_goes_on_from_its_state(name: str, options: dict[str, Any]) -> None:
+    weights = optimizer()
+    make: Any = lambda: get_scheduler(name, weights, 3, 20, options)  # noqa: E731
+    scheduler = make()
+    for _ in range(7):
+        weights.step()
+        scheduler.step()
+    state = json.loads(json.dumps(scheduler.state_dict(), allow_nan=False))
+    rate = weights.param_groups[0]["lr"]
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert resumed.get_last_lr() == [rate]
+    scheduler.step()
+    resumed.step()
+    assert resumed.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.row("O20")
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        ("linear", {"num_cycles": 1}, TypeError, "'linear' does not take num_cycles"),
+        ("greedy", {"num_cycles": 1}, TypeError, "it takes mode"),
+        ("reduce_lr_on_plateau", {"best": 1}, TypeError, "does not take best"),
+        ("warmup_stable_decay", {}, TypeError, "needs num_decay_steps"),
+        ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "x"}, ValueError, "1-sqrt"),
+        ("cosine_with_min_lr", {}, ValueError, "neither is given"),
+        ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0}, ValueError, "both are given"),
+        ("polynomial", {"lr_end": 1.0}, ValueError, "lr_end is 1.0"),
+        ("greedy", {"factor": 1.5}, ValueError, "factor is 1.5"),
+        ("greedy", {"min_lr": [1, 2]}, ValueError, "2 values for 1 parameter groups"),
+        ("greedy", {"mode": "least"}, ValueError, "'min' or 'max'"),
+        ("exponential", {}, ValueError, "known are constant"),
+    ],
+)
+def test_wrong_options_are_errors(
+    name: str, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        get_scheduler(name, optimizer(), 1, 10, options)
+
+
+@pytest.mark.row("O20", status="differs", note="says that a constant schedule has no options")
+def test_constant_schedules_say_that_they_have_no_options(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    get_scheduler("constant", optimizer(), 0, 10, {"power": 2})
+    assert "no effect" in caplog.text
+
+
+@pytest.mark.parametrize(("name", "missing"), [("linear", "warmup"), ("cosine", "training")])
+def test_missing_numbers_of_steps_are_errors(name: str, missing: str) -> None:
+    with pytest.raises(ValueError, match=f"num_{missing}_steps"):
+        get_scheduler(name, optimizer(), None if missing == "warmup" else 0)

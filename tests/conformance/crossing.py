@@ -1,0 +1,161 @@
+"""One run saves in the middle and goes on; others, on any driver and world size, resume it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernel.checkpoint import CheckpointReader
+from ..kernel.errors import CapabilityRefused
+from ..kernel.settings import Settings, override
+from .bench import Bench
+from .judge import require, require_close, require_same, require_same_bits
+from .problems import PROBLEMS
+from .runs import run
+from .state import State, assemble, pieces, read_all
+from .subject import Subject
+
+__all__ = ["LOSS_BOUNDS", "TRAININGS", "Crossing", "Saved", "crossing", "refusal", "save", "title"]
+
+PROBLEM = "language"
+"""Tied weights, and items that are not samples."""
+
+SAMPLES = 22
+SAVED_AT = 4
+"""In the second epoch, which has three updates as the first."""
+STEPS = SAVED_AT + 10
+
+SETTINGS: Mapping[str, Any] = {
+    "steps": STEPS,
+    "global_batch": 8,
+    "micro_batch": 4,
+    "log_every": 1,
+    "optimizer.lr": 0.01,
+}
+
+TRAININGS: Mapping[str, Mapping[str, Any]] = {
+    "AdamW": {"optimizer.name": "torch.optim.AdamW"},
+    "SGD with momentum": {"optimizer.name": "torch.optim.SGD", "optimizer.args.momentum": 0.9},
+    "Adafactor": {"optimizer.name": "torch.optim.Adafactor"},
+    "AdamW in bf16": {"optimizer.name": "torch.optim.AdamW", "precision": "bf16"},
+}
+"""What differs between the matrices: settings by name."""
+
+LOSS_BOUNDS: Mapping[str, float] = {"fp32": 1e-6, "bf16": 2.0**-8}
+"""The largest relative deviation of each of the next ten losses.
+
+In float32 the same weights see the same samples, summed in another order: a few units of the last
+place, 6e-8, and ten updates enlarge them little. In bf16 weights and moments are as equal, but
+each product is rounded to 8 bits, which is off by 2**-8 at most, and each driver rounds others:
+what is cast once or twice, which kernel sums in which order. Rounding goes up as often as down and
+the loss is a mean over many items, so that the error of a single product is ample."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run that saved, and went on."""
+
+    writer: str
+    training: str
+    checkpoint: str
+    told: dict[str, Any]
+    state: State
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What came of a resume: it held, it was `refused`, or an `error` says what is broken."""
+
+    writer: str
+    reader: str
+    training: str
+    next_loss: float = 0.0
+    """Relative deviation of the first loss after resuming."""
+    ten_losses: float = 0.0
+    """The largest of the first ten."""
+    refused: str = ""
+    error: str = ""
+
+
+def title(subject: Subject) -> str:
+    """With what tells it from others of the same driver."""
+    options = "".join(f" {key}={value}" for key, value in subject.options.items())
+    return f"{subject.backend} x{subject.world}{options}"
+
+
+def refusal(subject: Subject, training: str) -> str:
+    """Why the driver declines that training; empty when it does not."""
+    answers: list[str] = subject.run(declined, training=training)
+    require_same(f"refusals of {training} by the ranks", answers, answers[:1] * len(answers))
+    return answers[0]
+
+
+def save(writer: Subject, folder: str, training: str) -> Saved:
+    """Train on `writer`, saving on the way to `folder`. Raises `WorkerFailure`."""
+    saving = {"checkpoint.every": SAVED_AT, "checkpoint.keep_last": STEPS}
+    told = _run(writer, training, saving, out=folder)
+    source = told["checkpoint"].replace(f"{STEPS:06}", f"{SAVED_AT:06}")
+    return Saved(title(writer), training, source, told, read_all(CheckpointReader(source)))
+
+
+def crossing(saved: Saved, reader: Subject) -> Crossing:
+    """Resume on `reader`. Raises `LawBroken` unless weights and moments are bit-equal, steps,
+    samples and learning rates the same, tied weights tied, and losses near."""
+    source, training = saved.checkpoint, saved.training
+    ranks = reader.run(restored, source=source, training=training)
+    state = assemble([rank["state"] for rank in ranks])
+    for kind in ("weights", "optimizer"):
+        what = f"{kind} written by {saved.writer}, restored by {title(reader)}"
+        require_same_bits(what, state[kind], saved.state[kind])
+    require(all(rank["tied"] for rank in ranks), "tied weights are not one after restoring")
+    told = _run(reader, training, {}, resume=source)
+    what = f"written by {saved.writer}, resumed by {title(reader)}"
+    require_same(f"samples of each step, {what}", told["ids"], saved.told["ids"][SAVED_AT:])
+    resumed, straight = told["logged"], saved.told["logged"][SAVED_AT:]
+    for figure in ("step", "learning_rate"):
+        seen, right = ([line[figure] for line in lines] for lines in (resumed, straight))
+        require_same(f"{figure}, {what}", seen, right)
+    actual, expected = ([line["loss"] for line in lines] for lines in (resumed, straight))
+    bound = LOSS_BOUNDS[_settings(training).precision]
+    require_close(f"losses, {what}", actual, expected, bound)
+    off = [abs(a - e) / abs(e) for a, e in zip(actual, expected, strict=True)]
+    return Crossing(saved.writer, title(reader), training, off[0], max(off))
+
+
+def _run(
+    subject: Subject, training: str, saving: Mapping[str, Any], **arguments: Any
+) -> dict[str, Any]:
+    settings = {**SETTINGS, **TRAININGS[training], **saving}
+    ranks = subject.run(run, problem=PROBLEM, samples=SAMPLES, settings=settings, **arguments)
+    steps = zip(*(rank["ids"] for rank in ranks), strict=True)
+    ids = [sorted({index for part in step for index in part}) for step in steps]
+    return {**ranks[0], "ids": ids}
+
+
+def _settings(training: str) -> Settings:
+    return override(Settings(), TRAININGS[training])
+
+
+# --- jobs, run on every rank ------------------------------------------------------------------
+
+
+def declined(bench: Bench, *, training: str) -> str:
+    """The words in which the driver refuses to prepare for it, or nothing."""
+    settings = _settings(training)
+    try:
+        with bench.open(precision=settings.precision) as session:
+            session.prepare(PROBLEMS[PROBLEM].recipe(optimizer=settings.optimizer.build))
+    except CapabilityRefused as refused:
+        return str(refused)
+    return ""
+
+
+def restored(bench: Bench, *, source: str, training: str) -> dict[str, Any]:
+    """What each rank would write right after restoring, and whether ties hold."""
+    settings = _settings(training)
+    with bench.open(precision=settings.precision) as session:
+        recipe = PROBLEMS[PROBLEM].recipe(optimizer=settings.optimizer.build)
+        engine = session.prepare(recipe)
+        engine.restore(CheckpointReader(source))
+        return {"state": pieces(engine), "tied": len(engine.tied) == 1}

@@ -1,0 +1,83 @@
+"""Every argument of compat, on every driver: applied, without effect and said so, or refused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import pytest
+from house_rules import ROOT
+
+from drivetrain.compat import Seq2SeqTrainingArguments
+from drivetrain.compat.arguments.table import APPLIED_BY, SCRIPTS_ONLY
+
+FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments)}
+READ_BY_THEIR_CALLBACKS = ("project", "run_name", "trackio_")
+"""What transformers' own callbacks read, which `trackers.py` hands the arguments to."""
+
+
+@pytest.fixture(scope="module")
+def documents() -> ModuleType:
+    path = ROOT / "docs" / "compat_arguments.py"
+    spec = importlib.util.spec_from_file_location("compat_arguments", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def answers(documents: ModuleType) -> dict[str, dict[str, str]]:
+    return {item.name: told for item, told in documents.rows()}
+
+
+def test_the_page_is_what_the_code_does(documents: ModuleType) -> None:
+    assert documents.PAGE.read_text() == documents.page(), "run: python docs/compat_arguments.py"
+
+
+def test_every_pair_has_an_answer(documents: ModuleType, answers: Any) -> None:
+    assert answers.keys() == FIELDS.keys()
+    for told in answers.values():
+        assert told.keys() == set(documents.shipped())
+        for text in told.values():
+            assert text == "applied" or text.startswith(("no effect: ", "refused: "))
+            assert not text.endswith(": ")
+
+
+def test_what_is_tried_is_not_the_default(documents: ModuleType) -> None:
+    for name, item in FIELDS.items():
+        if name != "local_rank":  # any other one contradicts the launcher
+            assert documents.example(item) != item.default, name
+
+
+def test_some_answers_that_must_hold(answers: Any) -> None:
+    assert "refused" in answers["fp16"]["xla"] and answers["fp16"]["ddp"] == "applied"
+    assert "refused" in answers["fsdp"]["ddp"] and answers["fsdp"]["fsdp"] == "applied"
+    assert "refused" in answers["use_cpu"]["xpu"]
+    assert "no effect" in answers["ddp_static_graph"]["cpu"]
+    assert answers["ddp_static_graph"]["ddp"] == "applied"
+    assert set(answers["learning_rate"].values()) == {"applied"}
+
+
+def test_every_argument_has_somebody_who_applies_it() -> None:
+    assert APPLIED_BY.keys() | set(SCRIPTS_ONLY) == FIELDS.keys()
+
+
+@pytest.mark.parametrize("module", sorted(set(APPLIED_BY.values())))
+def test_who_is_said_to_apply_an_argument_reads_it(module: str) -> None:
+    tree = ast.parse((ROOT / "compat" / module).read_text())
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read |= {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    unread = {
+        name
+        for name, home in APPLIED_BY.items()
+        if home == module and name not in read and not name.startswith(READ_BY_THEIR_CALLBACKS)
+    }
+    assert not unread

@@ -1,0 +1,130 @@
+"""A rank that stands still ends the run in the time set, and the others say who, where, in what."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.kernel import Recipe, Settings, fit
+
+from .runs import build, loss, recipe, start
+
+SETTINGS = Settings(steps=8, global_batch=8, stall_seconds=3.0, timeout_seconds=120.0)
+STEP = 4
+"""In which a rank stands still; the first two are exempt."""
+
+
+class Data(torch.utils.data.Dataset[Tensor]):
+    """Stands still on one rank, in one way, when a sample of a later step is fetched."""
+
+    def __init__(self, rank: int, way: str) -> None:
+        self.plain: Any = recipe().train_data
+        self.way = way if os.environ.get("RANK") == str(rank) else ""
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.fetched += 1
+        if self.fetched == STEP * SETTINGS.global_batch // 2 and self.way:
+            stand_still(self.way)
+        sample: Tensor = self.plain[index]
+        return sample
+
+
+def stand_still(way: str) -> None:
+    if way == "sleeps":
+        time.sleep(600)
+    if way == "is stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if way == "works":
+        until = time.monotonic() + 2 * (SETTINGS.stall_seconds or 0.0)
+        while time.monotonic() < until:
+            pass
+
+
+class Sleepy(nn.Module):
+    """Sleeps in a forward."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner = build()
+        self.awake = STEP if os.environ.get("RANK") == str(rank) else 10**6
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.awake -= 1
+        if not self.awake:
+            stand_still("sleeps")
+        result: Tensor = self.inner(inputs)
+        return result
+
+
+def train(backend: str, out: Path, environment: dict[str, str]) -> None:
+    """One rank, whose words go to a file."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    words = os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(words, sys.stderr.fileno())
+    rank, way = int((out / "rank").read_text()), (out / "way").read_text()
+    if way == "sleeps in a forward":
+        what = replace(recipe(), model=lambda: Sleepy(rank))
+    else:
+        what = Recipe(model=build, loss=loss, train_data=Data(rank, way))
+    fit(what, SETTINGS, backend=backend)
+
+
+def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None], list[str], float]:
+    """Exit codes and words of both ranks, and the seconds they took."""
+    (out / "rank").write_text(str(rank))
+    (out / "way").write_text(way)
+    began = time.monotonic()
+    ranks = start(backend, out, 2, train)
+    waited_for = [process for index, process in enumerate(ranks) if not stopped(way, index, rank)]
+    for process in waited_for:
+        process.join(60)
+    took = time.monotonic() - began
+    for process in ranks:
+        process.kill()
+        process.join()
+    return [p.exitcode for p in ranks], [(out / str(r)).read_text() for r in (0, 1)], took
+
+
+def stopped(way: str, index: int, rank: int) -> bool:
+    """Whether it is for the launcher to end it: it cannot do so itself."""
+    return way == "is stopped" and index == rank
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["sleeps", "is stopped", "sleeps in a forward"])
+def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
+    codes, words, took = run(backend, tmp_path, 1, way)
+    assert codes == ([1, -signal.SIGKILL] if way == "is stopped" else [1, 1])
+    assert took < SETTINGS.timeout_seconds / 2
+    assert re.search(r"[Rr]ank 1 stands still after \d steps, .*last seen at ", words[0])
+    assert re.search(r"Rank [01] waits for it in .(averaging|gathering|adding) ", words[0])
+    if way != "is stopped":  # its place is known, and its stacks
+        assert re.search(r"last seen at test_stall.py:\d+ in stand_still", words[0])
+        assert "What each thread is doing" in words[1]
+
+
+def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
+    codes, words, took = run("ddp", tmp_path, 0, "is stopped")
+    assert codes == [-signal.SIGKILL, 1]
+    assert took < SETTINGS.timeout_seconds / 2
+    assert "does not answer; rank 1 waits in" in words[1]
+
+
+def test_a_rank_that_works_is_waited_for(tmp_path: Path) -> None:
+    codes, words, _ = run("ddp", tmp_path, 1, "works")
+    assert codes == [0, 0], words
