@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
-from . import _feeding, _memory, _rng, _watch
+from . import _feeding, _forks, _memory, _rng, _watch
 
 
 @contextmanager
@@ -28,6 +28,7 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
 
     Host tensors go over gloo, device tensors over the device's own library.
     """
+    _forks.leave_the_parents_garbage()
     with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
         with _watch.watching(store, rank, size, plan.stall_seconds):

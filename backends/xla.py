@@ -37,7 +37,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable, DataError
-from . import _feeding, _memory, _model, _rng, _state, _step, _xla
+from . import _feeding, _forks, _memory, _model, _rng, _state, _step, _xla
 from ._alone import Alone
 
 __all__ = ["driver"]
@@ -111,6 +111,7 @@ class XlaDriver:
         if not probe.usable:
             raise BackendUnavailable(f"{probe.reason}; {probe.install}")
         options = plan.options or XlaOptions()
+        _forks.leave_the_parents_garbage()
         placement = _xla.start(options.platform, options.devices, options.spmd)
         yield XlaSession(plan, placement, options.max_batch_shapes)
 
