@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import RecipeError, SettingError
-from . import _dtensor, _model, _modules, _state, _step, _units
+from . import _dtensor, _fsdp, _model, _modules, _state, _step, _units
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
@@ -39,56 +38,11 @@ from ._distributed import (
     probe_devices,
     process_group,
 )
+from ._fsdp import FsdpOptions
 
-__all__ = ["driver"]
+__all__ = ["FsdpOptions", "driver"]
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FsdpOptions:
-    """How the model is cut, and what is traded for memory."""
-
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes CUDA where there is a device for every local rank."""
-    wrap: tuple[str, ...] = ()
-    """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
-    model: children of one class in a list; the root takes what is left."""
-    min_unit_params: int | None = None
-    """Without `wrap`: units by size, each submodule with at least so many parameters that are not
-    in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
-    reshard_after_forward: bool = True
-    """Let a unit's weights go between its forward and its backward, and gather them again."""
-    reshard_after_backward: bool = True
-    """Likewise between microbatches; False keeps them until the update."""
-    sync_each_microbatch: bool = False
-    """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
-    shard_size: int | None = None
-    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
-    the number of ranks. By default all ranks are one group."""
-    cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, and update there."""
-    gather_dtype: Literal["auto", "params", "compute"] = "auto"
-    """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
-    memory; `params` is for models with layers that refuse weights of another dtype than their
-    input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
-    normalisation layers do."""
-    optimizer_step: Literal["auto", "parts", "whole"] = "auto"
-    """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
-    alike. `whole`: tensors are gathered one by one, for all others. `auto`: `parts` for torch's
-    own elementwise optimizers."""
-    meta: bool = False
-    """No rank ever holds the whole model. False: every rank builds it in host memory, with the
-    recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is
-    dropped (to the meta device) as soon as it is made, and only this rank's part of it comes back:
-    from the checkpoint on resume; on a fresh start from `reset_parameters()` of each module, or
-    `_init_weights(module)` of the model, called on one whole module at a time, which give the same
-    weights at any world size, but need not be those of the recipe's constructor."""
-    from_rank_0: bool = False
-    """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
-    for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
-    sync_buffers: bool = True
-    """Before each forward, buffers that are saved (running statistics) become those of rank 0."""
 
 
 class FsdpDriver:
@@ -107,13 +61,13 @@ class FsdpDriver:
             sharded=True,
             compile=True,
             activation_checkpointing=True,
-            feeds_ahead=choose_device(_options(plan).device).type != "cpu",
+            feeds_ahead=choose_device(_fsdp.options_of(plan).device).type != "cpu",
         )
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        options = _options(plan)
+        options = _fsdp.options_of(plan)
         units = _units.choose_units(model, options.wrap, options.min_unit_params)
         where = ("host memory",) if options.cpu_offload else ()
         return _units.sharded_layout(
@@ -122,7 +76,7 @@ class FsdpDriver:
             units,
             state_bytes,
             num_parts=options.shard_size or world_size,
-            gathered=_gathered(plan),
+            gathered=_fsdp.gathered_dtype(plan),
             keeps_gathered=not (options.reshard_after_forward and options.reshard_after_backward),
             accumulates_whole=not options.sync_each_microbatch
             and (plan.micro_batch or plan.global_batch) * world_size < plan.global_batch,
@@ -131,7 +85,7 @@ class FsdpDriver:
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        options, size = _options(plan), num_launched()
+        options, size = _fsdp.options_of(plan), num_launched()
         if options.from_rank_0 and options.meta:
             raise SettingError(
                 "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
@@ -150,19 +104,6 @@ class FsdpDriver:
             yield ProcessGroupSession(plan, world, FsdpEngine)
 
 
-def _gathered(plan: Plan) -> torch.dtype:
-    """The dtype that weights travel in."""
-    options = _options(plan)
-    in_compute = options.gather_dtype == "compute" or (
-        options.gather_dtype == "auto" and choose_device(options.device).type != "cpu"
-    )
-    return plan.precision.compute if in_compute else plan.precision.params
-
-
-def _options(plan: Plan) -> FsdpOptions:
-    return plan.options or FsdpOptions()
-
-
 class FsdpEngine:
     """The user's module, cut in place: its names stay, its parameters are `DTensor`s.
 
@@ -171,7 +112,7 @@ class FsdpEngine:
     """
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
-        self.options = options = _options(plan)
+        self.options = options = _fsdp.options_of(plan)
         self.plan, self.world = plan, world
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with _modules.parameters_on_meta() if options.meta else _model.NO_CONTEXT:
@@ -193,8 +134,8 @@ class FsdpEngine:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
                 unit.forward = torch.compile(unit.forward, **plan.compile_options)
-        mesh = _mesh(options, world)
-        self.units = [_shard(unit, plan, mesh) for unit in (*units, self.module)]
+        mesh = _fsdp.mesh_of(options, world)
+        self.units = [_fsdp.shard(unit, plan, mesh) for unit in (*units, self.module)]
         self.num_replicas = world.size // (options.shard_size or world.size)
         if self.uninitialised:
             _modules.materialise(self.module, self.home)
@@ -296,7 +237,7 @@ class FsdpEngine:
         own_hooks = ("torch.distributed.fsdp", __name__)
         with (
             _modules.replaced(self.module, full),
-            _modules.unwrapped(self.module, _fsdp_module(), own_hooks),
+            _modules.unwrapped(self.module, _fsdp.mixed_in(), own_hooks),
         ):
             yield self.module
 
@@ -335,58 +276,6 @@ class FsdpEngine:
 
     def _named(self, call: str) -> AbstractContextManager[None]:
         return naming_collectives(call, self.world.rank)
-
-
-# --- FSDP2 ----------------------------------------------------------------------------------
-
-
-def _shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
-    """Cut what no smaller unit has cut. Raises `RecipeError` for a 0-d parameter."""
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        FSDPModule,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
-
-    options = _options(plan)
-    # The policy says what travels; autocast says what each operation computes in, as on all other
-    # drivers. Alone, the policy would compute everything in the lower precision, also losses and
-    # normalisation, and would round inputs that are no activations, such as targets.
-    policy = MixedPrecisionPolicy(
-        param_dtype=_gathered(plan),
-        reduce_dtype=plan.precision.reduce,
-        cast_forward_inputs=False,
-    )
-    pinned = mesh.device_type != "cpu"
-    fully_shard(
-        unit,
-        mesh=mesh,
-        # None: all but the root, whose weights the backward needs at once
-        reshard_after_forward=None if options.reshard_after_forward else False,
-        mp_policy=policy,
-        offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
-    )
-    assert isinstance(unit, FSDPModule)
-    # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported
-    unit.set_force_sum_reduction_for_comms(True)
-    return unit
-
-
-def _fsdp_module() -> type:
-    from torch.distributed.fsdp import FSDPModule
-
-    return FSDPModule
-
-
-def _mesh(options: FsdpOptions, world: World) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind, size = world.device.type, options.shard_size or world.size
-    if size == world.size:
-        return init_device_mesh(kind, (size,))
-    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
 driver = FsdpDriver()
