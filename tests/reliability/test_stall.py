@@ -105,8 +105,15 @@ def stopped(way: str, index: int, rank: int) -> bool:
     return way == "is stopped" and index == rank
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-@pytest.mark.parametrize("way", ["sleeps", "is stopped", "sleeps in a forward"])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        pytest.param(backend, way, marks=[pytest.mark.slow] if is_like_others else [])
+        for backend in ("ddp", "fsdp", "deepspeed")
+        for way in ("sleeps", "is stopped", "sleeps in a forward")
+        for is_like_others in [backend == "deepspeed" and way != "sleeps"]
+    ],
+)
 def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
     codes, words, took = run(backend, tmp_path, 1, way)
     assert codes == ([1, -signal.SIGKILL] if way == "is stopped" else [1, 1])
