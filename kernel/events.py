@@ -40,6 +40,8 @@ class Request(IntEnum):
     STOP = 3
     PREEMPT = 4
     """Stop, and exit with `EXIT_PREEMPTED`."""
+    WRITTEN = 5
+    """The loop's own: this rank has written its share of the checkpoint under way."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,10 @@ class Saved:
     step: int
     path: Path
     seconds: float
+    """That training stood still for it."""
     error: str = ""
+    buffer_bytes: int = 0
+    """Host memory that held a copy on this rank; 0 when it was not saved behind training."""
 
 
 @dataclass(frozen=True)

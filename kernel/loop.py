@@ -21,7 +21,6 @@ from .errors import (
     DataError,
     NonFiniteTraining,
     RecipeError,
-    SaveFailed,
     SettingError,
 )
 from .evaluate import evaluate
@@ -34,7 +33,6 @@ from .events import (
     Resumed,
     RunEnded,
     RunStarted,
-    Saved,
     StepEnded,
     StepSkipped,
     Warned,
@@ -43,6 +41,7 @@ from .progress import Window
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
 from .resume import differences, find_checkpoint
+from .saves import Saves
 from .schedule import build_schedule
 from .settings import Settings, override
 from .sources import once, open_source
@@ -158,25 +157,33 @@ class _Run:
         self.schedule = build_schedule(
             total_steps=self.total_steps, **dataclasses.asdict(settings.schedule)
         )
-        self.store = None
-        if out is not None:
-            keep = settings.checkpoint
-            self.store = CheckpointStore(
-                out / CHECKPOINTS,
-                keep_last=keep.keep_last,
-                keep_best=keep.keep_best,
-                best_metric=keep.best_metric,
-                best_mode=keep.best_mode,
-                keep_every=keep.keep_every,
-            )
+        self.saves = self._saves_to(out / CHECKPOINTS) if out is not None else None
         self.training = Training(
             self.recipe, session, self.engine, self.source, self.total_steps, self, requests
         )
         self.first_step = 0
-        self.checkpoint: Path | None = None
         self.metrics: dict[str, dict[str, float]] = {}
         self.loss = math.nan
-        self.evaluated_at = self.saved_at = -1
+        self.evaluated_at = -1
+        self.resumed_from: Path | None = None
+
+    def _saves_to(self, folder: Path) -> Saves:
+        keep = self.settings.checkpoint
+        store = CheckpointStore(
+            folder,
+            keep_last=keep.keep_last,
+            keep_best=keep.keep_best,
+            best_metric=keep.best_metric,
+            best_mode=keep.best_mode,
+            keep_every=keep.keep_every,
+        )
+        return Saves(
+            store,
+            self._what_to_save,
+            self._emit,
+            self._leave_out,
+            stop_on_error=keep.stop_on_error,
+        )
 
     def _open(self, data: Any, **options: Any) -> Source:
         """The source of training or evaluation data."""
@@ -199,7 +206,9 @@ class _Run:
         manifest = reader.manifest
         seeded = self.training.restore(reader)
         step = self.training.progress.step
-        self.first_step, self.checkpoint, self.saved_at = step, path, step
+        self.first_step, self.resumed_from = step, path
+        if self.saves is not None:
+            self.saves.is_saved(step)
         if metrics := manifest.state.get("metrics"):
             self.evaluated_at = step
             self.metrics = {
@@ -243,7 +252,9 @@ class _Run:
         if not preempted and self.settings.evaluate.at_end:
             self._evaluate()
         if preempted or self.settings.checkpoint.at_end:
-            self._save()
+            self._save(behind=False)
+        if self.saves is not None:
+            self.saves.finish()
         finished = None
         if finish is not None and not preempted:
             with self.engine.full_params() as module:
@@ -251,7 +262,7 @@ class _Run:
                 finished = finish(module)
         step, reason = self.training.progress.step, then.value
         self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
-        return Result(step, reason, self.loss, self.metrics, self.checkpoint, finished)
+        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished)
 
     # --- between steps (see `Conductor`) ------------------------------------------------------
 
@@ -270,8 +281,10 @@ class _Run:
             self.training.window = Window(self.training.progress)
         if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
             self._evaluate()
+        if self.saves is not None:
+            self.requests.ask(self.saves.after_step(requests))
         if requests[Request.SAVE] or _due(step, settings.checkpoint.every):
-            self._save()
+            self._save(settings.checkpoint.behind)
         if requests[Request.PREEMPT]:
             return Then.PREEMPTED
         return Then.STOPPED if requests[Request.STOP] else Then.GO_ON
@@ -279,7 +292,10 @@ class _Run:
     def skipped(self, event: StepSkipped) -> None:
         self._emit(event)
         if event.in_a_row >= self.settings.max_nonfinite:
-            kept = f"the last checkpoint is {self.checkpoint}" if self.checkpoint else "none saved"
+            if self.saves is not None:
+                self.saves.finish()
+            last = self._checkpoint()
+            kept = f"the last checkpoint is {last}" if last else "none saved"
             raise NonFiniteTraining(
                 f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
                 f"{event.in_a_row} steps in a row could not be applied (max_nonfinite="
@@ -327,33 +343,27 @@ class _Run:
             self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
         self.evaluated_at = self.training.progress.step
 
-    def _save(self) -> None:
+    def _save(self, behind: bool) -> None:
         self.training.settle()
-        progress, started = self.training.progress, time.perf_counter()
-        if self.store is None or self.saved_at == progress.step:
-            return
-        try:
-            path = self.store.save(
-                progress.step,
-                self.engine,
-                self.session,
-                driver=self.driver.name,
-                state={
-                    **self.training.state(),
-                    "metrics": self._metrics_now(),
-                },
-                settings=plain(self.settings),
-            )
-        except SaveFailed as error:
-            if self.settings.checkpoint.stop_on_error:
-                raise
-            path = self.store.root
-            self._emit(Saved(progress.step, path, time.perf_counter() - started, str(error)))
-            return
-        self.checkpoint, self.saved_at = path, progress.step
-        seconds = time.perf_counter() - started
+        if self.saves is not None:
+            self.saves.save(self.training.progress.step, behind)
+
+    def _what_to_save(self) -> dict[str, Any]:
+        return {
+            "step": self.training.progress.step,
+            "engine": self.engine,
+            "session": self.session,
+            "state": {**self.training.state(), "metrics": self._metrics_now()},
+            "settings": plain(self.settings),
+            "driver": self.driver.name,
+        }
+
+    def _checkpoint(self) -> Path | None:
+        """The newest that this run saved or resumed from."""
+        return (self.saves and self.saves.newest) or self.resumed_from
+
+    def _leave_out(self, seconds: float) -> None:
         self.training.window.leave_out(seconds)
-        self._emit(Saved(progress.step, path, seconds))
 
     def _metrics_now(self) -> dict[str, float]:
         """`<set>.<metric>` as of this step; those of the first set by their bare names too."""

@@ -136,6 +136,9 @@ class CheckpointSettings:
     best_mode: Literal["min", "max"] = "min"
     keep_every: int | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
+    behind: bool = False
+    """Save while training goes on: it stands still for one copy into host memory, as large as what
+    a rank saves and used again by the next save. The checkpoint of the end is waited for."""
     stop_on_error: bool = False
     """End the run when a checkpoint cannot be written, instead of going on with the last one."""
 

@@ -21,7 +21,7 @@ from .catalog import (
 from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .reader import CheckpointReader
-from .store import CheckpointStore, load_rng, save_folder
+from .store import CheckpointStore, SavingBehind, load_rng, save_folder
 
 __all__ = [
     "CHECKPOINTS",
@@ -33,6 +33,7 @@ __all__ = [
     "Listing",
     "Manifest",
     "Rejected",
+    "SavingBehind",
     "checkpoint_path",
     "checkpoints_of",
     "export_weights",

@@ -1,28 +1,36 @@
 """Saves checkpoints so that every rank's share is on disk, or nothing is.
 
 A save is four acts, agreed by all ranks one after the other: collect the pieces, prepare the
-folder, write the files, commit. An asynchronous save is the same acts at other times.
+folder, write the files, commit. A save behind training is the same acts at other times: the first
+copies, a thread writes, and the commit waits until all ranks have written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import errno
+import functools
 import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import Engine, Piece, Session
 from ..errors import SaveFailed
 from . import catalog, files
+from .host import HostCopies
 from .manifest import FileEntry, Manifest, write_manifest
 from .reader import CheckpointReader
 from .writer import RNG, collect, write_pieces
 
-__all__ = ["CheckpointStore", "load_rng", "save_folder"]
+__all__ = ["CheckpointStore", "SavingBehind", "load_rng", "save_folder"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,6 +54,8 @@ class CheckpointStore:
     ) -> None:
         self.root, self.digits = Path(root), digits
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
+        self._copies = HostCopies()
+        self._retired = _nothing()
 
     def save(
         self,
@@ -66,52 +76,75 @@ class CheckpointStore:
         `SaveFailed` on all ranks when any of them fails, with that rank, the file and the reason;
         then nothing is left of it and the checkpoints before it are untouched.
         """
-        folder = catalog.checkpoint_path(self.root, step, self.digits)
-        temporary = catalog.hidden_path(folder, "writing")
-        world = session.world
-        pieces: list[Piece] = []
-
-        def gather() -> int:
-            pieces.extend(collect(engine, session))
-            return sum(piece.tensor.nbytes for piece in pieces)
-
-        def write() -> list[tuple[str, int, int]]:
-            written = write_pieces(temporary, pieces, world.rank, world.size)
-            return [(file.name, file.num_bytes, file.crc32) for file in written]
-
-        def commit() -> None:
-            entries = tuple(FileEntry(*file) for rank_files in written for file in rank_files)
-            if beside is not None:
-                files.sync_tree(temporary)
-            write_manifest(
-                temporary,
-                Manifest(
-                    step,
-                    entries,
-                    dict(state),
-                    dict(settings or {}),
-                    driver,
-                    world.size,
-                    engine.tied,
-                ),
-            )
-            catalog.publish(folder)
-
-        try:
-            sizes = _together(session, folder, gather)
-            _on_first(session, folder, lambda: self._prepare(temporary, sum(sizes)))
-            written = _together(session, folder, write)
+        manifest = _manifest(step, engine, session, state, settings, driver)
+        with self._swept_on_failure(session):
+            saving = self._begin(manifest, session, lambda: collect(engine, session))
+            written = _together(session, saving.folder, saving.write)
             if beside is not None:  # once all have written: it may call what ranks do together
-                _together(session, folder, lambda: beside(temporary))
-            _on_first(session, folder, commit)
+                _together(session, saving.folder, lambda: beside(saving.temporary))
+            saving.commit(written, tidy=beside is None)
+        if session.world.rank == 0:
+            self._retire()
+        return saving.folder
+
+    def save_behind(
+        self,
+        step: int,
+        engine: Engine,
+        session: Session,
+        state: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        driver: str = "",
+    ) -> SavingBehind:
+        """Begin such a save, and let training go on: what this rank saves is copied into host
+        memory, which is used again by the next save, and a thread writes it.
+
+        One may be under way: finish it before any other. Raises `SaveFailed` as `save` does.
+        """
+        self._retired.result()
+        state = copy.deepcopy(dict(state))  # training goes on, and may change what is in it
+        manifest = _manifest(step, engine, session, state, settings, driver)
+        with self._swept_on_failure(session):
+            saving = self._begin(
+                manifest, session, lambda: list(self._copies.of(collect(engine, session)))
+            )
+        return SavingBehind(saving, self, _behind().submit(saving.write), self._copies.num_bytes)
+
+    def finish(self, behind: SavingBehind) -> Path:
+        """Commit what `save_behind` began, once all ranks have written; all ranks call it, when
+        none has a reason to wait (`SavingBehind.written`) or they have to. Raises `SaveFailed`.
+        """
+        saving = behind.saving
+        with self._swept_on_failure(saving.session):
+            saving.commit(_together(saving.session, saving.folder, behind.writing.result))
+        if saving.session.world.rank == 0:
+            self._retired = _behind().submit(self._retire)
+        return saving.folder
+
+    def _begin(
+        self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
+    ) -> _Saving:
+        folder = catalog.checkpoint_path(self.root, manifest.step, self.digits)
+        saving = _Saving(folder, manifest, session)
+
+        def num_bytes() -> int:
+            saving.pieces = gather()
+            return sum(piece.tensor.nbytes for piece in saving.pieces)
+
+        sizes = _together(session, folder, num_bytes)
+        _on_first(session, folder, lambda: self._prepare(saving.temporary, sum(sizes)))
+        return saving
+
+    @contextlib.contextmanager
+    def _swept_on_failure(self, session: Session) -> Iterator[None]:
+        try:
+            yield
         except SaveFailed:
-            if world.rank == 0:
+            if session.world.rank == 0:
                 with contextlib.suppress(OSError):
                     catalog.sweep(self.root)
             raise
-        if world.rank == 0:
-            self._retire()
-        return folder
 
     def best(self) -> Path | None:
         """The complete checkpoint with the best metric; None when none has it."""
@@ -136,6 +169,84 @@ class CheckpointStore:
                 catalog.retire(found.folder)
         except OSError as error:
             _LOG.warning("an old checkpoint could not be removed: %s", error)
+
+
+class _Saving:
+    """The acts of one save; what ranks agree on in between is the store's."""
+
+    def __init__(self, folder: Path, manifest: Manifest, session: Session) -> None:
+        self.folder, self.manifest, self.session = folder, manifest, session
+        self.temporary = catalog.hidden_path(folder, "writing")
+        self.pieces: list[Piece] = []
+
+    def write(self) -> list[tuple[str, int, int]]:
+        """This rank's files: names, sizes, sums. Talks to nobody."""
+        world = self.session.world
+        pieces, self.pieces = self.pieces, []
+        written = write_pieces(self.temporary, pieces, world.rank, world.size)
+        return [(file.name, file.num_bytes, file.crc32) for file in written]
+
+    def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
+        """Make it the checkpoint of its step; `tidy`: nothing but these files lies there."""
+        entries = tuple(FileEntry(*file) for files_of_rank in written for file in files_of_rank)
+
+        def act() -> None:
+            if not tidy:
+                files.sync_tree(self.temporary)
+            write_manifest(self.temporary, dataclasses.replace(self.manifest, files=entries))
+            catalog.publish(self.folder)
+
+        _on_first(self.session, self.folder, act)
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingBehind:
+    """A save that a thread of this rank is writing."""
+
+    saving: _Saving
+    store: CheckpointStore
+    writing: Future[Any]
+    buffer_bytes: int
+    """Host memory that holds the copy on this rank."""
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its share, or failed to."""
+        return self.writing.done()
+
+    def finish(self) -> Path:
+        """See `CheckpointStore.finish`."""
+        return self.store.finish(self)
+
+
+def _manifest(
+    step: int,
+    engine: Engine,
+    session: Session,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any] | None,
+    driver: str,
+) -> Manifest:
+    """Without the files, which are not written yet."""
+    size = session.world.size
+    return Manifest(step, (), dict(state), dict(settings or {}), driver, size, engine.tied)
+
+
+@functools.cache
+def _behind() -> ThreadPoolExecutor:
+    """One thread, that gives way to training where the system lets threads differ in that."""
+
+    def give_way() -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+    return ThreadPoolExecutor(1, "checkpoint", give_way)
+
+
+def _nothing() -> Future[None]:
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) -> None:

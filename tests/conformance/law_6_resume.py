@@ -62,6 +62,21 @@ def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
     resumed_run_is_bit_exact(subject, (4,), workers=2)
 
 
+@check()
+def a_run_that_saves_behind_training_is_bit_exact(subject: Subject) -> None:
+    """What is saved is the state of a step, though later steps change it meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        straight = record(subject, f"{folder}/straight")["checkpoint"]
+        behind = record(subject, f"{folder}/behind", behind=True)["checkpoint"]
+        for step in range(1, STEPS + 1):
+            stored, expected = (
+                read_all(CheckpointReader(last.replace(f"{STEPS:06}", f"{step:06}")))
+                for last in (behind, straight)
+            )
+            for kind in KINDS:
+                require_same_bits(f"{kind} of step {step}", stored[kind], expected[kind])
+
+
 @check(direction=("to", "from"))
 def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str) -> None:
     """Weights and moments bit-equal, the next losses agree, the samples are the same."""
@@ -156,6 +171,7 @@ def record(
     out: str,
     workers: int = 0,
     *,
+    behind: bool = False,
     problem: str = "dropout",
     **arguments: Any,
 ) -> dict[str, Any]:
@@ -165,7 +181,7 @@ def record(
         run,
         problem=problem,
         samples=SAMPLES,
-        settings={**SETTINGS, "data.workers": workers},
+        settings={**SETTINGS, "data.workers": workers, "checkpoint.behind": behind},
         out=out,
         **arguments,
     )

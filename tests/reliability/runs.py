@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -59,6 +60,14 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
     fit(recipe(), SETTINGS, backend=backend, out=out, resume="auto")
+
+
+def train_behind(backend: str, out: Path, environment: dict[str, str]) -> None:
+    """The same, saving behind training."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    settings = replace(SETTINGS, checkpoint=replace(SETTINGS.checkpoint, behind=True))
+    fit(recipe(), settings, backend=backend, out=out, resume="auto")
 
 
 def start(
