@@ -74,7 +74,6 @@ class Accelerator(Processes):
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
         self.parallelism_config: Any = None
-        self.step_was_skipped = self.optimizer_step_was_skipped = False
         settle_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)
@@ -85,6 +84,12 @@ class Accelerator(Processes):
     def sync_gradients(self) -> bool:
         """Whether an update follows this microbatch."""
         return self.gradient_state.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was left out, for a gradient that was not finite."""
+        outcome = self._trainer._last_outcome
+        return outcome is not None and not outcome.applied()
 
     @property
     def even_batches(self) -> bool:

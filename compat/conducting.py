@@ -40,7 +40,7 @@ class Conducting:
         self.num_items: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
-        self.preempted = False
+        self.preempted = self._stepped = False
         self._hooks = [
             trainer.optimizer.register_step_pre_hook(self._before_optimizer_step),
             trainer.optimizer.register_step_post_hook(self._after_optimizer_step),
@@ -95,7 +95,7 @@ class Conducting:
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        trainer = self.trainer
+        self._stepped, trainer = True, self.trainer
         trainer.control = trainer.callback_handler.on_pre_optimizer_step(
             trainer.args, trainer.state, trainer.control
         )
@@ -109,7 +109,8 @@ class Conducting:
     # --- between steps (see `Conductor`) ----------------------------------------------------
 
     def before_update(self) -> None:
-        trainer = self.trainer
+        self._stepped, trainer = False, self.trainer
+        trainer._last_outcome = None
         self.learning_rate = trainer._get_learning_rate()
         groups = trainer.optimizer.param_groups
         for theirs, ours in zip(trainer.place.engine.param_groups, groups, strict=False):
@@ -118,7 +119,10 @@ class Conducting:
     def after_step(self, group: Group, result: StepResult) -> Then:
         trainer = self.trainer
         training, state = trainer._training, trainer.state
-        self.grad_norm = result.outcome.grad_norm
+        if not self._stepped:  # a step that was left out is told like any other
+            self._before_optimizer_step(trainer.optimizer, (), {})
+            self._after_optimizer_step(trainer.optimizer, (), {})
+        trainer._last_outcome, self.grad_norm = result.outcome, result.outcome.grad_norm
         self._advance_schedule(result.outcome)
         state.global_step = training.progress.step
         done = self.epochs.batches_done(group)

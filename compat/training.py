@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernel.contract import Microstep
+from ..kernel.contract import Microstep, Outcome
 from ..kernel.progress import Progress, Window
 from ..kernel.requests import Requests
 from ..kernel.training import Training
@@ -68,6 +68,7 @@ class TrainingMixin:
 
     _training: Training | None = None
     _microstep: Microstep | None = None
+    _last_outcome: Outcome | None = None
     _interrupted: Progress | None = None
     current_gradient_accumulation_steps = 1
 

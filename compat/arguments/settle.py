@@ -27,6 +27,8 @@ from .values import as_numbers
 
 __all__ = ["log_verbosity", "settle"]
 
+_LOG = logging.getLogger(__name__)
+
 _WORDS = {
     "eval_strategy": IntervalStrategy,
     "logging_strategy": IntervalStrategy,
@@ -123,7 +125,9 @@ def _trackers(report_to: Any) -> list[str]:
 
 
 def _set_tf32(args: Any) -> None:
-    """Allow or forbid TF32. Raises `ArgumentError` where it is asked for and there is none."""
+    """Allow or forbid TF32; a compiled model in float32 or bfloat16 is allowed it unless the
+    arguments say otherwise. Raises `ArgumentError` where it is asked for and there is none.
+    """
     import torch
 
     able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
@@ -132,5 +136,14 @@ def _set_tf32(args: Any) -> None:
             "tf32 is True, and there is no NVIDIA GPU of the Ampere generation or newer here; "
             "leave it at None"
         )
-    if args.tf32 is not None and able:
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = args.tf32
+    allowed = args.tf32
+    if args.torch_compile and not able:
+        _LOG.warning(
+            "torch_compile: most of its gain comes with NVIDIA GPUs of the Ampere generation or "
+            "newer, and there is none here"
+        )
+    elif args.torch_compile and allowed is None and (args.bf16 or not args.fp16):
+        _LOG.info("torch_compile: float32 products may use TF32; tf32=False forbids it")
+        allowed = True
+    if allowed is not None and able:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
