@@ -94,6 +94,14 @@ def train(
             "--set values are used.",
         ),
     ] = None,
+    stop_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Save and stop after so long, counted from this command: 55m, 1h30m, or seconds. "
+            "The exit code is 75.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
     ] = False,
@@ -136,6 +144,7 @@ def train(
             out=out,
             resume=resume,
             launch=Launch(nproc, nnodes, given),
+            stop_after=stop_after,
             json=json,
         )
         raise typer.Exit(run(request))

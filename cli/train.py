@@ -19,6 +19,7 @@ from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
 from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
 from .choices import resolve
+from .deadline import Deadline, parse_duration, set_deadline
 from .failure import note_outcome, rank, world_size
 from .folder import Earlier, check_folder, default_folder, find_earlier, read_config
 from .keeper import Keeper, configuration, result_record
@@ -41,6 +42,7 @@ class TrainRequest:
     out: Path | None
     resume: str | None
     launch: Launch
+    stop_after: str | None = None
     json: bool = False
 
 
@@ -60,6 +62,8 @@ class _Job:
 
 def train(request: TrainRequest) -> int:
     """Train, or launch the ranks that do; the exit code. Raises `DrivetrainError`."""
+    if request.stop_after is not None:
+        set_deadline(parse_duration(request.stop_after), os.environ)
     adopt_slurm(os.environ)
     job = _fill_gaps(request)
     if rank() == 0:
@@ -159,7 +163,7 @@ def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
                 backend_options=resolved.backend_options,
                 out=job.out,
                 resume=job.resume,
-                observers=[watcher],
+                observers=[watcher, Deadline()],
                 finish=partial(_sample, recipe_file, keeper),
             )
         except Exception as error:

@@ -157,6 +157,25 @@ def test_a_signal_saves_and_has_its_own_exit_code(
     assert (tmp_path / result["checkpoint"] / "manifest.json").is_file()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_stops_when_its_time_is_over(
+    ranks: int, drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    words = ["--out=run", "--steps=10000000", f"--nproc={ranks}", "--json", "--stop-after=0.01m"]
+    ran = drive("train", recipe, *words)
+    assert ran.code == EXIT_PREEMPTED, ran.stderr
+    result = ran.records()[-1]
+    assert (result["reason"], result["step"] >= 1) == ("preempted", True)
+    assert (tmp_path / result["checkpoint"] / "manifest.json").is_file()
+
+
+@pytest.mark.parametrize("text", ["soon", "5x", "", "-3", "0m", "1h 2y"])
+def test_a_time_that_is_none_is_refused(text: str, drive: Drive, recipe: Path) -> None:
+    ran = drive("train", recipe, f"--stop-after={text}")
+    assert ran.code == 2
+    assert f"--stop-after is {text!r}" in ran.stderr
+
+
 def test_the_default_run(drive: Drive) -> None:
     small = ("layers=1", "width=16", "heads=2", "context=16", "eval_sequences=4")
     sets = [word for pair in small for word in ("--set", f"recipe.{pair}")]
