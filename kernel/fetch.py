@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import random
 import signal
 import sys
@@ -9,7 +10,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -240,6 +241,7 @@ def _receive(
         multiprocessing_context=start_method,
         # Unless it is given one, it draws from the process's own generator.
         generator=torch.Generator(),
+        worker_init_fn=_tell_where_it_dies,
     )
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
@@ -267,6 +269,14 @@ def _receive(
     finally:
         # Not left to `__del__`: a traceback may keep the iterator alive.
         iterator._shutdown_workers()
+
+
+def _tell_where_it_dies(worker: int) -> None:
+    """A worker that a signal kills prints its stacks: torch's own handler says no more than that
+    there was one."""
+    faulthandler.disable()  # a fork takes it over as enabled, though torch's handler replaced it
+    with suppress(AttributeError, OSError, ValueError):  # stderr may be no file
+        faulthandler.enable()
 
 
 def _unchanged(result: Any) -> Any:

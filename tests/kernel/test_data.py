@@ -73,11 +73,15 @@ class BrokenOddly(Squares):
 
 
 class Killed(Squares):
-    """Its worker is killed, as by the kernel when memory is short."""
+    """Its worker is killed, as by the kernel when memory is short, or crashes."""
+
+    def __init__(self, size: int, by: int = signal.SIGKILL) -> None:
+        super().__init__(size)
+        self.by = by
 
     def __getitem__(self, index: int) -> int:
         if index == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.by)
         return index
 
 
@@ -459,6 +463,15 @@ def test_a_worker_that_is_killed_is_named() -> None:
     with pytest.raises(WorkerFailed, match=expected):
         read(loader, Position(), 3)
     assert time.monotonic() - started < 30
+
+
+def test_a_worker_that_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    loader = Loader(Killed(12, signal.SIGSEGV), global_batch=4, micro_batch=2, workers=1)
+    with pytest.raises(WorkerFailed, match=r"exit code -11"):
+        read(loader, Position(), 3)
+    told = capfd.readouterr().err
+    assert "Segmentation fault" in told
+    assert "in __getitem__" in told.partition("Current thread")[2]
 
 
 def test_the_death_of_a_worker_is_raised_where_the_data_is_asked_for() -> None:
