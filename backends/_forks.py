@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from functools import cache
 
 
@@ -12,7 +13,27 @@ def leave_the_parents_garbage() -> None:
     """From now on a forked child never collects what its parent had: the end of a process group or
     of a device's runtime joins its threads, which no child has, and the child dies of that.
 
-    `gc.freeze` is what https://docs.python.org/3/library/gc.html advises for the child of a fork.
+    As https://docs.python.org/3/library/gc.html advises for forks: no collection until the child
+    has frozen what there is.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=gc.freeze)
+    if not hasattr(os, "register_at_fork"):
+        return
+    forking = threading.Lock()
+    collects = True
+
+    def before() -> None:
+        nonlocal collects
+        forking.acquire()
+        collects = gc.isenabled()
+        gc.disable()
+
+    def after() -> None:
+        if collects:
+            gc.enable()
+        forking.release()
+
+    def after_in_child() -> None:
+        gc.freeze()
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
