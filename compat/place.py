@@ -41,11 +41,22 @@ class Place:
         choice = chosen(args, model)
         self.driver: Driver = usable_driver(choice.driver)
         self.why = choice.why
+        self._start_closed()
+
+    def _start_closed(self) -> None:
         self.prepared: Prepared | None = None
         self._open = ExitStack()
         self._session: Session | None = None
         self._plan: Plan | None = None
         atexit.register(self.close)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("args", "model", "driver", "why")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, as in a worker of Ray, brings up a session of its own."""
+        vars(self).update(state)
+        self._start_closed()
 
     @property
     def session(self) -> Session:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from .arguments.backend import describe
 from .enums import HPSearchBackend
 from .outputs import BestRun
 from .search_libraries import LIBRARIES
@@ -93,6 +94,7 @@ class SearchMixin:
             set_argument(self.args, name, value)
         _LOG.info("trial: %s", values)
         self._train_batch_size = self.args.train_batch_size
+        describe(self.args)
         self.place.close()
         self.create_accelerator_and_postprocess()
 

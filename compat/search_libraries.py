@@ -118,7 +118,7 @@ class Optuna:
         prune = False
         if hasattr(trial, "study") and len(trial.study.directions) == 1:
             trial.report(trainer.objective, step)
-            prune = trial.should_prune()
+            prune = bool(trial.should_prune())  # of numpy, which cannot be told
         if _told(trainer, prune):
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             raise optuna.TrialPruned()

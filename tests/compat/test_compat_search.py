@@ -1,13 +1,17 @@
 """Hyper-parameter search: Optuna in process; Ray Tune and W&B against stand-ins of their packages.
 
-The Trainer here is a stand-in too: the search's own part, over a `train` that evaluates a formula.
+`Searching` is a stand-in of the Trainer: the search's own part, over a `train` that evaluates a
+formula. Searches of the real one on two processes: test_compat_search_ranks.py.
 """
 
 from __future__ import annotations
 
+import copy
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +19,10 @@ from typing import Any
 import optuna
 import pytest
 import transformers
+from built_alike import ARGUMENTS, Classifier, samples
+from side_by_side import LIBRARIES, Net, points
 
-from drivetrain.compat import TrainingArguments, default_compute_objective
+from drivetrain.compat import Trainer, TrainingArguments, default_compute_objective
 from drivetrain.compat.search import SearchMixin, set_argument
 
 
@@ -262,3 +268,112 @@ def test_a_sweep_of_wandb_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (best.run_id, best.hyperparameters) == ("run1", {"learning_rate": 2e-5})
     assert best.run_summary == "sweep-1"
     assert wandb.asked["metric"] == {"name": "eval/loss", "goal": "minimize"}
+
+
+def plain() -> Net:
+    return Net()
+
+
+@pytest.mark.row("H11", "H1", "H7")
+def test_the_state_tells_of_the_trial(tmp_path: Path) -> None:
+    found: list[Any] = []
+    for name, library in LIBRARIES.items():
+        given = {**ARGUMENTS, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+        args = library.TrainingArguments(str(tmp_path / name), **given)
+        trainer = library.Trainer(None, args, train_dataset=points(), model_init=plain)
+        trainer.eval_dataset = points(4)
+        best = trainer.hyperparameter_search(
+            rates(1e-2, 1e-3),
+            n_trials=2,
+            hp_name=lambda trial: f"trial-{trial.number}",
+            sampler=grid(1e-2, 1e-3),
+        )
+        files = sorted((tmp_path / name).glob("*/checkpoint-2/trainer_state.json"))
+        states = [library.TrainerState.load_from_json(str(path)) for path in files]
+        found.append(
+            [
+                [(s.trial_name, s.trial_params, s.is_hyper_param_search) for s in states],
+                [path.parts[-3] for path in files],
+                best.hyperparameters,
+                pytest.approx(best.objective, rel=1e-5),
+            ]
+        )
+    assert found[0] == found[1]
+    assert [each[0] for each in found[0][0]] == ["trial-0", "trial-1"]
+
+
+class Worker(ModuleType):
+    """Stands in for ray.tune: runs each trial on a copy of the Trainer, once more from its last
+    checkpoint when it is `interrupted_at` a report.
+    """
+
+    def __init__(self, folder: Path, interrupted_at: int) -> None:
+        super().__init__("ray.tune")
+        self.folder, self.interrupted_at = folder, interrupted_at
+        self.reports: list[dict[str, Any]] = []
+        self.kept: Path | None = None
+        self.Checkpoint = SimpleNamespace(from_directory=Path)
+
+    def with_parameters(self, function: Any, local_trainer: Any) -> Any:
+        stored = copy.deepcopy(local_trainer)  # as pickled and sent to another process
+        return lambda config: function(config, local_trainer=copy.deepcopy(stored))
+
+    def run(self, trial: Any, config: dict[str, Any], num_samples: int, **options: Any) -> Any:
+        try:
+            trial(dict(config))
+        except InterruptedError:
+            trial(dict(config))
+        result = {"objective": self.reports[-1]["objective"]}
+        best = SimpleNamespace(trial_id="t0", last_result=result, config=config)
+        return SimpleNamespace(get_best_trial=lambda **how: best)
+
+    def report(self, metrics: dict[str, Any], checkpoint: Path | None) -> None:
+        self.reports.append(metrics)
+        if checkpoint is not None:
+            self.kept = self.folder / f"report-{len(self.reports)}"
+            shutil.copytree(checkpoint, self.kept)
+        if len(self.reports) == self.interrupted_at:
+            raise InterruptedError
+
+    def get_checkpoint(self) -> Any:
+        return self.kept and SimpleNamespace(as_directory=self._opened)
+
+    @contextmanager
+    def _opened(self) -> Iterator[str]:
+        yield str(self.kept)
+
+    def get_context(self) -> Any:
+        return SimpleNamespace(get_trial_id=lambda: "t0")
+
+
+def make_classifier() -> Classifier:
+    return Classifier(0.2)
+
+
+@pytest.mark.row("H13", "H3")
+def test_a_trial_of_ray_goes_on_from_what_it_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = ModuleType("ray")
+    package.__spec__ = SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "ray", package)
+    curves = []
+    for interrupted_at in (0, 3):
+        worker = package.tune = Worker(tmp_path / str(interrupted_at), interrupted_at)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ray.tune", worker)
+        each = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
+        args = {**ARGUMENTS, **each, "save_steps": 2, "max_steps": 4}
+        trainer = Trainer(
+            None,
+            TrainingArguments(str(tmp_path / f"runs-{interrupted_at}"), **args),
+            train_dataset=samples(16),
+            eval_dataset=samples(8),
+            model_init=make_classifier,
+        )
+        best = trainer.hyperparameter_search(
+            lambda trial: {"learning_rate": 0.03}, backend="ray", n_trials=1
+        )
+        assert not isinstance(best, list) and best is not None and best.run_id == "t0"
+        curves.append({report["epoch"]: report["objective"] for report in worker.reports})
+    assert curves[0] == curves[1] and len(curves[0]) == 4
+    assert len(worker.reports) == 4 + 1  # the third step twice: it was saved at the second

@@ -1,0 +1,102 @@
+"""Run by two processes: searches of the real Trainer, each over values that rank 0 alone draws."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from built_alike import ARGUMENTS, Classifier, losses, samples
+
+from drivetrain.compat import Trainer, TrainerCallback, TrainingArguments
+
+RATES = (1e-2, 1e-4, 2e-2)
+"""The second is hopeless, and pruned."""
+DEEPSPEED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 2},
+}
+
+
+class Noting(TrainerCallback):  # type: ignore[misc]
+    """What each trial is trained with, as its callbacks see it."""
+
+    def __init__(self) -> None:
+        self.trials: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        facts = args.hf_deepspeed_config
+        weights = next(kwargs["model"].parameters())
+        self.trials.append(
+            {
+                "rate": args.learning_rate,
+                "batch": args.per_device_train_batch_size,
+                "name": state.trial_name,
+                "params": state.trial_params,
+                "searching": state.is_hyper_param_search,
+                "configured": facts and facts.get_value("train_batch_size"),
+                "dtype": str(weights.dtype),
+            }
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trials[-1]["losses"] = [log["loss"] for log in state.log_history if "loss" in log]
+        self.trials[-1]["evaluated"] = sum("eval_loss" in log for log in state.log_history)
+
+
+def search(folder: Path, space: Any, n_trials: int, **more: Any) -> dict[str, Any]:
+    """What a search found on this rank."""
+    given = {**ARGUMENTS, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
+    options = {key: more.pop(key) for key in ("pruner", "sampler") if key in more}
+    noting = Noting()
+
+    def model(trial: Any = None) -> Classifier:
+        torch.manual_seed(1)
+        return Classifier()
+
+    trainer = Trainer(
+        None,
+        TrainingArguments(str(folder), **given, **more),
+        train_dataset=samples(24),
+        eval_dataset=samples(8),
+        model_init=model,
+        callbacks=[noting],
+    )
+    best: Any = trainer.hyperparameter_search(
+        space, n_trials=n_trials, hp_name=lambda trial: f"trial {trial.number}", **options
+    )
+    return {
+        "best": best and [best.run_id, best.objective, best.hyperparameters],
+        "trials": noting.trials,
+        "rank": trainer.args.process_index,
+        "last": losses(trainer),
+    }
+
+
+def rates(trial: Any) -> dict[str, Any]:
+    return {"learning_rate": trial.suggest_categorical("learning_rate", list(RATES))}
+
+
+def batches(trial: Any) -> dict[str, Any]:
+    sizes = trial.suggest_categorical("per_device_train_batch_size", [2, 4])
+    return {"per_device_train_batch_size": sizes}
+
+
+def main(folder: Path) -> None:
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    grid = optuna.samplers.GridSampler({"learning_rate": list(RATES)}, seed=0)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=2)
+    found = {"ddp": search(folder / "ddp", rates, 3, sampler=grid, pruner=pruner)}
+    grid = optuna.samplers.GridSampler({"per_device_train_batch_size": [2, 4]}, seed=0)
+    deepspeed = {"deepspeed": DEEPSPEED, "bf16": True}
+    found["deepspeed"] = search(folder / "deepspeed", batches, 2, sampler=grid, **deepspeed)
+    (folder / f"rank-{found['ddp']['rank']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
