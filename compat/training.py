@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import Microstep, Outcome
-from ..kernel.progress import Progress, Window
+from ..kernel.progress import Window
 from ..kernel.requests import Requests
 from ..kernel.training import Training
 from .conducting import Conducting
@@ -69,7 +69,8 @@ class TrainingMixin:
     _training: Training | None = None
     _microstep: Microstep | None = None
     _last_outcome: Outcome | None = None
-    _interrupted: Progress | None = None
+    _interrupted: Training | None = None
+    """The one that ran out of memory, while another goes on from there."""
     current_gradient_accumulation_steps = 1
 
     # --- train ------------------------------------------------------------------------------
@@ -110,6 +111,10 @@ class TrainingMixin:
         them an update, each time that memory runs out. What was trained stays.
         """
         batch_size, accumulation = self._train_batch_size, args.gradient_accumulation_steps
+        self._training = None
+        if args.auto_find_batch_size and args.train_batch_size % batch_size == 0:
+            # an earlier run may have found it
+            args.gradient_accumulation_steps *= args.train_batch_size // batch_size
         try:
             while True:
                 try:
@@ -127,8 +132,7 @@ class TrainingMixin:
                         size,
                         factor,
                     )
-                if self._training is not None:
-                    self._interrupted = self._training.progress
+                self._interrupted = self._training
                 self.model.zero_grad()
                 self._train_batch_size = size
                 args.gradient_accumulation_steps *= factor
@@ -212,7 +216,7 @@ class TrainingMixin:
 
     def _wrap_for_training(self: Any, max_steps: int) -> None:
         """The model wrapped, with optimizer and schedule."""
-        if self._created_lr_scheduler:
+        if self._created_lr_scheduler and self._interrupted is None:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._max_steps = max_steps
         self.model_wrapped = self._wrap_model(self.model)
@@ -262,6 +266,10 @@ class TrainingMixin:
         return overridden or _is_old(self.args)
 
     def _fresh_state(self: Any, schedule: Schedule, trial: Any, loader: Any) -> None:
+        self.callback_handler.train_dataloader = loader
+        if self._interrupted is not None:
+            self.state.train_batch_size = self._train_batch_size
+            return
         stateful = [*self.callback_handler.callbacks, self.control]
         self.state = TrainerState(
             stateful_callbacks=[each for each in stateful if isinstance(each, ExportableState)]
@@ -269,7 +277,6 @@ class TrainingMixin:
         self.state.is_hyper_param_search = trial is not None
         self.state.train_batch_size = self._train_batch_size
         self.state.compute_steps(self.args, schedule.max_steps)
-        self.callback_handler.train_dataloader = loader
 
     def _resume(
         self: Any,
@@ -280,16 +287,19 @@ class TrainingMixin:
         trial: Any,
     ) -> None:
         """Take over a checkpoint, or what an out-of-memory error left."""
-        if checkpoint is not None:
+        left = self._interrupted
+        if left is not None:
+            training.progress, training.window = left.progress, left.window
+        elif checkpoint is not None:
             self._resume_training(training, checkpoint)
-            if training.progress.position.samples:
-                session = training.session
-                before = session.rng_state()
-                epochs.after_first_fetch = lambda: session.set_rng_state(before)
-        if self._interrupted is not None:
-            training.progress, training.window = self._interrupted, Window(self._interrupted)
+        if training.progress.position.samples:
+            session = training.session
+            before = session.rng_state()
+            epochs.after_first_fetch = lambda: session.set_rng_state(before)
         self.state.global_step = training.progress.step
         self.state.init_training_references(self, schedule.max_steps, schedule.num_epochs, trial)
+        if left is not None:
+            return
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._total_loss_scalar = 0.0
