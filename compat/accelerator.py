@@ -73,7 +73,7 @@ class Accelerator(Processes):
         self.gradient_state = GradientState(trainer)
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
-        self.parallelism_config: Any = None
+        self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
         settle_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)

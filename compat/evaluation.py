@@ -31,6 +31,7 @@ from .nested import (
     EvalLoopContainer,
     denumpify_detensorize,
     find_batch_size,
+    map_outputs,
     nested_detach,
     nested_numpify,
 )
@@ -174,7 +175,7 @@ class EvaluationMixin:
         gather = self._gathering()
         by_batch = args.batch_eval_metrics
         collects_all = not by_batch or description == "Prediction"
-        kept = _Batch(*(EvalLoopContainer(args.eval_do_concat_batches, _PADDING) for _ in range(4)))
+        kept = _Batch(*(self._container() for _ in range(4)))
         metrics: dict[str, Any] = {}
         num_seen = 0
         with self._random_state_kept():
@@ -244,16 +245,25 @@ class EvaluationMixin:
         _LOG.info("  Num examples = %s", self.num_examples(dataloader) if known else "unknown")
         _LOG.info("  Batch size = %s", self.args.eval_batch_size)
 
+    def _container(self: Any) -> EvalLoopContainer:
+        args = self.args
+        return EvalLoopContainer(
+            args.eval_do_concat_batches, _PADDING, lists_of_samples=args.eval_use_gather_object
+        )
+
     def _gathering(self: Any) -> Callable[[Any], Any]:
         """What brings ranks' outputs together: `gather_function`. Where nobody chose another one,
-        it also gathers what is no tensor, if asked to, and is left out for one rank alone.
+        it is left out for one rank alone, and under `eval_use_gather_object` lists, which hold one
+        item a sample, whatever it is, come as one list of all ranks' items.
         """
         usual, chosen = self.accelerator.gather_for_metrics, self.gather_function
         if chosen != usual:
             return chosen  # type: ignore[no-any-return]
         if self.place.world.size == 1:
             return _as_it_is
-        return partial(usual, use_gather_object=self.args.eval_use_gather_object)
+        if self.args.eval_use_gather_object:
+            return partial(map_outputs, _with_lists(usual))
+        return usual  # type: ignore[no-any-return]
 
     @contextmanager
     def _random_state_kept(self: Any) -> Iterator[None]:
@@ -446,10 +456,15 @@ class EvaluationMixin:
         return nested_numpify(self._nested_gather(tensors, name))
 
     def _pad_across_processes(self: Any, tensor: Any, pad_index: float = _PADDING) -> Any:
-        """Tensors whose dimension 1 is as large as the largest of all ranks'."""
+        """Tensors whose dimension 1 is as large as the largest of all ranks'; see `_gathering` for
+        lists that are left alone.
+        """
         if tensor is None or self.place.world.size == 1:
             return tensor
-        return self.accelerator.pad_across_processes(tensor, dim=1, pad_index=pad_index)
+        pad = partial(self.accelerator.pad_across_processes, dim=1, pad_index=pad_index)
+        if self.args.eval_use_gather_object:
+            return map_outputs(lambda part: part if isinstance(part, list) else pad(part), tensor)
+        return pad(tensor)
 
 
 def _watched(args: Any, metrics: Mapping[str, float]) -> float:
@@ -467,6 +482,10 @@ def _watched(args: Any, metrics: Mapping[str, float]) -> float:
 
 def _as_it_is(outputs: Any) -> Any:
     return outputs
+
+
+def _with_lists(gather: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda part: gather(part, use_gather_object=isinstance(part, list))
 
 
 def _only(values: Any) -> Any:

@@ -175,8 +175,13 @@ def _set_device_state(device: str, state: Any) -> None:
             module.set_rng_state_all(state)
         else:
             module.set_rng_state(state)
-    except (RuntimeError, AttributeError) as error:
-        _LOG.error("the random state of %s could not be restored: %s", device, error)
+    except Exception as error:  # of whatever kind: the run goes on with other random numbers
+        _LOG.error(
+            "the random state of %s could not be restored, so its random numbers will not "
+            "continue where they were: %s",
+            device,
+            error,
+        )
 
 
 def _available_devices() -> list[str]:

@@ -13,6 +13,7 @@ __all__ = [
     "EvalLoopContainer",
     "denumpify_detensorize",
     "find_batch_size",
+    "map_outputs",
     "nested_concat",
     "nested_detach",
     "nested_gather",
@@ -45,6 +46,17 @@ def nested_map(function: Callable[..., Any], *nests: Any) -> Any:
         parts = [nested_map(function, *leaves) for leaves in zip(*nests, strict=True)]
         named = hasattr(first, "_fields")
         return type(first)(*parts) if named else type(first)(parts)
+    return function(*nests)
+
+
+def map_outputs(function: Callable[..., Any], *nests: Any) -> Any:
+    """`nested_map` that takes a list for a leaf: one with an item for each sample."""
+    first = nests[0]
+    if isinstance(first, tuple):
+        parts = zip(*nests, strict=True)
+        return tuple(map_outputs(function, *part) for part in parts)
+    if isinstance(first, Mapping):
+        return {key: map_outputs(function, *(nest[key] for nest in nests)) for key in first}
     return function(*nests)
 
 
@@ -148,11 +160,18 @@ class EvalLoopContainer:
     """Collects what evaluation yields batch by batch.
 
     `do_nested_concat`: one nest of arrays over all samples, else a list with one nest a batch.
+    `lists_of_samples`: a list holds one item a sample, else one of several outputs.
     """
 
-    def __init__(self, do_nested_concat: bool = True, padding_index: float = -100) -> None:
+    def __init__(
+        self,
+        do_nested_concat: bool = True,
+        padding_index: float = -100,
+        lists_of_samples: bool = False,
+    ) -> None:
         self.do_nested_concat = do_nested_concat
         self.padding_index = padding_index
+        self.lists_of_samples = lists_of_samples
         self._on_device: list[Any] = []
         self._on_host: list[Any] = []
 
@@ -171,8 +190,15 @@ class EvalLoopContainer:
         if not self.do_nested_concat:
             return self._on_host or None
         if len(self._on_host) > 1:  # joined once, so that the cost is linear in the data
-            self._on_host = [nested_map(lambda *leaves: self._join(leaves), *self._on_host)]
+            self._on_host = [self._join(*self._on_host)]
         return self._on_host[0] if self._on_host else None
 
-    def _join(self, leaves: Sequence[Any]) -> Any:
-        return pad_and_concatenate(leaves, self.padding_index)
+    def _join(self, *nests: Any) -> Any:
+        if self.lists_of_samples:
+            return map_outputs(self._join_samples, *nests)
+        return nested_map(self._join_samples, *nests)
+
+    def _join_samples(self, *parts: Any) -> Any:
+        if all(isinstance(part, list) for part in parts):
+            return sum(parts, [])
+        return pad_and_concatenate(parts, self.padding_index)

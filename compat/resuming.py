@@ -306,7 +306,12 @@ class ResumingMixin:
             return
         folder, session = Path(checkpoint), self.place.session
         if (folder / MANIFEST).is_file():
-            load_rng(CheckpointReader(folder), session)
+            if not load_rng(CheckpointReader(folder), session):
+                _LOG.info(
+                    "%s holds no random state for this rank, as after a run on another number of "
+                    "ranks: random numbers will not continue where they were",
+                    folder,
+                )
         else:
             hf_folders.load_random_state(folder, session.world.rank, session.world.size)
 

@@ -17,6 +17,7 @@ from .arguments import TrainingArguments
 from .callbacks import CallbackHandler
 from .checkpoints import CheckpointMixin
 from .collators import collator_for
+from .errors import ArgumentError
 from .evaluation import EvaluationMixin
 from .hub import HubMixin
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
@@ -32,6 +33,7 @@ from .seeding import enable_full_determinism, set_seed
 from .smoothing import LabelSmoother
 from .state import ExportableState, TrainerControl, TrainerState
 from .trackers import all_callbacks
+from .trainable import refuse_untrainable
 from .training import TrainingMixin
 
 __all__ = ["Trainer"]
@@ -130,6 +132,7 @@ class Trainer(
             _LOG.warning("model and model_init are given: train() starts from model_init's")
         if model is None:
             model = self.call_model_init()
+        refuse_untrainable(model, self.place)
         devices = {d for d in getattr(model, "hf_device_map", {}).values() if d not in _NO_DEVICE}
         alone = devices and {torch.device(device) for device in devices} == {self.args.device}
         self.is_model_parallel = bool(devices) and not alone
@@ -204,6 +207,17 @@ class Trainer(
             raise RuntimeError(
                 "`model_init` makes a new model for each train(), which `optimizers=` would not "
                 "train: override `create_optimizer_and_scheduler` instead"
+            )
+        if (self.optimizer or self.lr_scheduler) and self.place.is_sharded():
+            raise RuntimeError(
+                f"`optimizers=` was given, and {self.place.driver.name} replaces the parameters "
+                "that an optimizer holds. Give `optimizer_cls_and_kwargs=`, or override "
+                "`create_optimizer`, which is called when they are there"
+            )
+        if args.n_gpu > 1:
+            raise ArgumentError(
+                f"_n_gpu is {args.n_gpu}, and one process trains on one device: leave it alone, "
+                f"and start a process for each by torchrun --nproc-per-node={args.n_gpu}"
             )
         if not callable(self.data_collator):
             raise TypeError(f"data_collator is {self.data_collator!r}; it must be callable")

@@ -245,11 +245,6 @@ class TrainingMixin:
 
     def _build_optimizer(self: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
         """Called by the driver, when the parameters are where they will be trained."""
-        if self.optimizer is not None and self.place.is_sharded():
-            raise RuntimeError(
-                "an optimizer was given by `optimizers=`, and this driver replaces the parameters "
-                "that it holds. Give `optimizer_cls_and_kwargs=`, or override `create_optimizer`"
-            )
         steps = getattr(self, "_max_steps", 0)
         if self.optimizer is None and steps and self._builds_both():
             self.create_optimizer_and_scheduler(num_training_steps=steps)

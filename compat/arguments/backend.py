@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -200,6 +201,11 @@ def _driver(asked: Asked) -> tuple[str, str]:
         return next(iter(found.items()))
     if asked.use_cpu:
         return "ddp" if launched().size > 1 else "cpu", asked.source("use_cpu")
+    if find_spec("torch_neuronx") is not None:
+        raise ArgumentError(
+            "this machine has torch_neuronx, and no driver computes on AWS Neuron: train by "
+            "NeuronTrainer of optimum-neuron, or name a driver (backend='cpu' for the CPU)"
+        )
     return find_driver("auto").name, "the best that runs on this machine"
 
 

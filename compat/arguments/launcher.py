@@ -6,6 +6,7 @@ variables, too. What an argument says itself beats the launcher.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     for variable, why in _REFUSED.items():
         if truth(env.get(variable, ""), variable):
             raise ArgumentError(f"{variable}={env[variable]} in the environment is refused: {why}")
+    _refuse_sagemaker(env)
     if "DRIVETRAIN_BACKEND" in env:
         told["backend"] = env["DRIVETRAIN_BACKEND"]
     elif truth(env.get("ACCELERATE_USE_IPEX", ""), "ACCELERATE_USE_IPEX"):
@@ -97,6 +99,27 @@ _REFUSED = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor and context parallelism are not driven",
     "XLA_USE_BF16": "write bf16=True",
     "XLA_DOWNCAST_BF16": "write bf16=True",
+}
+
+
+def _refuse_sagemaker(env: Mapping[str, str]) -> None:
+    """SageMaker's own libraries for data and model parallelism."""
+    for variable, key in _SAGEMAKER.items():
+        try:
+            asked = json.loads(env.get(variable, "{}"))
+        except json.JSONDecodeError:
+            continue  # none of SageMaker's
+        if isinstance(asked, dict) and asked.get(key):
+            raise ArgumentError(
+                f"{variable} in the environment has {key}: SageMaker's own parallelism is not "
+                "driven. Give the estimator distribution={'torch_distributed': {'enabled': True}}, "
+                "by which torchrun starts the processes, and choose ddp, fsdp or deepspeed"
+            )
+
+
+_SAGEMAKER = {
+    "SM_FRAMEWORK_PARAMS": "sagemaker_distributed_dataparallel_enabled",
+    "SM_HP_MP_PARAMETERS": "partitions",
 }
 
 

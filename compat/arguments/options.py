@@ -12,6 +12,7 @@ from torch import nn
 from ...kernel.registry import find_driver
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
+from .launcher import launched
 
 __all__ = ["driver_options", "notes"]
 
@@ -54,7 +55,7 @@ def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Op
         defaults["construct"] = "whole"  # the model is made before the Trainer is
     if asked.use_liger_kernel and driver in ("cpu", "ipex", "xla"):
         raise ArgumentRefused("use_liger_kernel", driver, "these kernels run on GPUs alone")
-    _refuse_sizes(asked, driver)
+    derived |= _sizes(asked, driver)
     _refuse_library(asked, driver, derived)
     return derived, defaults
 
@@ -77,10 +78,29 @@ def notes(asked: Any, driver: str) -> Iterator[str]:
             f"accelerator_config.gradient_accumulation_kwargs.sync_each_batch has no effect on "
             f"{driver}: the gradient is the same, and is averaged once an update"
         )
+    yield from _idle_devices(asked, driver)
     if getattr(asked, "sortish_sampler", False):
         yield "sortish_sampler has no effect: set train_sampling_strategy='group_by_length'"
     if getattr(asked, "torch_empty_cache_steps", None) and driver in ("cpu", "ipex"):
         yield f"torch_empty_cache_steps has no effect on {driver}: the host has no such cache"
+
+
+def _idle_devices(asked: Any, driver: str) -> Iterator[str]:
+    """Devices of this machine that nobody will compute on, unless that was asked for."""
+    if asked.use_cpu or driver not in ("cpu", "ddp", "fsdp", "deepspeed"):
+        return
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type not in ("cuda", "xpu"):
+        yield (
+            f"no driver here computes on {found.type}: training on the CPU. Install a driver for "
+            "it (see docs/writing-a-driver.md), or set use_cpu=True"
+        )
+    num_gpus = torch.cuda.device_count()
+    if driver != "cpu" and launched().size == 1 and num_gpus > 1:
+        yield (
+            f"one of {num_gpus} GPUs is used: a process trains on one device, and there is no "
+            f"DataParallel. Start a process for each by torchrun --nproc-per-node={num_gpus}"
+        )
 
 
 _WITHOUT_REPLICAS = {
@@ -124,16 +144,37 @@ def _xla(asked: Any) -> Options:
     return {"spmd": True}
 
 
-def _refuse_sizes(asked: Any, driver: str) -> None:
-    """Only parallelism over data is driven."""
+def _sizes(asked: Any, driver: str) -> Options:
+    """What `parallelism_config` asks for: only parallelism over data is driven."""
     config = asked.parallelism_config
+    sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     for name in ("tp_size", "cp_size", "sp_size"):
-        if (getattr(config, name, 1) or 1) > 1:
+        if sizes[name] > 1:
             raise ArgumentRefused(
-                f"parallelism_config.{name}={getattr(config, name)}",
+                f"parallelism_config.{name}={sizes[name]}",
                 driver,
                 "data are split over all processes and weights by fsdp or deepspeed; leave it out",
             )
+    replicas, parts = sizes["dp_replicate_size"], sizes["dp_shard_size"]
+    if replicas * parts > 1 and replicas * parts != launched().size:
+        raise ArgumentError(
+            f"parallelism_config asks for dp_replicate_size={replicas} times "
+            f"dp_shard_size={parts} processes, and there are {launched().size}"
+        )
+    if parts > 1 and driver != "fsdp":
+        raise ArgumentRefused(
+            f"parallelism_config.dp_shard_size={parts}", driver, "set fsdp=True, which cuts weights"
+        )
+    if replicas > 1 and parts == 1 and driver not in ("ddp", "xpu"):
+        raise ArgumentRefused(
+            f"parallelism_config.dp_replicate_size={replicas}",
+            driver,
+            "without dp_shard_size every process holds all weights, which is backend='ddp'",
+        )
+    return {} if parts == 1 else {"shard_size": parts}
+
+
+_SIZES = ("tp_size", "cp_size", "sp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def _refuse_library(asked: Any, driver: str, derived: Options) -> None:

@@ -30,7 +30,7 @@ def trainer() -> Any:
         yield SimpleNamespace(args=args, place=place, model=None, _microstep=None)
 
 
-@pytest.mark.row("A7", "X1", "D26")
+@pytest.mark.row("A7", "X1", "D26", "X7")
 def test_two_processes_see_what_accelerate_gives(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]

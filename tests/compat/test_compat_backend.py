@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 
-from drivetrain.compat import TrainingArguments
+from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.compat.arguments import backend
 from drivetrain.compat.arguments.launcher import launched
 from drivetrain.kernel import Recipe
@@ -71,7 +71,6 @@ def test_several_processes_are_ddp(ranks: pytest.MonkeyPatch) -> None:
         ({"backend": "xla", "fp16": True}, ["xla", "fp16"]),
         ({"backend": "ipex", "torch_compile": True}, ["ipex", "compile"]),
         ({"backend": "ddp", "ddp_backend": "mpi"}, ["mpi"]),
-        ({"backend": "cpu", "parallelism_config": SimpleNamespace(tp_size=2)}, ["tp_size=2"]),
         ({"local_rank": 3}, ["LOCAL_RANK"]),
         ({"fsdp": "no_shard"}, ["backend='ddp'"]),
         ({"fsdp": "half_shard"}, ["half_shard", "full_shard"]),
@@ -363,3 +362,95 @@ def test_the_compiler_and_its_mode_reach_the_driver() -> None:
     with find_driver("cpu").open(plan) as session:
         session.prepare(recipe).module(torch.ones(1, 2))
     assert len(calls) == 1
+
+
+@pytest.mark.row(
+    "X25",
+    status="refused",
+    note="tensor, context and sequence parallelism: fsdp and deepspeed cut weights, ddp cuts data",
+)
+@pytest.mark.parametrize(
+    ("sizes", "given", "words"),
+    [
+        ({"tp_size": 2}, {"backend": "cpu"}, "tp_size=2"),
+        ({"cp_size": 2}, {"backend": "ddp"}, "cp_size=2"),
+        ({"sp_size": 2}, {"fsdp": True}, "sp_size=2"),
+        ({"dp_shard_size": 2}, {"backend": "ddp"}, "set fsdp=True"),
+        ({"dp_shard_size": 4}, {"fsdp": True}, "dp_shard_size=4 processes, and there are 2"),
+        ({"dp_replicate_size": 2}, {"fsdp": True}, "backend='ddp'"),
+    ],
+)
+def test_other_parallelism_is_refused(
+    sizes: dict[str, int], given: dict[str, Any], words: str, ranks: pytest.MonkeyPatch
+) -> None:
+    config = ParallelismConfig(**sizes)
+    with pytest.raises(ValueError, match=words):
+        made(parallelism_config=config, **given)
+
+
+@pytest.mark.row("X25")
+def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cut = made(fsdp=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert backend.chosen(cut).options["shard_size"] == 2
+    copied = ParallelismConfig(dp_replicate_size=2)
+    assert backend.chosen(made(use_cpu=True, parallelism_config=copied)).driver == "ddp"
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        ranks.delenv(name)
+    alone = ParallelismConfig()
+    args = TrainingArguments(str(tmp_path), use_cpu=True, parallelism_config=alone)
+    trainer = Trainer(nn.Linear(1, 1), args)
+    assert trainer.accelerator.parallelism_config is alone
+    assert trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
+
+
+@pytest.mark.row(
+    "X27",
+    status="differs",
+    note="xpu has a driver; on others the CPU is used and said so, until a driver is installed",
+)
+@pytest.mark.parametrize("device", ["mps", "privateuseone", "hpu"])
+def test_a_device_without_a_driver_is_said(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = torch.device(device)
+    args = TrainingArguments(str(tmp_path))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    Trainer(nn.Linear(1, 1), args)
+    assert f"no driver here computes on {found.type}: training on the CPU" in caplog.text
+    caplog.clear()
+    Trainer(nn.Linear(1, 1), TrainingArguments(str(tmp_path), use_cpu=True))
+    assert "no driver" not in caplog.text
+
+
+@pytest.mark.row("X27", status="refused", note="use_mps_device by name")
+def test_apple_s_gpu_asked_for_by_name() -> None:
+    with pytest.raises(TypeError, match="use_cpu=True"):
+        made(use_mps_device=True)
+
+
+@pytest.mark.row("Z9", status="refused", note="optimum-neuron trains on it")
+def test_neuron_has_a_trainer_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_neuronx.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="optimum-neuron"):
+        made()
+    assert backend.chosen(made(use_cpu=True)).driver == "cpu"
+    assert backend.chosen(made(backend="ddp")).driver == "ddp"
+
+
+@pytest.mark.row("Z1", "Z2", status="refused", note="ask SageMaker for torch_distributed")
+@pytest.mark.parametrize(
+    ("variable", "asked"),
+    [
+        ("SM_FRAMEWORK_PARAMS", {"sagemaker_distributed_dataparallel_enabled": True}),
+        ("SM_HP_MP_PARAMETERS", {"partitions": 2}),
+    ],
+)
+def test_sagemaker_s_own_parallelism(
+    variable: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, json.dumps(asked))
+    with pytest.raises(ValueError, match="torch_distributed"):
+        made()
+    monkeypatch.setenv(variable, json.dumps(dict.fromkeys(asked, 0)))
+    assert backend.chosen(made(use_cpu=True)).driver == "cpu"

@@ -450,3 +450,26 @@ def test_the_best_adapter(tmp_path: Path) -> None:
     again = peft.PeftModel.from_pretrained(llama(), best)
     for name, weight in again.named_parameters():
         assert torch.equal(weight, trainer.model.get_parameter(name)), name
+
+
+@OLD_NAME
+@pytest.mark.row("N13")
+def test_the_best_of_adapters_that_are_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+
+    def prompted() -> Any:
+        torch.manual_seed(3)
+        config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+        return peft.get_peft_model(llama(), config)
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("size mismatch for prompt_embeddings")
+
+    for side in both(tmp_path):
+        asked = {**TRACKED, "label_names": ["labels"]}
+        trainer = side.trainer(prompted, **LANGUAGE, callbacks=[Scores()], **asked)
+        monkeypatch.setattr(trainer.model, "load_adapter", refuse)
+        with pytest.raises(RuntimeError, match=r"PROMPT_TUNING.*PeftModel\.from_pretrained"):
+            trainer.train()

@@ -333,6 +333,38 @@ def test_a_schedule_that_follows_a_metric(tmp_path: Path) -> None:
     assert found[0] == found[1] and len(set(found[0])) > 1
 
 
+class Order(TrainerCallback):
+    """What came after what."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        kinds = [kind for kind in ("loss", "eval_loss", "train_loss") if kind in logs]
+        self.seen.append(f"log {kinds[0]} {state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(f"evaluate {state.global_step}")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        stored = (folder / "trainer_state.json").read_text()
+        self.seen.append(f"save {state.global_step} {'eval_loss' in stored}")
+
+
+@pytest.mark.row("E22")
+def test_logging_then_evaluating_then_saving(tmp_path: Path) -> None:
+    found = []
+    for side in both(tmp_path):
+        asked = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
+        trainer = side.trainer(**asked, save_steps=2, max_steps=4, callbacks=[order := Order()])
+        trainer.train()
+        found.append(order.seen)
+    assert found[0] == found[1]
+    second = ["log loss 2", "log eval_loss 2", "evaluate 2", "save 2 True"]
+    assert found[0][1:5] == second
+
+
 @pytest.mark.row("L17")
 def test_out_of_memory_in_evaluation_is_said_to_be_that(tmp_path: Path) -> None:
     ours, _ = both(tmp_path)

@@ -88,6 +88,12 @@ def test_adapters_alone_are_saved(request, ranks):
 
 
 @pytest.mark.row("X11", "X17")
+@pytest.mark.row(
+    "X19",
+    status="differs",
+    note="the kernel's files, from which any driver resumes, and the model file whole in each "
+    "stage: nothing has to be gathered by zero_to_fp32.py",
+)
 @pytest.mark.parametrize("driver", SHARDED)
 def test_sharded(folder, two_ranks, driver):
     ours = launch(folder, "drivetrain", ("sft",), 2, "=".join(SHARDED[driver]))["sft"]

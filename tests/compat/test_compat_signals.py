@@ -1,0 +1,53 @@
+"""SIGTERM saves a checkpoint where that was asked for, and is left alone where it was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from side_by_side import arguments, assert_same_weights, net, points
+
+from drivetrain import compat
+
+
+class Terminates(compat.TrainerCallback):
+    """Sends SIGTERM to its own process, in the second update."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained(folder: Path, *callbacks: Any, resume: bool = False, **changes: Any) -> Any:
+    args = arguments(compat, folder, max_steps=5, **changes)
+    trainer = compat.Trainer(net(0.5), args, train_dataset=points(), callbacks=[*callbacks])
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+@pytest.mark.row("K35")
+def test_a_checkpoint_in_time(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    cut = trained(tmp_path / "cut", Terminates(), enable_jit_checkpoint=True)
+    assert cut.state.global_step == 2
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    assert signal.getsignal(signal.SIGTERM) == before
+    resumed = trained(tmp_path / "cut", resume=True, enable_jit_checkpoint=True)
+    whole = trained(tmp_path / "whole")
+    assert resumed.state.global_step == 5
+    assert_same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.row("K35")
+def test_a_signal_that_nobody_asked_for(tmp_path: Path) -> None:
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("mine"))
+    try:
+        trainer = trained(tmp_path, Terminates())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["mine"] and trainer.state.global_step == 5
+    assert not list(tmp_path.glob("checkpoint-*"))

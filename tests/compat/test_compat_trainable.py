@@ -1,0 +1,129 @@
+"""What cannot be trained, or not in this place, is refused when the Trainer is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from side_by_side import LIBRARIES, arguments, net, points
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from drivetrain import compat
+from drivetrain.kernel.errors import CapabilityRefused
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Any:
+    return LIBRARIES[request.param]
+
+
+def quantized(trainable: bool = False, aware: bool = False, **marks: Any) -> Any:
+    """A model that says of itself what a quantized one does."""
+    model: Any = net()
+    model.is_quantized = True
+    model.hf_quantizer = SimpleNamespace(
+        is_trainable=trainable,
+        is_qat_trainable=aware,
+        quantization_config=SimpleNamespace(quant_method="rounding"),
+    )
+    for name, value in marks.items():
+        setattr(model, name, value)
+    return model
+
+
+@pytest.mark.row("W4")
+@pytest.mark.parametrize(
+    ("marks", "words"),
+    [
+        ({"trainable": True, "_orig_mod": nn.Identity()}, r"compile"),
+        ({"trainable": True}, r"adapters"),
+        ({"aware": True}, r"rounding"),
+        ({"trainable": True, "aware": True}, None),
+        ({"_hf_peft_config_loaded": True}, None),
+    ],
+    ids=["compiled", "no adapters", "not trainable", "aware", "with adapters"],
+)
+def test_quantized_models(
+    tmp_path: Path, library: Any, marks: dict[str, Any], words: str | None
+) -> None:
+    args = arguments(library, tmp_path)
+    if words is None:
+        library.Trainer(quantized(**marks), args)
+        return
+    with pytest.raises(ValueError, match=words):
+        library.Trainer(quantized(**marks), args)
+
+
+@pytest.mark.row(
+    "X16", status="refused", note="packed weights cannot be cut into parts; use backend='ddp'"
+)
+def test_a_quantized_model_is_not_cut(tmp_path: Path) -> None:
+    args = arguments(compat, tmp_path, backend="fsdp")
+    with pytest.raises(CapabilityRefused, match=r"'fsdp' refuses a quantized .* backend='ddp'"):
+        compat.Trainer(quantized(_hf_peft_config_loaded=True), args)
+
+
+@pytest.mark.row(
+    "X25",
+    status="refused",
+    note="tensor, context and sequence parallelism: fsdp and deepspeed cut weights, ddp cuts data",
+)
+def test_a_model_that_was_cut_elsewhere(tmp_path: Path, ranks_of_one: None) -> None:
+    model, mesh = net(), init_device_mesh("cpu", (1,))
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh))
+    with pytest.raises(CapabilityRefused, match="load the model without tp_plan"):
+        compat.Trainer(model, arguments(compat, tmp_path))
+
+
+@pytest.fixture
+def ranks_of_one() -> Any:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.row(
+    "W10", status="differs", note="one process trains on one device; torchrun starts one for each"
+)
+def test_one_process_trains_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(compat, tmp_path)
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node=2"):
+        compat.Trainer(net(), args)
+    args._n_gpu = 1
+    compat.Trainer(net(), args)
+    assert "GPUs" not in caplog.text
+    visible = arguments(compat, tmp_path, use_cpu=False, backend="ddp")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [note for note in compat.arguments.backend.notes(visible, "ddp") if "4 GPUs" in note]
+
+
+@pytest.mark.row("X15")
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    args = arguments(compat, tmp_path, backend="fsdp", max_steps=2)
+    for given in ((optimizer, None), (None, schedule)):
+        with pytest.raises(RuntimeError, match="optimizer_cls_and_kwargs"):
+            compat.Trainer(model, args, train_dataset=points(), optimizers=given)
+    keywords = {"lr": 0.1}
+    trainer: Any = compat.Trainer(
+        model,
+        args,
+        train_dataset=points(),
+        optimizer_cls_and_kwargs=(torch.optim.SGD, keywords),
+    )
+    trainer.train()
+    held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert held == {id(parameter) for parameter in trainer.model.parameters()}
+    assert not held & {id(parameter) for parameter in optimizer.param_groups[0]["params"]}
+    trainer.end()

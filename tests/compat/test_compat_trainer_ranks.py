@@ -1,0 +1,122 @@
+"""The Trainer on two processes, beside transformers': who does what, and what travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trainer_ranks
+from side_by_side import points
+
+from drivetrain.conformance.subject import Subject
+
+Found = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What each rank saw, by library."""
+    pair, folder = Subject("ddp", 2, timeout_seconds=400), tmp_path_factory.mktemp("ranks")
+    return {
+        library: pair.run(trainer_ranks.everything, library=library, folder=str(folder))
+        for library in ("ours", "theirs")
+    }
+
+
+@pytest.mark.row("X2", "X6", "X4")
+def test_who_is_first_and_how_large_a_batch_is(found: Found) -> None:
+    first, second = (rank["accumulating"] for rank in found["ours"])
+    theirs = [rank["accumulating"] for rank in found["theirs"]]
+    assert first["first"] == first["state first"] == theirs[0]["first"] == [True, True]
+    assert second["first"] == second["state first"] == theirs[1]["first"] == [False, False]
+    assert first["global batch"] == theirs[0]["global batch"] == 2 * 2 * 2
+    assert [line.rpartition("= ")[2] for line in first["told"]] == ["8"]
+    assert first["losses"] == second["losses"]
+
+
+@pytest.mark.row("X3")
+def test_gradients_travel_once_an_update(found: Found) -> None:
+    for library in ("ours", "theirs"):
+        first, second = (rank["accumulating"]["gradients"] for rank in found[library])
+        assert len(first["substep"]) == len(first["update"]) == 3
+        pairs = zip(first["substep"], second["substep"], strict=True)
+        assert all(mine != other for mine, other in pairs)
+        assert first["update"] == second["update"]
+
+
+@pytest.mark.row("R7")
+def test_ranks_draw_alike_and_see_other_data(found: Found) -> None:
+    ours, theirs = (
+        [rank["accumulating"] for rank in found[library]] for library in ("ours", "theirs")
+    )
+    assert ours[0]["random"] == ours[1]["random"] == theirs[0]["random"]
+    assert ours[0]["gradients"]["substep"] != ours[1]["gradients"]["substep"]
+    assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-6)
+
+
+@pytest.mark.row("S9")
+def test_tokens_are_counted_on_all_ranks(found: Found) -> None:
+    ours, theirs = found["ours"], found["theirs"]
+    for name in ("counting", "counting alone"):
+        assert [rank[name]["counts"] for rank in ours] == [rank[name]["counts"] for rank in theirs]
+        mine, other = ours[0][name]["losses"], theirs[0][name]["losses"]
+        assert mine == pytest.approx(other, rel=1e-6)
+    alone = [rank["counting alone"]["counts"] for rank in ours]
+    assert ours[0]["counting"]["counts"] == [a + b for a, b in zip(*alone, strict=True)]
+    assert ours[0]["counting"]["losses"] != ours[0]["counting alone"]["losses"]
+
+
+def boxes_of(label: int) -> list[list[float]]:
+    return [[float(label)] * 4] * (label + 1)
+
+
+@pytest.mark.row(
+    "E18",
+    status="differs",
+    note="in every evaluation, not the first alone; a tuple of outputs keeps its parts, tensors "
+    "stay arrays, and lists, an item a sample, are joined over batches too",
+)
+def test_lists_with_an_item_a_sample(found: Found) -> None:
+    data = points(5)
+    labels = [sample["labels"] for sample in data]
+    scores = [sample["x"].tolist() for sample in data]
+    for rank in found["ours"]:
+        (predictions, seen), loss = rank["boxes"]
+        assert seen == [labels[:4], labels[4:]]
+        assert [part[0] for part in predictions] == [scores[:4], scores[4:]]
+        boxes = [[[boxes_of(label)] for label in part] for part in (labels[:4], labels[4:])]
+        assert [part[1] for part in predictions] == boxes
+        words = [[boxes_of(label), f"{x[0]:.2f}"] for label, x in zip(labels, scores, strict=True)]
+        assert rank["joined"] == [[[scores, words], labels], loss] * 2
+    (_, seen), other = found["theirs"][0]["boxes"]
+    assert seen == [labels[:4], labels[4:]] and loss == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.row("T6")
+def test_texts_that_fill_up_the_last_round_are_kept(found: Found) -> None:
+    ours, theirs = (
+        [rank["generating"] for rank in found[library]] for library in ("ours", "theirs")
+    )
+    assert ours == theirs and ours[0] == ours[1]
+    assert len(ours[0]["labels"]) == len(ours[0]["texts"]) == 8
+
+
+@pytest.mark.row(
+    "K35",
+    status="differs",
+    note="at the end of the update, on all ranks alike, without waiting 3 s; SIGINT and SIGUSR1 "
+    "do it too, and a second signal ends the process",
+)
+def test_a_signal_to_one_rank_saves_and_stops_all(found: Found) -> None:
+    ranks = [rank["preempted"] for rank in found["ours"]]
+    assert ranks[0] == ranks[1]
+    assert 1 < ranks[0]["stopped"] < 6 and ranks[0]["restored"]
+    assert ranks[0]["resumed"] == ranks[0]["whole"] and len(ranks[0]["whole"]) == 6
+
+
+@pytest.mark.row(
+    "X24", status="differs", note="the group is gone when the last Trainer of the process has ended"
+)
+def test_the_end_of_the_last_trainer_ends_the_group(found: Found) -> None:
+    assert [rank["group"] for rank in found["ours"]] == [[True, False]] * 2
+    assert [rank["group"] for rank in found["theirs"]] == [[False, False]] * 2

@@ -1,0 +1,219 @@
+"""A job for two processes: what a Trainer of either library does with several ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from built_alike import ARGUMENTS
+from side_by_side import LIBRARIES, arguments, llama, net, points, sentences
+from test_compat_seq2seq import SIDES, texts
+from test_compat_seq2seq import model as t5
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from drivetrain.conformance.bench import Bench
+
+
+class Watch(TrainerCallback):
+    """The gradient and the random state of this rank, at the events of the updates."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, list[list[float]]] = {"substep": [], "update": []}
+        self.random: list[list[float]] = []
+
+    def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
+        before = torch.get_rng_state()
+        self.random.append(torch.rand(3).tolist())
+        torch.set_rng_state(before)
+
+    def on_substep_end(self, *event: Any, model: Any, **kwargs: Any) -> None:
+        self.gradients["substep"].append(model.head.bias.grad.tolist())
+
+    def on_pre_optimizer_step(self, *event: Any, model: Any, **kwargs: Any) -> None:
+        self.gradients["update"].append(model.head.bias.grad.tolist())
+
+
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Boxes(nn.Module):
+    """For each sample as many boxes as it has, and a text where it is asked for."""
+
+    def __init__(self, worded: bool) -> None:
+        super().__init__()
+        self.worded, self.weight = worded, nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+        boxes = [{"boxes": torch.full((int(count) + 1, 4), float(count))} for count in labels]
+        if self.worded:
+            for row, each in zip(x, boxes, strict=True):
+                each["word"] = f"{float(row[0]):.2f}"
+        return {"loss": (x * self.weight).mean(), "scores": x * self.weight, "boxes": boxes}
+
+
+MADE: list[Any] = []
+"""The Trainers of a job, which ends them."""
+
+
+def made(kind: Any, model: nn.Module, args: Any, **given: Any) -> Any:
+    MADE.append(kind(model, args, **given))
+    return MADE[-1]
+
+
+def losses(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def accumulating(library: Any, folder: Path) -> dict[str, Any]:
+    """Dropout, two microbatches an update: who is first, how large a batch, whose gradient."""
+    told = Lines()
+    logger = logging.getLogger("drivetrain")
+    logger.addHandler(told)
+    try:
+        args = arguments(
+            library, folder, gradient_accumulation_steps=2, max_steps=3, log_level="info"
+        )
+        trainer = made(library.Trainer, net(0.5), args, train_dataset=points(), callbacks=[Watch()])
+        trainer.train()
+    finally:
+        logger.removeHandler(told)
+        logger.setLevel(logging.WARNING)
+    watch = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
+    return {
+        "first": [trainer.is_world_process_zero(), trainer.is_local_process_zero()],
+        "state first": [trainer.state.is_world_process_zero, trainer.state.is_local_process_zero],
+        "global batch": trainer.get_total_train_batch_size(args),
+        "told": [line for line in told.lines if "Total train batch size" in line],
+        "losses": losses(trainer),
+        "random": watch.random,
+        "gradients": watch.gradients,
+    }
+
+
+def counting(library: Any, folder: Path, average: bool) -> dict[str, Any]:
+    """A language model, whose labels are counted: what each microbatch is told."""
+    counts: list[int] = []
+
+    class Counting(library.Trainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+            counts.append(int(num_items_in_batch))
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    args = arguments(
+        library,
+        folder,
+        gradient_accumulation_steps=2,
+        max_steps=2,
+        average_tokens_across_devices=average,
+    )
+    trainer = made(Counting, llama(), args, train_dataset=sentences())
+    trainer.train()
+    return {"counts": counts, "losses": losses(trainer)}
+
+
+def gathering(
+    library: Any, folder: Path, concatenated: bool, worded: bool = False, times: int = 1
+) -> list[Any]:
+    """What metrics see of lists with an item a sample."""
+    seen: list[Any] = []
+
+    def measure(prediction: Any) -> dict[str, float]:
+        seen.append(plain([prediction.predictions, prediction.label_ids]))
+        return {}
+
+    args = arguments(
+        library,
+        folder,
+        per_device_eval_batch_size=2,
+        eval_use_gather_object=True,
+        eval_do_concat_batches=concatenated,
+    )
+    given = {"eval_dataset": points(5), "compute_metrics": measure}
+    trainer = made(library.Trainer, Boxes(worded), args, **given)
+    for _ in range(times):
+        seen.append(trainer.evaluate()["eval_loss"])
+    return seen
+
+
+def plain(value: Any) -> Any:
+    """Lists of numbers and texts."""
+    if isinstance(value, dict):
+        return [plain(each) for each in value.values()]
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def generating(name: str, folder: Path) -> dict[str, Any]:
+    """Texts by which a last round is filled up are in the predictions, too."""
+    trainer_type, arguments_type = SIDES[name]
+    args = arguments_type(
+        str(folder), **{**ARGUMENTS, "per_device_eval_batch_size": 2, "predict_with_generate": True}
+    )
+    trainer = made(trainer_type, t5(), args, eval_dataset=texts(count=5))
+    output = trainer.predict(texts(count=5), max_length=6)
+    return {"labels": output.label_ids.tolist(), "texts": output.predictions.tolist()}
+
+
+def preempted(library: Any, folder: Path) -> dict[str, Any]:
+    """SIGTERM comes to one rank, in the second update."""
+
+    class Killer(TrainerCallback):
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1 and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    asked = {"gradient_accumulation_steps": 2, "max_steps": 6, "enable_jit_checkpoint": True}
+    before = signal.getsignal(signal.SIGTERM)
+    args = arguments(library, folder, **asked)
+    cut = made(library.Trainer, net(0.5), args, train_dataset=points(24), callbacks=[Killer()])
+    cut.train()
+    resumed = made(library.Trainer, net(0.5), args, train_dataset=points(24))
+    resumed.train(resume_from_checkpoint=True)
+    whole = made(library.Trainer, net(0.5), args, train_dataset=points(24))
+    whole.train()
+    return {
+        "stopped": cut.state.global_step,
+        "restored": signal.getsignal(signal.SIGTERM) == before,
+        "resumed": losses(resumed),
+        "whole": losses(whole),
+    }
+
+
+def ended() -> list[bool]:
+    """Whether there is a process group: once a Trainer has ended, and once all have."""
+    seen = []
+    while MADE:
+        MADE.pop().end()
+        seen.append(torch.distributed.is_initialized())
+    return [seen[0], seen[-1]]
+
+
+def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
+    """All of it, in one process group."""
+    lib, at = LIBRARIES[library], Path(folder) / library
+    found: dict[str, Any] = {
+        "accumulating": accumulating(lib, at / "accumulating"),
+        "counting": counting(lib, at / "counting", True),
+        "counting alone": counting(lib, at / "alone", False),
+        "boxes": gathering(lib, at / "boxes", False),
+        "generating": generating(library, at / "generating"),
+    }
+    if library == "ours":
+        found["joined"] = gathering(lib, at / "joined", True, worded=True, times=2)
+        found["preempted"] = preempted(lib, at / "preempted")
+    found["group"] = ended()
+    return found
