@@ -91,7 +91,9 @@ class Placement:
         return 0 if self.num_devices > 1 and tensor.dim() else None
 
     def put(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """A copy on the device, cut along `dim`; no device ever holds more than its part."""
+        """It on the device, cut along `dim`; of what is on the host, no device ever holds more
+        than its part.
+        """
         import torch_xla.core.xla_model as xm
 
         if dim is None:
@@ -99,7 +101,9 @@ class Placement:
         if (tensor.dim(), dim) not in self._specs:
             axes = tuple("fsdp" if d == dim else None for d in range(tensor.dim()))
             self._specs[tensor.dim(), dim] = self._spmd.ShardingSpec(self._mesh, axes)
-        sent = xm.send_cpu_data_to_device([tensor], self.device, self._specs[tensor.dim(), dim])
+        sent = xm.send_cpu_data_to_device(
+            [tensor.cpu()], self.device, self._specs[tensor.dim(), dim]
+        )
         return cast(Tensor, sent[0])
 
     def keep(self, tensor: Tensor, dim: int | None) -> None:

@@ -172,7 +172,7 @@ class XlaEngine:
     def __init__(self, recipe: Recipe, plan: Plan, placement: _xla.Placement) -> None:
         self.plan, self.placement = plan, placement
         host = replace(plan, activation_checkpointing=())
-        self.module = _model.build_model(recipe, host, torch.device("cpu"))
+        self.module = _model.build_model(recipe, host, None)
         self.tied = _model.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         _xla.move(self.module, placement)

@@ -15,6 +15,7 @@ from ..kernel.data import Group
 from ..kernel.events import Request, StepSkipped
 from ..kernel.step import StepResult
 from ..kernel.training import Then
+from .debugging import print_xla_metrics
 from .epochs import Epochs
 from .plateau import GreedyLR
 
@@ -138,6 +139,7 @@ class Conducting:
         if ended or control.should_epoch_stop or control.should_training_stop:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
             self.act(group.position.epoch)
+            print_xla_metrics(trainer.args, trainer.place)
         if trainer.control.should_training_stop:
             return Then.PREEMPTED if self.preempted else Then.STOPPED
         return Then.NEXT_EPOCH if trainer.control.should_epoch_stop and not ended else Then.GO_ON

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .dealing import RankStream
+from .debugging import print_xla_metrics
 from .enums import SaveStrategy
 from .loading import has_length
 from .memory_limits import out_of_memory
@@ -112,6 +113,7 @@ class EvaluationMixin:
         )
         self._add_speed(output, metric_key_prefix, start_time)
         self.log(output.metrics)
+        print_xla_metrics(self.args, self.place)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, output.metrics
         )

@@ -1,4 +1,4 @@
-"""Moves a batch, whatever it is made of, to a device."""
+"""Moves batches, whatever they are made of, and models to a device."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["map_tensors", "move"]
+__all__ = ["map_tensors", "move", "move_model"]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
@@ -35,3 +35,19 @@ def move(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
         return tensor.to(device=device, dtype=dtype if floating else None)
 
     return map_tensors(place, data)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model, in place; weights that several layers share stay shared, which on XLA they
+    would not: there each layer gets a parameter of its own.
+    """
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    model.to(device)
+    for first, *others in users.values():
+        shared = model.get_parameter(first)
+        for name in others:
+            layer, _, last = name.rpartition(".")
+            if model.get_parameter(name) is not shared:
+                setattr(model.get_submodule(layer), last, shared)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from .debugging import is_debugged
 from .liger import apply_liger_kernel
 from .overflow import OverflowWatch
 from .recompute import enable_recompute
@@ -26,7 +27,7 @@ def make_ready(trainer: Any) -> None:
         enable_recompute(model, newer or args.gradient_checkpointing_kwargs)
     align_special_tokens(model, trainer.processing_class)
     trainer._activate_neftune(model)
-    if "underflow_overflow" in [str(getattr(word, "value", word)) for word in args.debug or ()]:
+    if is_debugged(args, "underflow_overflow"):
         trainer._overflow_watch = OverflowWatch(model)
 
 

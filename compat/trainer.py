@@ -24,6 +24,7 @@ from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs,
 from .loading import LoadingMixin, has_length
 from .loss import loss_shifts_labels
 from .memory import TrainerMemoryTracker
+from .moving import move_model
 from .neftune import NeftuneMixin
 from .optimization import OptimizationMixin
 from .place import Place
@@ -154,7 +155,7 @@ class Trainer(
         """Move a model; one that lies where it was loaded to stays."""
         if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
             return
-        model.to(device)
+        move_model(model, device)
 
     def _look_at_model(self) -> None:
         inner = unwrap_peft(self.model)

@@ -23,6 +23,7 @@ _MODULES: dict[str, str] = {
     "arguments/settle.py": "tf32",
     "checkpoints.py": "checkpoint_format save_only_model save_total_limit",
     "conducting.py": "logging_nan_inf_filter",
+    "debugging.py": "debug",
     "evaluation.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object greater_is_better include_for_metrics metric_for_best_model
         prediction_loss_only""",
@@ -38,8 +39,8 @@ _MODULES: dict[str, str] = {
     "optim/table.py": "optim optim_args",
     "optimization.py": "lr_scheduler_kwargs lr_scheduler_type profile weight_decay",
     "preparation.py": """activation_checkpointing activation_checkpointing_kwargs bf16_full_eval
-        debug fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs
-        liger_kernel_config use_liger_kernel""",
+        fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs liger_kernel_config
+        use_liger_kernel""",
     "reporting.py": "include_num_input_tokens_seen",
     "resuming.py": "restore_callback_states_from_checkpoint",
     "seq2seq.py": """generation_config generation_max_length generation_num_beams
