@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from .inspection import unwrap_peft
 
 __all__ = ["write_card"]
 
@@ -56,6 +59,7 @@ def _metadata(trainer: Any, before: Any, given: Mapping[str, Any]) -> Any:
     from huggingface_hub import EvalResult, ModelCardData
 
     base = given["finetuned_from"] or _origin(trainer.model)
+    tasks = given["tasks"] or _tasks_of(trainer.model)
     name = given["model_name"] or Path(trainer.args.output_dir).name or base
     known = getattr(before, "library_name", None)
     library = "transformers" if hasattr(trainer.model, "save_pretrained") else "pytorch"
@@ -71,7 +75,7 @@ def _metadata(trainer: Any, before: Any, given: Mapping[str, Any]) -> Any:
             metric_name=metric,
             metric_value=value,
         )
-        for task in given["tasks"]
+        for task in tasks
         for index, tag in enumerate(tags_of_data)
         for metric, value in _last_evaluation(trainer.state.log_history).items()
         if metric != "Loss"
@@ -83,10 +87,26 @@ def _metadata(trainer: Any, before: Any, given: Mapping[str, Any]) -> Any:
         license=given["license"] or _license_of(base),
         base_model=base,
         tags=list(dict.fromkeys(tags)),
-        pipeline_tag=given["tasks"][0] if given["tasks"] else None,
+        pipeline_tag=tasks[0] if tasks else None,
         datasets=tags_of_data or None,
         eval_results=results or None,
     )
+
+
+def _tasks_of(model: Any) -> list[str]:
+    """What a model of transformers is for, as its class says; nothing for any other."""
+    if "transformers" not in sys.modules:
+        return []
+    from transformers import modelcard
+
+    name = type(unwrap_peft(model)).__name__
+    mapping: Any = modelcard.TASK_MAPPING
+    found = [task for task, classes in mapping.items() if name in _names(classes)]
+    return found[-1:]
+
+
+def _names(classes: Mapping[str, str | tuple[str, ...]]) -> set[str]:
+    return {name for v in classes.values() for name in ((v,) if isinstance(v, str) else v)}
 
 
 def _origin(model: Any) -> str | None:

@@ -30,6 +30,7 @@ from .errors import ArgumentRefused
 from .inspection import is_peft_model
 from .model_files import is_pretrained, write_weights
 from .names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from .optim.unsaved import unsaved_state
 from .plain import to_plain
 from .resuming import ResumingMixin, hyper_parameters
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
@@ -112,6 +113,8 @@ class CheckpointMixin(ResumingMixin):
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
         if self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler.state_dict()
+        if unsaved := self._say_unsaved_state():
+            state["optimizer_unsaved"] = unsaved
         frozen, saved = self._frozen_names(), engine
         if frozen:
             saved = _Trained(engine, frozen)
@@ -124,6 +127,18 @@ class CheckpointMixin(ResumingMixin):
             driver=self.place.driver.name,
             beside=self._write_beside,
         )
+
+    def _say_unsaved_state(self: Any) -> list[str]:
+        """What the optimizer keeps and the checkpoint does not, with a warning."""
+        unsaved = unsaved_state(self.optimizer)
+        if unsaved:
+            _LOG.warning(
+                "this checkpoint cannot be resumed from: %s keeps %s where it cannot be saved. Its "
+                "weights can be loaded",
+                type(self.optimizer).__name__,
+                ", ".join(unsaved),
+            )
+        return unsaved
 
     def _write_beside(self: Any, folder: Path) -> None:
         """What a checkpoint holds beside the kernel's own; all ranks call it."""
@@ -171,7 +186,7 @@ class CheckpointMixin(ResumingMixin):
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """Write `optimizer.pt` and `scheduler.pt`; a part of `checkpoint_format="hf"`."""
-        if self.args.should_save:
+        if self.args.should_save and not self._say_unsaved_state():
             hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
 
     def _save_scaler(self: Any, output_dir: str) -> None:

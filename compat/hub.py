@@ -20,8 +20,8 @@ __all__ = ["HubMixin", "quiet_uploads"]
 
 _log = logging.getLogger(__name__)
 
-_NOT_UPLOADED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*"]
-"""Patterns of what stays here when the output folder is uploaded."""
+_NOT_UPLOADED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", "*.sagemaker-upload*"]
+"""Patterns of what stays here when the output folder is uploaded; SageMaker leaves such marks."""
 
 _MODEL_FILES = (
     "config.json",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..kernel.checkpoint import CheckpointReader, load_rng, read_manifest
 from ..kernel.checkpoint.manifest import MANIFEST
+from ..kernel.errors import CheckpointMismatch
 from ..kernel.progress import Window
 from ..kernel.resume import differences
 from ..kernel.training import Training
@@ -22,6 +23,7 @@ from .arguments.backend import settings
 from .inspection import is_peft_model
 from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
 from .names import TRAINER_STATE_NAME
+from .optim.layerwise import LayerWiseDummyOptimizer
 from .plain import from_plain
 from .readers import Combined
 from .rotation import newest_sound, problem_with
@@ -269,9 +271,12 @@ class ResumingMixin:
         folder = Path(checkpoint)
         if (folder / MANIFEST).is_file():
             state = from_plain(read_manifest(folder).state)
+            _refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
             groups, schedule = state.get("optimizer_groups", []), state.get("scheduler")
         else:
             saved = hf_folders.saved_optimizer(folder)
+            if isinstance(self.optimizer, LayerWiseDummyOptimizer):
+                _refuse_part_of_optimizer(folder, ["the moments of each parameter"])
             if saved is None:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
@@ -314,6 +319,16 @@ class ResumingMixin:
                 )
         else:
             hf_folders.load_random_state(folder, session.world.rank, session.world.size)
+
+
+def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
+    """Raises `CheckpointMismatch` where something of the optimizer is not in the checkpoint."""
+    if unsaved:
+        raise CheckpointMismatch(
+            f"{folder} cannot be resumed from: it lacks {', '.join(unsaved)} of its optimizer, and "
+            "training would not go on as it was. Load its weights, by from_pretrained or "
+            "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
+        )
 
 
 _HOW = ("capturable", "differentiable", "foreach", "fused")

@@ -34,7 +34,7 @@ class AcceleratorConfig:
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
     each batch, not once an update."""
     use_configured_state: bool = False
-    """Use the process group that was made before the arguments were."""
+    """Refused: there is no state of accelerate's that could have been configured."""
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
@@ -56,8 +56,20 @@ class AcceleratorConfig:
     def of(cls, given: Any) -> AcceleratorConfig:
         """Whatever the argument may be: None, an instance, a dict or the path of a JSON file.
 
-        Raises `NotImplementedError` for a class instead of an instance.
+        Raises `NotImplementedError` for a class instead of an instance, and `ArgumentError` for a
+        state that was configured elsewhere.
         """
+        config = cls._read(given)
+        if config.use_configured_state:
+            raise ArgumentError(
+                "accelerator_config has use_configured_state=True: no accelerate state is used "
+                "here. Leave it out: a process group that exists is joined, and the arguments say "
+                "the rest"
+            )
+        return config
+
+    @classmethod
+    def _read(cls, given: Any) -> AcceleratorConfig:
         if given is None:
             return cls()
         if isinstance(given, type):

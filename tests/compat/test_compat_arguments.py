@@ -220,6 +220,8 @@ def test_accelerator_config_in_all_its_forms(tmp_path: Path) -> None:
         TrainingArguments("o", accelerator_config=AcceleratorConfig)
     with pytest.raises(ValueError, match="did you mean 'split_batches'"):
         TrainingArguments("o", accelerator_config={"split_batch": True})
+    with pytest.raises(ValueError, match="use_configured_state=True"):
+        TrainingArguments("o", accelerator_config={"use_configured_state": True})
 
 
 @pytest.mark.row("O21")

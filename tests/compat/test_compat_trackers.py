@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from built_alike import ours
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import integration_utils
 
@@ -200,6 +201,34 @@ def test_wandb_runs_offline_and_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
     wandb.finish()
     assert summary["eval/loss"] == 1.5 and summary["train/global_step"] == 3
     assert list(tmp_path.rglob("*.wandb"))
+
+
+@pytest.mark.row("G19")
+@pytest.mark.parametrize("uploads", ["checkpoint", "end"])
+def test_wandb_is_given_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uploads: str
+) -> None:
+    import wandb
+
+    kept: list[tuple[str, set[str]]] = []
+    log_artifact = wandb.Run.log_artifact
+
+    def keeping(self: Any, artifact: Any, *args: Any, aliases: Any = None, **more: Any) -> Any:
+        kept.append((aliases[-1], set(artifact.manifest.entries)))
+        return log_artifact(self, artifact, *args, aliases=aliases, **more)
+
+    monkeypatch.setattr(wandb.Run, "log_artifact", keeping)
+    for name, value in {"MODE": "offline", "DIR": str(tmp_path), "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setenv("WANDB_LOG_MODEL", uploads)
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "report_to": "wandb"}
+    ours(tmp_path).trainer(**saving).train()
+    wandb.finish()
+    steps = [2, 4] if uploads == "checkpoint" else []
+    whole = [f"checkpoint_global_step_{step}" for step in steps]
+    assert [alias for alias, _ in kept] == ["base_model", *whole, "final_model"]
+    assert all("model.safetensors" in files for _, files in kept[1:])
+    assert all("manifest.json" in files for alias, files in kept if alias in whole)
 
 
 @pytest.mark.row("G16")

@@ -90,6 +90,22 @@ def test_losses_norms_rates_and_weights_are_theirs(
     assert_same_runs(*both(tmp_path, lambda lib, at: trainer(lib, at, model(), **changes)))
 
 
+@pytest.mark.row("N1", "N2", "W7")
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_noise_is_drawn_as_theirs_also_where_activations_are_recomputed(
+    tmp_path: Path, recomputed: bool
+) -> None:
+    changes = {"neftune_noise_alpha": 5.0, "activation_checkpointing": recomputed, "max_steps": 4}
+    runs = []
+    for name, lib in LIBRARIES.items():
+        runs.append(trainer(lib, tmp_path / name, llama(), **changes))
+        runs[-1].train()  # at once: construction seeded what is drawn from
+    assert_same_runs(*runs)
+    quiet = trainer(compat, tmp_path, llama(), max_steps=4)
+    quiet.train()
+    assert quiet.state.log_history[0]["loss"] != runs[0].state.log_history[0]["loss"]
+
+
 @pytest.mark.row("L2")
 @pytest.mark.parametrize(
     ("batches", "accumulation", "epochs", "steps"),
