@@ -48,7 +48,7 @@ class Place:
         self._open = ExitStack()
         self._session: Session | None = None
         self._plan: Plan | None = None
-        atexit.register(self.close)
+        atexit.register(self._open.close)  # which knows nothing of the model
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: vars(self)[name] for name in ("args", "model", "driver", "why")}
@@ -126,7 +126,7 @@ class Place:
         """Leave the process group, together with the other ranks."""
         self.prepared = self._session = self._plan = None
         self._open.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._open.close)
 
 
 def _same(plan: Plan, other: Plan | None) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,15 @@ class Tokenizer:
 
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "words.txt").write_text("a b")
+
+
+def test_a_trainer_that_is_dropped_lets_its_model_go(tmp_path: Path) -> None:
+    model = net()
+    trainer(compat, tmp_path, model=model, save_strategy="no").train()
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
 
 
 @pytest.mark.row("C1")
