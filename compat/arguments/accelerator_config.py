@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 from ..errors import ArgumentError
 
 __all__ = ["AcceleratorConfig"]
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -34,7 +37,7 @@ class AcceleratorConfig:
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
     each batch, not once an update."""
     use_configured_state: bool = False
-    """Refused: there is no state of accelerate's that could have been configured."""
+    """Changes nothing: a process group that was made before is joined in any case."""
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
@@ -56,15 +59,13 @@ class AcceleratorConfig:
     def of(cls, given: Any) -> AcceleratorConfig:
         """Whatever the argument may be: None, an instance, a dict or the path of a JSON file.
 
-        Raises `NotImplementedError` for a class instead of an instance, and `ArgumentError` for a
-        state that was configured elsewhere.
+        Raises `NotImplementedError` for a class instead of an instance.
         """
         config = cls._read(given)
         if config.use_configured_state:
-            raise ArgumentError(
-                "accelerator_config has use_configured_state=True: no accelerate state is used "
-                "here. Leave it out: a process group that exists is joined, and the arguments say "
-                "the rest"
+            _LOG.info(
+                "use_configured_state: a process group that exists is joined in any case, and "
+                "nothing else of accelerate's state is used: the arguments say the rest"
             )
         return config
 

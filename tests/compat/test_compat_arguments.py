@@ -220,8 +220,14 @@ def test_accelerator_config_in_all_its_forms(tmp_path: Path) -> None:
         TrainingArguments("o", accelerator_config=AcceleratorConfig)
     with pytest.raises(ValueError, match="did you mean 'split_batches'"):
         TrainingArguments("o", accelerator_config={"split_batch": True})
-    with pytest.raises(ValueError, match="use_configured_state=True"):
+
+
+def test_a_state_that_was_configured_is_said_to_change_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
         TrainingArguments("o", accelerator_config={"use_configured_state": True})
+    assert "a process group that exists is joined in any case" in caplog.text
 
 
 @pytest.mark.row("O21")
