@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("third_party.py")
-FINE_TUNING = ("sft", "packed", "assistant_only", "lora", "dpo", "reward")
+FINE_TUNING = ("sft", "plain_arguments", "packed", "assistant_only", "lora", "dpo", "reward")
 ALL = (*FINE_TUNING, "sentences")
 SHARDED = {
     "fsdp": ("backend", '"fsdp"'),
@@ -77,6 +77,23 @@ def test_one_process(alone, scenario):
 @pytest.mark.parametrize("scenario", ALL)
 def test_two_ranks(two_ranks, scenario):
     assert_equal(two_ranks[0][scenario], two_ranks[1][scenario])
+
+
+@pytest.mark.row("T13")
+@pytest.mark.parametrize("ranks", ["alone", "two_ranks"])
+def test_what_sft_logs(request, ranks):
+    theirs, ours = request.getfixturevalue(ranks)
+    for scenario in ("sft", "packed", "lora"):
+        for mine, other in zip(ours[scenario]["told"], theirs[scenario]["told"], strict=True):
+            assert mine == pytest.approx(other, rel=1e-6)
+            assert None not in mine.values()
+        assert len(ours[scenario]["told"]) == 7  # six steps, and an evaluation
+
+
+@pytest.mark.row("T10", status="refused", note="TRL has them in SFTConfig, and max_length")
+def test_older_keywords_of_sft(alone):
+    theirs, ours = (found["sft"]["older keywords"] for found in alone)
+    assert ours == theirs and "dataset_text_field" in ours
 
 
 @pytest.mark.row("N11")

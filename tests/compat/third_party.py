@@ -116,6 +116,19 @@ def sft(folder: str, extra: dict[str, Any], data: Any = None, **more: Any) -> An
     )
 
 
+def plain_arguments(folder: str, extra: dict[str, Any]) -> Any:
+    """With arguments that know nothing of TRL, from which it makes its own."""
+    from transformers import TrainingArguments
+    from trl import SFTTrainer
+
+    return SFTTrainer(
+        model=llama(),
+        args=TrainingArguments(**common(folder, **extra)),
+        train_dataset=texts(),
+        processing_class=tokenizer(),
+    )
+
+
 def packed(folder: str, extra: dict[str, Any]) -> Any:
     return sft(folder, extra, packing=True, packing_strategy="wrapped", eval_packing=False)
 
@@ -190,8 +203,12 @@ def sentences(folder: str, extra: dict[str, Any]) -> Any:
     )
 
 
+TOLD = ("entropy", "mean_token_accuracy", "num_tokens")
+"""What SFTTrainer logs beside the loss."""
+
 SCENARIOS = {
-    made.__name__: made for made in (sft, packed, assistant_only, lora, dpo, reward, sentences)
+    made.__name__: made
+    for made in (sft, plain_arguments, packed, assistant_only, lora, dpo, reward, sentences)
 }
 
 
@@ -202,10 +219,18 @@ def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "told": [{key: entry.get(key) for key in TOLD} for entry in history if "loss" in entry],
         "base": [base.__module__ for base in type(trainer).__mro__],
     }
     if trainer.eval_dataset is not None:
-        found["eval_loss"] = trainer.evaluate()["eval_loss"]
+        metrics = trainer.evaluate()
+        found["eval_loss"] = metrics["eval_loss"]
+        found["told"].append({key: metrics.get(f"eval_{key}") for key in TOLD})
+    if name == "sft":
+        try:
+            type(trainer)(trainer.model, dataset_text_field="text", max_seq_length=16)
+        except TypeError as error:
+            found["older keywords"] = str(error)
     last = Path(trainer.args.output_dir) / "checkpoint-6"
     found["files"] = sorted(path.name for path in last.iterdir()) if last.is_dir() else []
     return found
