@@ -210,6 +210,25 @@ def same_bits(actual: State, expected: State) -> None:
             assert torch.equal(actual[kind][name], tensor), name
 
 
+def follow(subjects: Sequence[Subject], folder: Path, **arguments: Any) -> list[Any]:
+    """Two steps by each, which resumes the one before; each restores bit by bit what it finds."""
+    source, figures = None, []
+    for turn, subject in enumerate(subjects):
+        answers = subject.run(
+            carry_on,
+            steps=2,
+            first=2 * turn,
+            source=source,
+            folder=str(folder / f"{turn}"),
+            **arguments,
+        )
+        if source:
+            same_bits(whole(answers, "taken"), read_all(CheckpointReader(source)))
+        source = answers[0]["path"]
+        figures += answers[0]["figures"]
+    return figures
+
+
 @pytest.mark.parametrize("construct", ["sharded", "whole"])
 def test_weights_are_those_of_one_process(construct: str, tmp_path: Path) -> None:
     expected = CPU.run(carry_on, steps=4, folder=str(tmp_path / "a"))
@@ -229,21 +248,8 @@ def test_a_checkpoint_goes_round_bit_by_bit(
 ) -> None:
     common = {"optimizer": optimizer, "arguments": arguments}
     reference = CPU.run(carry_on, steps=12, folder=str(tmp_path / "r"), **common)[0]
-    source, figures = None, []
     subjects = (CPU, zero(1), zero(3, 3), zero(2), Subject("ddp", 2), zero(3))
-    for turn, subject in enumerate(subjects):
-        answers = subject.run(
-            carry_on,
-            steps=2,
-            first=2 * turn,
-            source=source,
-            folder=str(tmp_path / f"{turn}"),
-            **common,
-        )
-        if source:
-            same_bits(whole(answers, "taken"), read_all(CheckpointReader(source)))
-        source = answers[0]["path"]
-        figures += answers[0]["figures"]
+    figures = follow(subjects, tmp_path, **common)
     # over 12 steps AdamW enlarges the last bit of the smallest gradients
     torch.testing.assert_close(figures, reference["figures"], rtol=1e-5, atol=0)
 

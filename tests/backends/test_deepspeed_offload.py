@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_deepspeed import CPU, carry_on, refused, same_bits, whole, zero
+from test_deepspeed import CPU, carry_on, follow, refused, zero
 
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.state import read_all
 from drivetrain.conformance.subject import Subject
-from drivetrain.kernel.checkpoint import CheckpointReader
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 OWN: dict[str, dict[str, Any]] = {
@@ -42,25 +40,6 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("alone")
     slow(zero(2, 1, config=OWN[request.param])).run(carry_on, steps=1, folder=str(folder))
     return OWN[request.param]
-
-
-def follow(subjects: list[Subject], folder: Path, **arguments: Any) -> list[Any]:
-    """Two steps by each, which resumes the one before; each restores bit by bit what it finds."""
-    source, figures = None, []
-    for turn, subject in enumerate(subjects):
-        answers = subject.run(
-            carry_on,
-            steps=2,
-            first=2 * turn,
-            source=source,
-            folder=str(folder / f"{turn}"),
-            **arguments,
-        )
-        if source:
-            same_bits(whole(answers, "taken"), read_all(CheckpointReader(source)))
-        source = answers[0]["path"]
-        figures += answers[0]["figures"]
-    return figures
 
 
 def test_its_own_optimizer_takes_over_and_hands_over(

@@ -13,6 +13,9 @@ from drivetrain.conformance import Subject
 from drivetrain.conformance.crossing import TRAININGS, Saved, crossing, refusal, save, title
 from drivetrain.conformance.matrix import main, parse_subject
 
+# the first test waits until all have saved; each rank's answer has a limit of its own
+pytestmark = pytest.mark.timeout(1800)
+
 HUB = "cpu"
 NEWEST = ("cpu", "ddp:2", "fsdp:2")
 """Drivers that run on the newest torch as well as on 2.8."""

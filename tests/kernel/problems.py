@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from drivetrain.kernel import Recipe
+from drivetrain.kernel.checkpoint import CheckpointReader
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
@@ -55,3 +58,13 @@ def recipe(
         train_data=Pairs(num_samples, poison, noise),
         eval_data={"held_out": Pairs(num_eval)} if num_eval else {},
     )
+
+
+def everything(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, random state included."""
+    reader = CheckpointReader(checkpoint)
+    return {
+        f"{kind}/{name}": reader.read(kind, name)
+        for kind in ("weights", "optimizer", "state")
+        for name in reader.names(kind)
+    }

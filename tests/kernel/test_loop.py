@@ -22,7 +22,6 @@ from drivetrain.kernel import (
     Settings,
 )
 from drivetrain.kernel import fit as kernel_fit
-from drivetrain.kernel.checkpoint import CheckpointReader
 from drivetrain.kernel.errors import (
     BackendUnavailable,
     CapabilityRefused,
@@ -47,7 +46,7 @@ from drivetrain.kernel.events import (
     StepSkipped,
 )
 
-from .problems import Pairs, build, recipe, squared_error
+from .problems import Pairs, build, everything, recipe, squared_error
 
 SHORT = Settings(steps=12, global_batch=8, micro_batch=3, log_every=5)
 
@@ -64,15 +63,6 @@ def of(kind: type, events: list[Event]) -> list[Any]:
 
 def losses(events: list[Event]) -> dict[int, float]:
     return {event.step: event.loss for event in of(Logged, events)}
-
-
-def weights(path: Path) -> dict[str, Tensor]:
-    reader = CheckpointReader(path)
-    return {
-        f"{kind}/{name}": reader.read(kind, name)
-        for kind in ("weights", "optimizer", "state")
-        for name in reader.names(kind)
-    }
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -133,7 +123,7 @@ def test_a_resumed_run_is_bit_equal(tmp_path: Path, save_at: int, workers: int) 
     whole, events = fit(what, settings, out=tmp_path / "whole")
     first = tmp_path / "whole" / "checkpoints" / f"checkpoint-{save_at:06d}"
     again, resumed = fit(what, settings, out=tmp_path / "again", resume=first)
-    assert_same(weights(whole.checkpoint), weights(again.checkpoint))
+    assert_same(everything(whole.checkpoint), everything(again.checkpoint))
     assert losses(resumed) == {
         step: loss for step, loss in losses(events).items() if step > save_at
     }
@@ -195,7 +185,7 @@ def test_evaluation_changes_nothing(tmp_path: Path) -> None:
     never = dataclasses.replace(SHORT, evaluate=EvaluateSettings(at_end=False))
     with_it, _ = fit(what, often, out=tmp_path / "often")
     without, _ = fit(what, never, out=tmp_path / "never")
-    assert_same(weights(with_it.checkpoint), weights(without.checkpoint))
+    assert_same(everything(with_it.checkpoint), everything(without.checkpoint))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 13, 100])
@@ -230,7 +220,7 @@ def test_a_step_that_is_not_finite_is_shown_and_not_applied(tmp_path: Path) -> N
     assert not math.isfinite(losses(events)[3])
     clean = [loss for step, loss in losses(events).items() if step not in (3, 10)]
     assert all(math.isfinite(loss) for loss in clean)
-    assert all(torch.isfinite(tensor).all() for tensor in weights(result.checkpoint).values())
+    assert all(torch.isfinite(tensor).all() for tensor in everything(result.checkpoint).values())
     rates = {event.step: event.learning_rate for event in of(Logged, events)}
     assert rates[4] == rates[3]  # the clock did not tick
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from drivetrain.kernel import CheckpointSettings, Settings, fit
-from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints, store
+from drivetrain.kernel.checkpoint import list_checkpoints, store
 from drivetrain.kernel.checkpoint.host import HostCopies
 from drivetrain.kernel.contract import Piece
 from drivetrain.kernel.errors import SaveFailed
 from drivetrain.kernel.events import Event, Saved, StepEnded
 
-from .problems import recipe
+from .problems import everything, recipe
 
 SETTINGS = Settings(
     steps=9,
@@ -35,15 +35,6 @@ def run(out: Path, settings: Settings = SETTINGS, *observers: Any) -> list[Event
         recipe(dropout=0.2), settings, backend="cpu", out=out, observers=[events.append, *observers]
     )
     return events
-
-
-def everything(folder: Path) -> dict[str, Tensor]:
-    reader = CheckpointReader(folder)
-    return {
-        f"{kind}/{name}": reader.read(kind, name)
-        for kind in ("weights", "optimizer", "state")
-        for name in reader.names(kind)
-    }
 
 
 def test_training_goes_on_and_the_state_of_the_step_is_saved(
