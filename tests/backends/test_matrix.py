@@ -20,12 +20,16 @@ HUB = "cpu"
 NEWEST = ("cpu", "ddp:2", "fsdp:2")
 """Drivers that run on the newest torch as well as on 2.8."""
 
+OFTEN = ("fsdp:2", "xla")
+"""With whom the hub exchanges all trainings in each run; with the others it is slow to do so."""
+
 CROSSINGS = [
-    (reader, writer, training)
+    pytest.param(reader, writer, training, marks=[] if often else pytest.mark.slow)
     for reader in reversed(WORLDS)  # the last to save are still up
     for writer in WORLDS
     for training in TRAININGS
     if training == "AdamW" or HUB in (reader, writer)
+    for often in [training == "AdamW" or reader in OFTEN or writer in OFTEN]
 ]
 """In the order in which the fewest processes are started."""
 
@@ -52,11 +56,13 @@ def saved(text: str, training: str, newest: bool = False) -> Saved:
 
 
 @pytest.fixture(scope="module")
-def all_saved() -> None:
-    """By one driver after the other: the ranks of each start once."""
+def all_saved(request: pytest.FixtureRequest) -> None:
+    """What the chosen tests read, by one driver after the other: the ranks of each start once."""
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    needed = {(each["writer"], each["training"]) for each in chosen if "writer" in each}
     for text in WORLDS:
         for training in TRAININGS:
-            if not refused(text, training):
+            if (text, training) in needed and not refused(text, training):
                 saved(text, training)
 
 
