@@ -48,6 +48,25 @@ def import_deepspeed(device: torch.device) -> None:
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
 
 
+def refuse_unsupported(dtype: torch.dtype | None) -> None:
+    """`CapabilityRefused` for weights of a dtype that DeepSpeed does not compute with here."""
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    supported = {
+        torch.float16: device.is_fp16_supported,
+        torch.bfloat16: device.is_bf16_supported,
+    }
+    if dtype is not None and not supported[dtype]():
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+        raise CapabilityRefused(
+            f"{name}.enabled=true",
+            "deepspeed",
+            f"this {device.device_name()} has no arithmetic of {dtype}. Take precision=bf16, or "
+            f"leave the section {name!r} out: weights stay float32 then, and autocast is used",
+        )
+
+
 def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str) -> nn.Module:
     """The recipe's model; at stage 3 each rank keeps its part of every parameter.
 

@@ -110,6 +110,7 @@ class DeepspeedDriver:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         _deepspeed_build.import_deepspeed(device)
+        _deepspeed_build.refuse_unsupported(_deepspeed_config.low_precision(config))
         if _deepspeed_config.swaps(config):
             _deepspeed_build.compile_file_operator()
         if not dist.is_initialized():
