@@ -225,7 +225,7 @@ def test_accelerator_config_in_all_its_forms(tmp_path: Path) -> None:
 def test_a_state_that_was_configured_is_said_to_change_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="drivetrain.compat.arguments.accelerator_config"):
         TrainingArguments("o", accelerator_config={"use_configured_state": True})
     assert "a process group that exists is joined in any case" in caplog.text
 
