@@ -52,7 +52,7 @@ class Saves:
             return
         self._step, self._seconds = step, 0.0
         if not behind:
-            self._attempt(lambda: self.store.save(**self.what()), done=True)
+            self._attempt(lambda: self.store.save(**self.what()))
             return
         self._told, self._num_written = False, 0.0
         self._behind = self._attempt(lambda: self.store.save_behind(**self.what()))
@@ -73,9 +73,9 @@ class Saves:
         """Wait for the save that is under way, if there is one, and commit it."""
         behind, self._behind = self._behind, None
         if behind is not None:
-            self._attempt(behind.finish, done=True, buffer_bytes=behind.buffer_bytes)
+            self._attempt(behind.finish, behind.buffer_bytes)
 
-    def _attempt(self, act: Callable[[], T], done: bool = False, buffer_bytes: int = 0) -> T | None:
+    def _attempt(self, act: Callable[[], T], buffer_bytes: int = 0) -> T | None:
         """None where it failed, which is told, and may end the run."""
         started, result, error = time.perf_counter(), None, ""
         try:
@@ -91,7 +91,7 @@ class Saves:
         if error:
             self._step = -1
             self.emit(Saved(step, self.store.root, self._seconds, error))
-        elif done and isinstance(result, Path):
+        elif isinstance(result, Path):  # and no save that has only begun
             self.newest = result
             self.emit(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
         return result

@@ -102,7 +102,6 @@ class CheckpointStore:
 
         One may be under way: finish it before any other. Raises `SaveFailed` as `save` does.
         """
-        self._retired.result()
         state = copy.deepcopy(dict(state))  # training goes on, and may change what is in it
         manifest = _manifest(step, engine, session, state, settings, driver)
         with self._swept_on_failure(session):
@@ -152,6 +151,7 @@ class CheckpointStore:
         return ranked[0].folder if ranked else None
 
     def _prepare(self, temporary: Path, num_bytes: int) -> None:
+        self._retired.result()  # it sweeps, too, and would take this folder for a torn one
         self.root.mkdir(parents=True, exist_ok=True)
         catalog.sweep(self.root)
         free = shutil.disk_usage(self.root).free

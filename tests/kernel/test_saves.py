@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,30 @@ def test_each_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert [event.step for event in saved] == list(range(1, 10))
     assert [f.step for f in list_checkpoints(tmp_path / "checkpoints").complete] == [*range(1, 10)]
     assert len({event.buffer_bytes for event in saved}) == 1, "the copy's memory was not used again"
+
+
+def test_no_save_begins_while_old_checkpoints_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, write = store.catalog.sweep, store.write_pieces
+
+    def on_main_thread() -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def sweep_late(root: Path) -> None:
+        time.sleep(0.0 if on_main_thread() else 0.2)
+        sweep(root)
+
+    def write_slowly(*arguments: Any) -> Any:
+        time.sleep(0.5 if on_main_thread() else 0.0)
+        return write(*arguments)
+
+    monkeypatch.setattr(store.catalog, "sweep", sweep_late)
+    monkeypatch.setattr(store, "write_pieces", write_slowly)
+    at_end = dataclasses.replace(SETTINGS.checkpoint, every=8)  # and the ninth while all stands
+    events = run(tmp_path, dataclasses.replace(SETTINGS, checkpoint=at_end))
+    saved = [event for event in events if isinstance(event, Saved)]
+    assert [(event.step, event.error) for event in saved] == [(8, ""), (9, "")]
 
 
 def test_a_write_that_fails_is_told_and_training_goes_on(
