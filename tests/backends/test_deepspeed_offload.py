@@ -22,7 +22,7 @@ OWN: dict[str, dict[str, Any]] = {
         "zero_optimization": OFFLOADED,
     },
 }
-COMPILING_SECONDS = 900.0
+COMPILING_SECONDS = 600.0
 pytestmark = pytest.mark.timeout(2 * COMPILING_SECONDS)
 
 

@@ -14,7 +14,7 @@ from drivetrain.conformance.crossing import TRAININGS, Saved, crossing, refusal,
 from drivetrain.conformance.matrix import main, parse_subject
 
 # the first test waits until all have saved; each rank's answer has a limit of its own
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(840)
 
 HUB = "cpu"
 NEWEST = ("cpu", "ddp:2", "fsdp:2")
