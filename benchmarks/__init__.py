@@ -1,0 +1,1 @@
+"""drivetrain beside a plain loop and its peers: `python -m benchmarks --help`."""

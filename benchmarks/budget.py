@@ -1,0 +1,221 @@
+"""A guard: counts that noise cannot move, held to what was committed.
+
+    python -m benchmarks.budget            compare with benchmarks/budget.json; 1 if a count is over
+    python -m benchmarks.budget --update   write what is counted there, to be committed
+
+A time on a shared machine says little; what it is made of does not vary: Python functions called
+and tensor operations in a step, values handed from the device to the host, files opened and bytes
+read to resume, modules imported. A change that raises one either is mended, or says why and
+updates the budget.
+
+Calls of drivetrain's own functions and modules are held exactly. Where torch's or transformers' own
+work is among what is counted, the plain loop's count in the same process is taken off it, and what
+is left may vary by `SLACK`: the next torch may do the same in other calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+BUDGET = Path(__file__).with_name("budget.json")
+SLACK = 0.05
+EXACT = ("own calls", "files opened", "values fetched", "modules of drivetrain")
+STEPS, LOG_EVERY = 20, 10
+
+Counts = dict[str, int]
+
+
+# --- counting -----------------------------------------------------------------------------------
+
+
+def count() -> Counts:
+    """Everything, in this process and one that only imports."""
+    import torch
+
+    from .problems import MLP
+
+    torch.set_num_threads(1)
+    problem = dataclasses.replace(MLP, log_every=LOG_EVERY)
+    counts: Counts = imports()
+    for accumulation in (1, 4):
+        raw = of_steps("raw", problem, accumulation)
+        for name in ("kernel", "compat"):
+            told = of_steps(name, problem, accumulation)
+            what = f"{name}, {STEPS} steps and 2 logs, accumulation {accumulation}"
+            counts[f"{what}: own calls"] = told["own"]
+            counts[f"{what}: calls above raw"] = told["calls"] - raw["calls"]
+            counts[f"{what}: tensor operations above raw"] = told["operations"] - raw["operations"]
+            counts[f"{what}: values fetched"] = told["waits"]
+    for name in ("kernel", "compat"):
+        counts |= {f"{name}, resuming: {what}": n for what, n in of_resuming(name).items()}
+    return dict(sorted(counts.items()))
+
+
+def of_steps(name: str, problem: Any, accumulation: int) -> Counts:
+    """What `STEPS` steps come to: a long run without a short one."""
+    from .counting import Operations, calls
+    from .trainers import TRAINERS
+
+    def train(steps: int) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            TRAINERS[name](problem, steps, accumulation)
+
+    def both(steps: int) -> Counts:
+        with calls() as counted:
+            train(steps)
+        with _as_on_an_accelerator(), Operations() as operations:
+            train(steps)
+        return {
+            "own": counted.own,
+            "calls": counted.all,
+            "operations": operations.all,
+            "waits": operations.waits,
+        }
+
+    train(STEPS)  # what is imported, compiled or cached at first
+    short, long = both(STEPS), both(2 * STEPS)
+    return {what: long[what] - short[what] for what in long}
+
+
+@contextlib.contextmanager
+def _as_on_an_accelerator() -> Iterator[None]:
+    """Host tensors take the path of a device's, where the host must not wait for a step."""
+    from drivetrain.backends import _step
+
+    def on_device(optimizer: Any, grads: Any, norm: Any, max_norm: Any, scale: Any = None) -> Any:
+        return _step._step_on_device(optimizer, grads, norm, max_norm, scale)
+
+    before = _step.step_if_finite, _step.fetch_flag
+    _step.step_if_finite = on_device
+    _step.fetch_flag = lambda flag: lambda: True  # stands for the copy behind the queue
+    try:
+        yield
+    finally:
+        _step.step_if_finite, _step.fetch_flag = before
+
+
+def of_resuming(name: str) -> Counts:
+    """A run of two steps, that is resumed when it has finished: nothing is left to train."""
+    from .counting import Files, bytes_read
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "run")
+        run = RESUMED[name](folder)
+        run(False)
+        run(True)  # what is imported or cached at first
+        files, before = Files(folder), bytes_read()
+        run(True)
+        return {"files opened": files.opened.total(), "bytes read": bytes_read() - before}
+
+
+def _resumed_kernel(folder: Path) -> Callable[[bool], None]:
+    from drivetrain.kernel import Recipe, Settings, fit
+
+    from .problems import Mlp, Rows, collate
+
+    recipe = Recipe(Mlp, lambda module, batch: module(**batch)["loss"], Rows(), collate=collate)
+
+    def run(resume: bool) -> None:
+        settings = Settings(steps=2, global_batch=8)
+        fit(recipe, settings, backend="cpu", out=folder, resume="auto" if resume else None)
+
+    return run
+
+
+def _resumed_compat(folder: Path) -> Callable[[bool], None]:
+    from drivetrain.compat import Trainer, TrainingArguments
+
+    from .problems import Mlp, Rows, collate
+
+    def run(resume: bool) -> None:
+        args = TrainingArguments(
+            output_dir=str(folder),
+            max_steps=2,
+            save_steps=2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = Trainer(model=Mlp(), args=args, train_dataset=Rows(), data_collator=collate)
+            trainer.train(resume_from_checkpoint=resume)
+
+    return run
+
+
+RESUMED: dict[str, Callable[[Path], Callable[[bool], None]]] = {
+    "kernel": _resumed_kernel,
+    "compat": _resumed_compat,
+}
+
+
+def imports() -> Counts:
+    """Modules loaded beside those of torch."""
+    script = """
+import json, sys
+import torch
+found, before = {}, set(sys.modules)
+for room in ("kernel", "compat"):
+    __import__(f"drivetrain.{room}")
+    found[room] = sorted(set(sys.modules) - before)
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    counts: Counts = {}
+    for room, names in json.loads(done.stdout.splitlines()[-1]).items():
+        own = sum(name.partition(".")[0] == "drivetrain" for name in names)
+        counts[f"import of drivetrain.{room}: modules of drivetrain"] = own
+        counts[f"import of drivetrain.{room}: other modules"] = len(names) - own
+    return counts
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def over(counts: Counts, budget: Counts) -> list[str]:
+    """A line for each count that is more than its budget allows, or that only one of them has."""
+    lines = [f"{name}: counted, and not in the budget" for name in counts.keys() - budget.keys()]
+    lines += [f"{name}: in the budget, and not counted" for name in budget.keys() - counts.keys()]
+    for name in counts.keys() & budget.keys():
+        slack = 0 if name.endswith(EXACT) else STEPS + int(SLACK * abs(budget[name]))
+        if counts[name] > budget[name] + slack:
+            more = counts[name] - budget[name]
+            lines.append(f"{name}: {counts[name]}, and was {budget[name]} ({more:+d})")
+    return sorted(lines)
+
+
+def main(
+    update: Annotated[bool, typer.Option(help="Write the counts as the budget.")] = False,
+    budget: Annotated[Path, typer.Option(help="The file of the budget.")] = BUDGET,
+) -> None:
+    """Compare what is counted with the budget."""
+    counts = count()
+    if update:
+        budget.write_text(json.dumps(counts, indent=1) + "\n")
+        return
+    committed = json.loads(budget.read_text())
+    for name, number in counts.items():
+        was = committed.get(name)
+        print(
+            f"{number:9d}  {name}" + (f"  ({number - was:+d})" if was not in (None, number) else "")
+        )
+    if lines := over(counts, committed):
+        print("over the budget:\n  " + "\n  ".join(lines), file=sys.stderr)
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

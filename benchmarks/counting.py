@@ -1,0 +1,106 @@
+"""Counts that noise cannot move: calls, tensor operations, files opened, bytes read."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+INLINED = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
+"""Functions of their own up to Python 3.11, and none from 3.12 on."""
+WAITING = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal"})
+"""Operations that hand a value of the device to the host."""
+
+
+@dataclass
+class Calls:
+    """Python functions called, comprehensions left out."""
+
+    own: int = 0
+    """Of drivetrain."""
+    all: int = 0
+
+
+@contextmanager
+def calls() -> Iterator[Calls]:
+    """Those of this thread within the block."""
+    folders = tuple(
+        str(Path(path).resolve()) + os.sep
+        for name, module in list(sys.modules.items())
+        if name.startswith("drivetrain.") and name.count(".") == 1
+        for path in getattr(module, "__path__", ())
+    )
+    count, own = Calls(), dict[CodeType, bool]()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_name in INLINED:
+            return
+        count.all += 1
+        if code not in own:
+            own[code] = os.path.realpath(code.co_filename).startswith(folders)
+        count.own += own[code]
+
+    gc.collect()
+    gc.disable()  # what is finalised when it runs would count
+    sys.setprofile(profile)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+class Operations(TorchDispatchMode):
+    """Tensor operations within a `with`, those of the backward included, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_name: Counter[str] = Counter()
+
+    @property
+    def all(self) -> int:
+        return self.by_name.total()
+
+    @property
+    def waits(self) -> int:
+        return sum(self.by_name[name] for name in WAITING)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.by_name[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Files:
+    """Files below a folder that this process opens; made once, since nothing can unmake it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder.resolve())
+        self.opened: Counter[str] = Counter()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            if path.startswith(self.folder) and not os.path.isdir(path):
+                self.opened[path] += 1
+
+
+def bytes_read() -> int:
+    """By this process since it began, whatever it read and wherever it lay (Linux only)."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        name, _, value = line.partition(": ")
+        if name == "rchar":
+            return int(value)
+    raise OSError("/proc/self/io tells no rchar")

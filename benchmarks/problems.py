@@ -1,0 +1,132 @@
+"""What the candidates train: models whose forward returns the mean loss, and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Batch = dict[str, Tensor]
+
+
+def collate(samples: list[Batch]) -> Batch:
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Every candidate trains `model()` on `data()`, in order, `batch` samples a forward."""
+
+    model: Callable[[], nn.Module]
+    data: Callable[[], torch.utils.data.Dataset[Batch]]
+    batch: int
+    log_every: int
+
+
+# --- a tiny MLP: the trainer is most of the work ------------------------------------------------
+
+FEATURES = 16
+
+
+class Rows(torch.utils.data.Dataset[Batch]):
+    """Samples as Hugging Face's collator wants them."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(4096, FEATURES, generator=generator)
+        self.labels = self.inputs.sum(1, keepdim=True)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"inputs": self.inputs[index], "labels": self.labels[index]}
+
+
+class Mlp(nn.Module):
+    """Its forward returns the mean squared error under `loss`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.layers(inputs) - labels).square().mean()}
+
+
+MLP = Problem(Mlp, Rows, batch=8, log_every=500)
+
+
+# --- a GPT of 10 million parameters: the model is most of the work --------------------------------
+
+VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 8192, 128, 320, 8, 6
+
+
+class Tokens(torch.utils.data.Dataset[Batch]):
+    """Random sequences; what they say does not change how long a step takes."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(VOCABULARY, (512, SEQUENCE + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"inputs": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.first_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+
+
+class Gpt(nn.Module):
+    """Its forward returns the mean cross-entropy under `loss`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(SEQUENCE, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        x = self.norm(self.blocks(self.tokens(inputs) + self.positions(places)))
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+GPT = Problem(Gpt, Tokens, batch=8, log_every=10)
+
+PROBLEMS = {"mlp": MLP, "gpt": GPT}
+
+
+def checksum(module: nn.Module) -> float:
+    """The sum of the squares of the weights: equal where equal work was done."""
+    return sum(float(p.detach().double().square().sum()) for p in module.parameters())
+
+
+def plain(module: Any) -> nn.Module:
+    """The user's own module, without a wrapper's shell."""
+    return getattr(module, "module", module)

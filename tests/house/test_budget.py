@@ -1,0 +1,60 @@
+"""Counts that noise cannot move stay within the committed budget: `python -m benchmarks.budget`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from house_rules import ROOT
+
+
+@pytest.fixture(scope="module")
+def budget() -> Any:
+    path = ROOT / "benchmarks" / "budget.py"
+    spec = importlib.util.spec_from_file_location("budget", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_nothing_is_over_the_budget() -> None:
+    command = [sys.executable, "-m", "benchmarks.budget"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_exact_may_not_grow_by_one(budget: Any) -> None:
+    counts = {"a: own calls": 100, "a: bytes read": 1000}
+    assert budget.over(counts, counts) == []
+    assert budget.over({**counts, "a: own calls": 99}, counts) == []
+    (line,) = budget.over({**counts, "a: own calls": 101}, counts)
+    assert line == "a: own calls: 101, and was 100 (+1)"
+
+
+def test_what_torch_has_a_part_in_has_some_slack(budget: Any) -> None:
+    counts = {"a: calls above raw": -1000}
+    assert budget.over({"a: calls above raw": -950}, counts) == []
+    assert budget.over({"a: calls above raw": -900}, counts)
+
+
+def test_a_count_that_only_one_side_knows_is_told(budget: Any) -> None:
+    assert budget.over({"a": 1}, {"b": 1}) == [
+        "a: counted, and not in the budget",
+        "b: in the budget, and not counted",
+    ]
+
+
+def test_the_committed_budget_is_sorted_and_whole() -> None:
+    committed = json.loads((ROOT / "benchmarks" / "budget.json").read_text())
+    assert list(committed) == sorted(committed)
+    assert {name.partition(",")[0].partition(":")[0] for name in committed} == {
+        "compat",
+        "import of drivetrain.compat",
+        "import of drivetrain.kernel",
+        "kernel",
+    }
