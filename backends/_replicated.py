@@ -18,6 +18,8 @@ from ..kernel.contract import Outcome, Piece, Plan, Reader, Recipe, World
 from . import _model, _state, _step
 from ._distributed import naming_collectives
 
+SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed cut it over ranks"
+
 
 @dataclass(frozen=True)
 class ReplicatedOptions:

@@ -26,7 +26,7 @@ from ._distributed import (
     probe_devices,
     process_group,
 )
-from ._replicated import DdpEngine, ReplicatedOptions
+from ._replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 
 __all__ = ["driver"]
 
@@ -57,6 +57,7 @@ class DdpDriver:
             compile=True,
             activation_checkpointing=True,
             feeds_ahead=_device(plan).type != "cpu",
+            saves_memory=SAVES_MEMORY,
         )
 
     def layout(

@@ -88,6 +88,9 @@ class DeepspeedDriver:
             compile=stage < 3,
             activation_checkpointing=True,
             feeds_ahead=choose_device(options.device).type != "cpu",
+            saves_memory="set backend.stage=3, which cuts the weights over ranks too, or "
+            'offload_optimizer in backend.config, {"zero_optimization": {"offload_optimizer": '
+            '{"device": "cpu"}}}, which keeps the optimizer\'s state in host memory',
         )
 
     def layout(

@@ -62,6 +62,8 @@ class FsdpDriver:
             compile=True,
             activation_checkpointing=True,
             feeds_ahead=choose_device(_fsdp.options_of(plan).device).type != "cpu",
+            saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
+            "and the optimizer's state in host memory",
         )
 
     def layout(

@@ -95,6 +95,7 @@ class XlaDriver:
             activation_checkpointing=True,
             feeds_ahead=False,
             static_shapes=True,
+            saves_memory="on several devices the weights are cut over them (backend.spmd)",
         )
 
     def layout(

@@ -16,7 +16,7 @@ from ..kernel.contract import Capabilities, Layout, Plan, Probe
 from ..kernel.errors import BackendUnavailable
 from . import _memory
 from ._distributed import ProcessGroupSession, local_rank, process_group
-from ._replicated import DdpEngine, ReplicatedOptions
+from ._replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 
 __all__ = ["driver"]
 
@@ -55,6 +55,7 @@ class XpuDriver:
             compile=True,
             activation_checkpointing=True,
             feeds_ahead=True,
+            saves_memory=SAVES_MEMORY,
         )
 
     def layout(

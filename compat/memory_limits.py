@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import torch
+from ..kernel.memory import ran_out as out_of_memory
 
 __all__ = ["out_of_memory", "smaller_batch"]
-
-_WORDS = ("out of memory", "can't allocate memory", "failed to allocate")
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error of a step says that a device, or the host, has no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
 def smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:

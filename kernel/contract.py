@@ -239,6 +239,8 @@ class Capabilities:
     """
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
+    saves_memory: str = ""
+    """What a user could set to need less memory, for the message when there is none left."""
 
 
 @dataclass(frozen=True)

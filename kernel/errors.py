@@ -17,6 +17,7 @@
     |       |-- CheckpointDamaged      torn, truncated, altered or malformed
     |       `-- CheckpointMismatch     of another model or optimizer
     |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
+    |-- OutOfMemory                a step does not fit into memory, however it is cut
     |-- WorkerFailed               a data worker raised or died
     `-- CollectiveFailed           ranks disagree, or a rank did not arrive in time
 
@@ -38,6 +39,7 @@ __all__ = [
     "DataError",
     "DrivetrainError",
     "NonFiniteTraining",
+    "OutOfMemory",
     "OutputError",
     "RecipeError",
     "SaveFailed",
@@ -117,6 +119,10 @@ class CheckpointMismatch(CheckpointError):
 
 class SaveFailed(DrivetrainError):
     """A checkpoint could not be written; the last good one is untouched."""
+
+
+class OutOfMemory(DrivetrainError):
+    """A step, or an evaluation, does not fit into memory; the message says what would."""
 
 
 class NonFiniteTraining(UsageError):

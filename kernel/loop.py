@@ -6,8 +6,10 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from torch import nn
@@ -20,6 +22,7 @@ from .data import Group, Source, length_of
 from .errors import (
     DataError,
     NonFiniteTraining,
+    OutOfMemory,
     RecipeError,
     SettingError,
 )
@@ -37,6 +40,7 @@ from .events import (
     StepSkipped,
     Warned,
 )
+from .memory import Memory, ran_out, with_remembered
 from .progress import Window
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
@@ -89,23 +93,46 @@ def fit(
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
     `WorkerFailed` and `CollectiveFailed`.
     """
-    settings = settings or Settings()
     if recipe.train_data is None:
         raise RecipeError("the recipe has no train_data; give it a data set or a stream")
     driver = usable_driver(backend)
-    plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
-    refuse_unpromised(driver, plan)
-    requests = Requests()
-    folder = Path(out) if out else None
-    with requests.from_signals(), driver.open(plan) as session:
+    options = override(driver.options_type(), backend_options or {}, "backend.")
+    requests, folder = Requests(), Path(out) if out else None
 
-        def train() -> Result:
-            run = _Run(driver, session, plan, recipe, settings, folder, observers, requests)
-            if resume is not None:
-                run.resume(resume)
-            return run.go(finish)
+    def attempt(settings: Settings, resume: str | Path | None) -> Result | _Again:
+        """Until the end, or until memory runs out and smaller microbatches may do."""
+        plan = settings.plan(options)
+        refuse_unpromised(driver, plan)
+        with driver.open(plan) as session:
 
-        return train()  # a function, so that the model is let go before the session ends
+            def train() -> Result | _Again:
+                run = _Run(
+                    driver, session, plan, recipe, settings, folder, observers, requests, aside
+                )
+                if resume is not None:
+                    run.resume(resume)
+                return run.go(finish)
+
+            return train()  # a function, so that the model is let go before the session ends
+
+    with requests.from_signals(), ExitStack() as stack:
+
+        def aside() -> Path:
+            return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
+
+        outcome = attempt(with_remembered(settings or Settings(), folder), resume)
+        while isinstance(outcome, _Again):
+            outcome = attempt(outcome.settings, outcome.resume or resume)
+        return outcome
+
+
+@dataclass(frozen=True)
+class _Again:
+    """How to go on where memory ran out."""
+
+    settings: Settings
+    resume: Path | None
+    """From what the run itself saved; None: as it began."""
 
 
 class _Run:
@@ -121,11 +148,14 @@ class _Run:
         out: Path | None,
         observers: Sequence[Observer],
         requests: Requests,
+        aside: Callable[[], Path],
     ) -> None:
         started = time.perf_counter()
         world = session.world
         self.driver, self.session, self.settings, self.out = driver, session, settings, out
         self.observers, self.requests, self.started = observers, requests, started
+        self.aside = aside
+        """Makes a folder that lasts until `fit` returns."""
         self.recipe = dataclasses.replace(
             recipe, optimizer=recipe.optimizer or settings.optimizer.build
         )
@@ -139,6 +169,8 @@ class _Run:
         self.micro_batch = plan.micro_batch or largest
         if self.fixed_size:
             self.micro_batch = fitting_size(largest, self.micro_batch)
+        self.eval_micro_batch = settings.evaluate.micro_batch or self.micro_batch
+        self.memory = Memory(settings, world, out, able.saves_memory, self._emit)
         self.source = self._open(
             recipe.train_data,
             seed=settings.seed,
@@ -151,7 +183,14 @@ class _Run:
             isolate_random=able.feeds_ahead or None,
         )
         self.total_steps = _total_steps(settings, self.source.steps_per_epoch)
-        self.engine: Engine = session.prepare(self.recipe)
+        try:
+            self.engine: Engine = session.prepare(self.recipe)
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(
+                    f"no memory for the model: {error}; {self.memory.advice()}"
+                ) from error
+            raise
         session.seed(settings.seed + 1 + world.rank)
         self.base_rates = [group["lr"] for group in self.engine.param_groups]
         self.schedule = build_schedule(
@@ -227,7 +266,8 @@ class _Run:
 
     # --- the loop -------------------------------------------------------------------------
 
-    def go(self, finish: Callable[[nn.Module], Any] | None) -> Result:
+    def go(self, finish: Callable[[nn.Module], Any] | None) -> Result | _Again:
+        """To the end, or to where memory runs out."""
         self._emit(
             RunStarted(
                 backend=self.driver.name,
@@ -242,7 +282,9 @@ class _Run:
                 flops_per_item=self.recipe.flops_per_item,
             )
         )
-        then = self.training.run()
+        then = self._train()
+        if isinstance(then, _Again):
+            return then
         done = self.training.progress.step
         if then is Then.FINISHED and self.settings.steps and done < self.settings.steps:
             self._emit(Warned(f"the data ended after {done} of {self.settings.steps} steps"))
@@ -263,6 +305,27 @@ class _Run:
         step, reason = self.training.progress.step, then.value
         self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
         return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished)
+
+    def _train(self) -> Then | _Again:
+        try:
+            return self.training.run()
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}; {self.memory.advice()}") from error
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            cause = str(error)
+        # here, where nothing holds what the failed step held
+        step = self.training.progress.step
+        size = self.memory.less(
+            f"step {step + 1}", "micro_batch", self.micro_batch, cause, self.recipe.train_data
+        )
+        smaller = dataclasses.replace(self.settings, micro_batch=size)
+        if step > self.first_step:
+            if self.saves is None:
+                self.saves = self._saves_to(self.aside())
+            self._save(behind=False)
+        return _Again(smaller, self._checkpoint())
 
     # --- between steps (see `Conductor`) ------------------------------------------------------
 
@@ -326,22 +389,34 @@ class _Run:
     def _evaluate(self) -> None:
         if self.evaluated_at == self.training.progress.step:
             return
-        micro_batch = self.settings.evaluate.micro_batch or self.micro_batch
         for name, data in self.recipe.eval_data.items():
             started = time.perf_counter()
-            source = self._open(
-                data,
-                seed=0,
-                global_batch=micro_batch * self.session.world.num_feeders,
-                micro_batch=micro_batch,
-                num_epochs=1,
-            )
-            metrics = evaluate(self.session, self.engine, self.recipe, once(source))
-            self.metrics[name] = metrics
+            metrics = self.metrics[name] = self._measured(name, data)
             seconds = time.perf_counter() - started
             self.training.window.leave_out(seconds)
             self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
         self.evaluated_at = self.training.progress.step
+
+    def _measured(self, name: str, data: Any) -> dict[str, float]:
+        while True:
+            size = self.eval_micro_batch
+            source = self._open(
+                data,
+                seed=0,
+                global_batch=size * self.session.world.num_feeders,
+                micro_batch=size,
+                num_epochs=1,
+            )
+            try:
+                return evaluate(self.session, self.engine, self.recipe, once(source))
+            except Exception as error:
+                if not ran_out(error):
+                    raise
+                cause = str(error)
+            doing = f"the evaluation {name!r}"
+            self.eval_micro_batch = self.memory.less(
+                doing, "evaluate.micro_batch", size, cause, data
+            )
 
     def _save(self, behind: bool) -> None:
         self.training.settle()

@@ -164,6 +164,9 @@ class Settings:
     log_every: int = 10
     max_nonfinite: int = 10
     """End the run when this many steps in a row could not be applied."""
+    out_of_memory: Literal["halve", "stop"] = "halve"
+    """When a step does not fit into memory: halve `micro_batch` and go on, with the same global
+    batch and the same losses; with several ranks the next start does so. Or stop, with advice."""
     timeout_seconds: float = 600.0
     """A collective that takes longer ends the run with the name of the rank and the call."""
     stall_seconds: float | None = 30.0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .contract import Batch, Engine, Outcome, Recipe, Session
 from .errors import RecipeError
+from .memory import in_update, ran_out
 
 __all__ = ["StepResult", "Stepper"]
 
@@ -75,7 +76,13 @@ class Stepper:
         assert total is not None
         before_update()
         sums = self.sums()
-        return StepResult(total, sums[0], sums[1:], self.engine.update())
+        try:
+            outcome = self.engine.update()
+        except Exception as error:
+            if ran_out(error):
+                raise in_update(error) from error
+            raise
+        return StepResult(total, sums[0], sums[1:], outcome)
 
     def sums(self) -> list[float]:
         """The items of the global batch, and the requests, summed over ranks. Waits once a step."""

@@ -30,7 +30,7 @@ from drivetrain.kernel.errors import (
 )
 from drivetrain.kernel.settings import PRECISIONS
 
-# Stages 1 and 2 differ in what is cut alone: at 1, what does not depend on that is slow to prove
+# Stages differ in what is cut alone; what does not depend on that is proved at 3, slow at others
 OF_WHAT_IS_CUT = ("1_gradient", "2_norm", "6_resume")
 
 
@@ -40,7 +40,7 @@ OF_WHAT_IS_CUT = ("1_gradient", "2_norm", "6_resume")
         pytest.param(
             case,
             id=str(case),
-            marks=[] if stage > 1 or str(case).startswith(OF_WHAT_IS_CUT) else pytest.mark.slow,
+            marks=[] if stage == 3 or str(case).startswith(OF_WHAT_IS_CUT) else pytest.mark.slow,
         )
         for stage, peers in (
             (1, ["cpu", "deepspeed:3"]),  # a peer's stage is 2

@@ -22,6 +22,7 @@ LAWS = (
     "law_5_predictions",
     "law_6_resume",
     "law_6_files",
+    "law_6_memory",
     "law_6_streams",
     "law_7_capabilities",
     "contract_session",

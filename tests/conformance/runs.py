@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..kernel.errors import OutOfMemory
 from ..kernel.events import Evaluated, Logged, StepEnded, StepSkipped
 from .bench import Bench
 from .problems import KINDS_OF_DATA, PROBLEMS, Sample, Samples
@@ -47,32 +49,42 @@ def run(
     data: str = "indexed",
     out: str | None = None,
     resume: str | None = None,
+    room: int | None = None,
 ) -> dict[str, Any]:
     """`fit`, with evaluation data sets of these sizes, on `data` of one of `KINDS_OF_DATA`; what
     was logged, skipped and evaluated, the samples of each step on this rank, the checkpoint, and
-    the weights at the end."""
+    the weights at the end.
+
+    `room`: memory is for so many rows, which the third step finds out; `error` tells how that
+    ended the run, where it did."""
     chosen, recorder = PROBLEMS[problem], Recorder()
 
     def loss(module: nn.Module, batch: Sample) -> Tensor:
         recorder.ids += batch["id"].tolist()
-        return chosen.loss(module, batch)
+        result = chosen.loss(module, batch)
+        if room is not None and len(batch["id"]) > room and len(recorder.ids_by_step) >= 2:
+            raise torch.OutOfMemoryError(f"room for {room} rows")
+        return result
 
     def whole_weights(module: nn.Module) -> dict[str, Tensor]:
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
         return {name: tensor.detach().cpu().clone() for name, tensor in named}
 
-    result = bench.fit(
-        chosen.recipe(
-            loss=loss,
-            train_data=KINDS_OF_DATA[data](Samples(problem, samples, poison)),
-            eval_data={str(size): Samples(problem, size) for size in evaluate},
-        ),
-        settings,
-        out=out,
-        resume=resume,
-        observers=[recorder],
-        finish=whole_weights,
-    )
+    try:
+        result = bench.fit(
+            chosen.recipe(
+                loss=loss,
+                train_data=KINDS_OF_DATA[data](Samples(problem, samples, poison)),
+                eval_data={str(size): Samples(problem, size) for size in evaluate},
+            ),
+            settings,
+            out=out,
+            resume=resume,
+            observers=[recorder],
+            finish=whole_weights,
+        )
+    except OutOfMemory as error:
+        return {**recorder.kept, "ids": recorder.ids_by_step, "error": str(error)}
     return {
         **recorder.kept,
         "ids": recorder.ids_by_step,

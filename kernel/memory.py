@@ -1,0 +1,151 @@
+"""Memory that runs out: what says so, and with what the run goes on.
+
+A step does the same with microbatches of half the size and twice as many of them (law 1), so
+that is what a run goes on with: in this process where it is the only one; else in the next start,
+since the other ranks wait in a call that this one will never make.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .contract import World
+from .errors import OutOfMemory, OutputError
+from .events import Event, Warned
+from .ready import Batches
+from .settings import Settings, flatten, override
+
+__all__ = ["MEMORY", "Memory", "in_update", "ran_out", "with_remembered"]
+
+MEMORY = "memory.json"
+"""In a run folder: the settings that memory forced on the run, by their names."""
+
+_WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resource_exhausted")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def in_update(error: Exception) -> OutOfMemory:
+    """What to raise for such an error of an update: after half of one the weights cannot be
+    trusted, and smaller microbatches would not help.
+    """
+    return OutOfMemory(
+        f"out of memory in the update, where the optimizer's state is made: {error}. Smaller "
+        "microbatches do not help there; the checkpoints are untouched"
+    )
+
+
+class Memory:
+    """What one rank does when memory runs out.
+
+    `saves_memory`: what its driver offers (`Capabilities`).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        world: World,
+        out: Path | None,
+        saves_memory: str,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.settings, self.world, self.out = settings, world, out
+        self.saves_memory, self.emit = saves_memory, emit
+
+    def less(self, doing: str, key: str, size: int, cause: str, data: Any) -> int:
+        """The size of microbatches to go on with in this process, told and remembered.
+
+        Called outside of the `except` block, so that nothing holds what the failed step held.
+        Raises `OutOfMemory` where this process cannot go on: others may wait in a call of the step
+        that failed here, `data` are made by somebody else, or a single sample does not fit.
+        """
+        own = isinstance(data, Batches)
+        less = -(-size // 2) if size > 1 and not own else None
+        rank = f"rank {self.world.rank}: " if self.world.size > 1 else ""
+        found = f"{rank}out of memory in {doing} with {key}={size} ({cause})"
+        if less is None or self.settings.out_of_memory == "stop":
+            to_do = "let your loader make smaller batches. Or " if own else ""
+            if less is not None:
+                to_do = f"set {key}={less}, the global batch stays as it is. Or "
+            raise OutOfMemory(f"{found}: {to_do}{self.advice()}")
+        remembered = self._remember(key, less)
+        if self.world.size > 1:
+            next_start = "goes on with" if remembered else "should set"
+            raise OutOfMemory(
+                f"{found}: start again with --resume auto, which {next_start} {key}={less}; the "
+                f"global batch stays as it is. Or {self.advice()}"
+            )
+        self.emit(Warned(f"{found}: going on with {key}={less}; the global batch stays as it is"))
+        gc.collect()
+        return less
+
+    def advice(self) -> str:
+        """What else needs less memory."""
+        advice = []
+        if not self.settings.activation_checkpointing:
+            advice.append("recompute activations (activation_checkpointing)")
+        if self.settings.precision == "fp32":
+            advice.append("compute in 16 bits (precision=bf16)")
+        if self.saves_memory:
+            advice.append(self.saves_memory)
+        return "; ".join(advice) or "use a smaller model, or a machine with more memory"
+
+    def _remember(self, key: str, value: int) -> bool:
+        """Let later starts of this run set `key` to that at most. False where they cannot know."""
+        if self.out is None:
+            return False
+        temporary = self.out / f".{MEMORY}.{os.getpid()}"
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            known = {**_remembered(self.out), key: value}
+            temporary.write_text(json.dumps(known, indent=1) + "\n")
+            os.replace(temporary, self.out / MEMORY)  # several ranks may have run out
+        except (OSError, OutputError):
+            with suppress(OSError):
+                temporary.unlink()
+            return False
+        return True
+
+
+def with_remembered(settings: Settings, out: Path | None) -> Settings:
+    """The settings as memory has allowed them so far. Raises `OutputError`."""
+    if out is None or settings.out_of_memory == "stop":
+        return settings
+    now = flatten(settings)
+    smaller = {
+        key: value
+        for key, value in _remembered(out).items()
+        if now[key] is None or now[key] > value
+    }
+    return override(settings, smaller)
+
+
+def _remembered(out: Path) -> Mapping[str, int]:
+    path = out / MEMORY
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path} cannot be read: {error}; delete it to forget it") from error
+    keys = {"micro_batch", "evaluate.micro_batch"}
+    if not (
+        isinstance(value, dict)
+        and value.keys() <= keys
+        and all(type(size) is int and size >= 1 for size in value.values())
+    ):
+        raise OutputError(f"{path} holds {value!r:.200}; delete it to forget it")
+    return value
