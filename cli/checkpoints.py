@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from ..kernel.checkpoint import (
     CheckpointReader,
+    Place,
     checkpoints_of,
     is_checkpoint,
     list_checkpoints,
@@ -25,7 +25,7 @@ __all__ = ["inspect", "locate", "show", "verify"]
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "state")
 
 
-def locate(path: Path) -> Path:
+def locate(path: Place) -> Place:
     """The checkpoint that `path` names: itself, or the newest complete one of a run folder."""
     if is_checkpoint(path):
         return path
@@ -38,7 +38,7 @@ def locate(path: Path) -> Path:
     )
 
 
-def inspect(path: Path) -> dict[str, Any]:
+def inspect(path: Place) -> dict[str, Any]:
     """What a checkpoint holds, without reading its tensors."""
     reader = CheckpointReader(path)
     manifest = reader.manifest
@@ -86,7 +86,7 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     console.print(f"tensors: {counts}", highlight=False)
 
 
-def verify(path: Path) -> tuple[list[Path], list[str]]:
+def verify(path: Place) -> tuple[list[Place], list[str]]:
     """The checkpoints below `path` that were read in whole, and the problems found, a line each."""
     if is_checkpoint(path):
         return [path], CheckpointReader(path).verify()

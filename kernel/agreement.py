@@ -6,20 +6,23 @@ import functools
 import hashlib
 import inspect
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib import metadata
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
+from . import errors
 from .contract import Driver, Plan, Recipe, Session
 from .data import length_of
-from .errors import CollectiveFailed
+from .errors import CollectiveFailed, DrivetrainError
 from .settings import Settings, flatten
 
-__all__ = ["agree", "plain", "start_conditions"]
+__all__ = ["agree", "ask_first", "plain", "start_conditions"]
+
+T = TypeVar("T")
 
 
 def plain(settings: Settings) -> dict[str, Any]:
@@ -43,6 +46,25 @@ def start_conditions(
         **plain(settings),
         **_recipe(recipe),
     }
+
+
+def ask_first(session: Session, act: Callable[[], T]) -> T:
+    """What rank 0 finds (JSON types), on all ranks. What it raises is raised by all: a rank that
+    left alone would leave the others waiting."""
+    cause: Exception | None = None
+    answer: dict[str, Any] = {}
+    if session.world.rank == 0:
+        try:
+            answer["result"] = act()
+        except Exception as error:
+            cause, answer["error"] = error, [type(error).__name__, str(error)]
+    answer = session.exchange(answer)[0]
+    if cause is not None:
+        raise cause
+    if "error" in answer:
+        name, message = answer["error"]
+        raise getattr(errors, name, DrivetrainError)(f"rank 0: {message}")
+    return cast(T, answer["result"])
 
 
 def agree(session: Session, conditions: Mapping[str, Any]) -> None:

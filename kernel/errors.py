@@ -10,12 +10,14 @@
     |   |-- OutputError            the run folder cannot be used
     |   |-- UnknownBackend         no driver of that name
     |   |-- BackendUnavailable     the driver exists and cannot run on this machine
+    |   |-- StorageUnavailable     no package that is installed can reach such a URL
     |   |-- CapabilityRefused      the driver declares that it cannot do what was asked
     |   |-- NonFiniteTraining      too many steps in a row had a non-finite loss or gradient norm
     |   `-- CheckpointError        a checkpoint cannot be used
     |       |-- CheckpointNotFound     none, or none complete
     |       |-- CheckpointDamaged      torn, truncated, altered or malformed
     |       `-- CheckpointMismatch     of another model or optimizer
+    |-- StorageFailed              a remote storage did not do as asked, however often it was
     |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
     |-- OutOfMemory                a step does not fit into memory, however it is cut
     |-- WorkerFailed               a data worker raised or died
@@ -44,6 +46,8 @@ __all__ = [
     "RecipeError",
     "SaveFailed",
     "SettingError",
+    "StorageFailed",
+    "StorageUnavailable",
     "UnknownBackend",
     "UsageError",
     "WorkerFailed",
@@ -89,6 +93,10 @@ class BackendUnavailable(UsageError):
     """The driver exists and cannot run on this machine; the message holds the reason."""
 
 
+class StorageUnavailable(UsageError):
+    """No package that is installed can reach such a URL; the message says which could."""
+
+
 class CapabilityRefused(UsageError):
     """The driver declares that it cannot do what was asked.
 
@@ -115,6 +123,10 @@ class CheckpointDamaged(CheckpointError):
 
 class CheckpointMismatch(CheckpointError):
     """A checkpoint belongs to another model or optimizer; the message names what differs."""
+
+
+class StorageFailed(DrivetrainError, OSError):
+    """A remote storage did not do as asked, however often it was; the message names the URL."""
 
 
 class SaveFailed(DrivetrainError):

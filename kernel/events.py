@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
+from .checkpoint import Place
 from .contract import World
 
 __all__ = [
@@ -60,7 +60,7 @@ class RunStarted:
     num_parameters: int
     first_step: int
     """0, or the step that the run resumes from."""
-    out: Path | None
+    out: Place | None
     flops_per_item: float | None
 
 
@@ -68,7 +68,7 @@ class RunStarted:
 class Resumed:
     """State was taken from a checkpoint. `notes` name what differs from the run that wrote it."""
 
-    path: Path
+    path: Place
     step: int
     notes: tuple[str, ...] = ()
 
@@ -127,7 +127,7 @@ class Saved:
     """A checkpoint is complete. `error` tells why it is not: training goes on with the last."""
 
     step: int
-    path: Path
+    path: Place
     seconds: float
     """That training stood still for it."""
     error: str = ""

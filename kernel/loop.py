@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,8 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from .agreement import agree, plain, start_conditions
-from .checkpoint import CHECKPOINTS, CheckpointReader, CheckpointStore
+from .agreement import agree, ask_first, plain, start_conditions
+from .checkpoint import (
+    CHECKPOINTS,
+    CheckpointReader,
+    CheckpointStore,
+    Place,
+    Url,
+    place,
+    storage_of,
+)
 from .contract import Driver, Engine, Plan, Recipe, Session
 from .cut import fitting_size
 from .data import Group, Source, length_of
@@ -66,7 +75,7 @@ class Result:
     """The last one logged; NaN when none was."""
     metrics: Mapping[str, Mapping[str, float]]
     """The last ones of each evaluation data set."""
-    checkpoint: Path | None
+    checkpoint: Place | None
     """The newest that this run saved or resumed from."""
     finish: Any = None
     """What `finish` returned."""
@@ -78,17 +87,18 @@ def fit(
     *,
     backend: str = "auto",
     backend_options: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
+    out: str | os.PathLike[str] | Url | None = None,
+    resume: str | os.PathLike[str] | Url | None = None,
     observers: Sequence[Observer] = (),
     finish: Callable[[nn.Module], Any] | None = None,
 ) -> Result:
     """Train `recipe` as `settings` say on the driver called `backend`; every rank calls it.
 
-    `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`); None saves
-    nothing. `resume`: None starts anew; `auto` continues from the newest complete checkpoint in
-    `out`, if there is one; a path is a checkpoint or a folder of them. `finish` is called at the
-    end with the user's own module, whole and in evaluation mode, on every rank.
+    `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
+    `s3://bucket/run`; None saves nothing. `resume`: None starts anew; `auto` continues from the
+    newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or a folder
+    of them. `finish` is called at the end with the user's own module, whole and in evaluation mode,
+    on every rank.
 
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
     `WorkerFailed` and `CollectiveFailed`.
@@ -97,9 +107,11 @@ def fit(
         raise RecipeError("the recipe has no train_data; give it a data set or a stream")
     driver = usable_driver(backend)
     options = override(driver.options_type(), backend_options or {}, "backend.")
-    requests, folder = Requests(), Path(out) if out else None
+    requests, folder = Requests(), place(out) if out else None
+    if folder is not None:
+        storage_of(folder)  # raises where nothing that is installed reaches it
 
-    def attempt(settings: Settings, resume: str | Path | None) -> Result | _Again:
+    def attempt(settings: Settings, resume: str | os.PathLike[str] | Url | None) -> Result | _Again:
         """Until the end, or until memory runs out and smaller microbatches may do."""
         plan = settings.plan(options)
         refuse_unpromised(driver, plan)
@@ -131,7 +143,7 @@ class _Again:
     """How to go on where memory ran out."""
 
     settings: Settings
-    resume: Path | None
+    resume: Place | None
     """From what the run itself saved; None: as it began."""
 
 
@@ -145,7 +157,7 @@ class _Run:
         plan: Plan,
         recipe: Recipe,
         settings: Settings,
-        out: Path | None,
+        out: Place | None,
         observers: Sequence[Observer],
         requests: Requests,
         aside: Callable[[], Path],
@@ -160,6 +172,8 @@ class _Run:
             recipe, optimizer=recipe.optimizer or settings.optimizer.build
         )
         agree(session, start_conditions(driver, plan, recipe, settings))
+        if out is not None:
+            ask_first(session, lambda: storage_of(out).check(out))
         for name, data in recipe.eval_data.items():
             if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
@@ -204,9 +218,9 @@ class _Run:
         self.metrics: dict[str, dict[str, float]] = {}
         self.loss = math.nan
         self.evaluated_at = -1
-        self.resumed_from: Path | None = None
+        self.resumed_from: Place | None = None
 
-    def _saves_to(self, folder: Path) -> Saves:
+    def _saves_to(self, folder: Place) -> Saves:
         keep = self.settings.checkpoint
         store = CheckpointStore(
             folder,
@@ -236,7 +250,7 @@ class _Run:
             **options,
         )
 
-    def resume(self, source: str | Path) -> None:
+    def resume(self, source: str | os.PathLike[str] | Url) -> None:
         """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
         path = find_checkpoint(self.session, source, self.out)
         if path is None:
@@ -433,7 +447,7 @@ class _Run:
             "driver": self.driver.name,
         }
 
-    def _checkpoint(self) -> Path | None:
+    def _checkpoint(self) -> Place | None:
         """The newest that this run saved or resumed from."""
         return (self.saves and self.saves.newest) or self.resumed_from
 

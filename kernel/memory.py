@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from .checkpoint import Place, read_small, storage_of
 from .contract import World
-from .errors import OutOfMemory, OutputError
+from .errors import CheckpointDamaged, OutOfMemory, OutputError
 from .events import Event, Warned
 from .ready import Batches
 from .settings import Settings, flatten, override
@@ -28,6 +26,7 @@ __all__ = ["MEMORY", "Memory", "in_update", "ran_out", "with_remembered"]
 MEMORY = "memory.json"
 """In a run folder: the settings that memory forced on the run, by their names."""
 
+_MAX_BYTES = 1 << 20
 _WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resource_exhausted")
 
 
@@ -58,7 +57,7 @@ class Memory:
         self,
         settings: Settings,
         world: World,
-        out: Path | None,
+        out: Place | None,
         saves_memory: str,
         emit: Callable[[Event], None],
     ) -> None:
@@ -107,20 +106,17 @@ class Memory:
         """Let later starts of this run set `key` to that at most. False where they cannot know."""
         if self.out is None:
             return False
-        temporary = self.out / f".{MEMORY}.{os.getpid()}"
+        storage = storage_of(self.out)
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            storage.make_folder(self.out)
             known = {**_remembered(self.out), key: value}
-            temporary.write_text(json.dumps(known, indent=1) + "\n")
-            os.replace(temporary, self.out / MEMORY)  # several ranks may have run out
+            storage.replace(self.out / MEMORY, (json.dumps(known, indent=1) + "\n").encode())
         except (OSError, OutputError):
-            with suppress(OSError):
-                temporary.unlink()
             return False
         return True
 
 
-def with_remembered(settings: Settings, out: Path | None) -> Settings:
+def with_remembered(settings: Settings, out: Place | None) -> Settings:
     """The settings as memory has allowed them so far. Raises `OutputError`."""
     if out is None or settings.out_of_memory == "stop":
         return settings
@@ -133,13 +129,13 @@ def with_remembered(settings: Settings, out: Path | None) -> Settings:
     return override(settings, smaller)
 
 
-def _remembered(out: Path) -> Mapping[str, int]:
+def _remembered(out: Place) -> Mapping[str, int]:
     path = out / MEMORY
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not storage_of(path).exists(path):
         return {}
-    except (OSError, ValueError) as error:
+    try:
+        value = json.loads(read_small(path, _MAX_BYTES))
+    except (OSError, ValueError, CheckpointDamaged) as error:
         raise OutputError(f"{path} cannot be read: {error}; delete it to forget it") from error
     keys = {"micro_batch", "evaluate.micro_batch"}
     if not (

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
-from .agreement import plain
+from .agreement import ask_first, plain
 from .checkpoint import (
     CHECKPOINTS,
     MANIFEST,
     Manifest,
+    Place,
+    Url,
     checkpoints_of,
     is_checkpoint,
     newest,
+    place,
 )
 from .contract import Session
 from .errors import CheckpointNotFound
@@ -33,23 +36,27 @@ def differences(
     )
 
 
-def find_checkpoint(session: Session, source: str | Path, out: Path | None) -> Path | None:
+def find_checkpoint(
+    session: Session, source: str | os.PathLike[str] | Url, out: Place | None
+) -> Place | None:
     """The checkpoint to resume from, as rank 0 sees it; None when `auto` finds none.
 
     `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. Raises
-    `CheckpointNotFound` on all ranks.
+    `CheckpointNotFound` on all ranks, and `StorageFailed`: what cannot be looked into may hold one.
     """
     automatic = source == "auto"
     if automatic and out is None:
         raise CheckpointNotFound("resume is 'auto' and there is no run folder to look in")
-    folder = out / CHECKPOINTS if automatic and out else Path(source)
-    found = None
-    if session.world.rank == 0:
+    folder = out / CHECKPOINTS if automatic and out else place(source)
+
+    def look() -> str:
         found = folder if is_checkpoint(folder) else newest(checkpoints_of(folder))
-    found = session.exchange(None if found is None else str(found))[0]
-    if found is None and not automatic:
+        return "" if found is None else str(found)
+
+    found = ask_first(session, look)
+    if not found and not automatic:
         raise CheckpointNotFound(
             f"no complete checkpoint in {folder}; give a checkpoint folder (it holds {MANIFEST}) "
             "or a run folder"
         )
-    return None if found is None else Path(found)
+    return place(found) if found else None

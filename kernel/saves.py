@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .checkpoint import CheckpointStore, SavingBehind
+from .checkpoint import CheckpointStore, Place, SavingBehind, Url
 from .errors import SaveFailed
 from .events import Event, Request, Saved
 
@@ -34,7 +34,7 @@ class Saves:
     ) -> None:
         self.store, self.what, self.emit = store, what, emit
         self.stood_still, self.stop_on_error = stood_still, stop_on_error
-        self.newest: Path | None = None
+        self.newest: Place | None = None
         """The last one that was completed."""
         self._step = -1
         self._behind: SavingBehind | None = None
@@ -91,7 +91,7 @@ class Saves:
         if error:
             self._step = -1
             self.emit(Saved(step, self.store.root, self._seconds, error))
-        elif isinstance(result, Path):  # and no save that has only begun
+        elif isinstance(result, Path | Url):  # and no save that has only begun
             self.newest = result
             self.emit(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
         return result

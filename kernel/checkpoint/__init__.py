@@ -20,6 +20,7 @@ from .catalog import (
 )
 from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .places import OpenFile, Place, Storage, Url, place, read_small, storage_of
 from .reader import CheckpointReader
 from .store import CheckpointStore, SavingBehind, load_rng, save_folder
 
@@ -32,8 +33,12 @@ __all__ = [
     "Found",
     "Listing",
     "Manifest",
+    "OpenFile",
+    "Place",
     "Rejected",
     "SavingBehind",
+    "Storage",
+    "Url",
     "checkpoint_path",
     "checkpoints_of",
     "export_weights",
@@ -42,6 +47,9 @@ __all__ = [
     "list_checkpoints",
     "load_rng",
     "newest",
+    "place",
     "read_manifest",
+    "read_small",
     "save_folder",
+    "storage_of",
 ]

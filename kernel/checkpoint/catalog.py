@@ -4,6 +4,9 @@ Folder names are the protocol that survives a kill at any moment. `checkpoint-00
 if its manifest and files are there. Beside it may lie `.checkpoint-000100.writing` (being saved),
 `.removing` (being deleted) and `.replaced`, which is the old one while a new one takes its name;
 it counts as `checkpoint-000100` as long as nothing else has that name.
+
+Where folders cannot be renamed (`Storage.renames`), a checkpoint is written under its own name, the
+manifest last, and deleted manifest first: without one it is as good as not there.
 """
 
 from __future__ import annotations
@@ -13,12 +16,11 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from ..errors import CheckpointError, SettingError
-from . import files
-from .manifest import MANIFEST, Manifest, read_manifest
+from .manifest import FILE_NAME, MANIFEST, Manifest, read_manifest
+from .places import Place, Url, place, storage_of
 
 __all__ = [
     "CHECKPOINTS",
@@ -43,7 +45,7 @@ class Found:
     """A complete checkpoint."""
 
     step: int
-    folder: Path
+    folder: Place
     manifest: Manifest
 
 
@@ -51,7 +53,7 @@ class Found:
 class Rejected:
     """What looks like a checkpoint and cannot be resumed from; kept."""
 
-    folder: Path
+    folder: Place
     reason: str
 
 
@@ -63,27 +65,27 @@ class Listing:
     rejected: tuple[Rejected, ...]
 
 
-def checkpoint_path(root: Path, step: int, digits: int = 6) -> Path:
+def checkpoint_path(root: Place, step: int, digits: int = 6) -> Place:
     """Where the checkpoint of that step is, or will be. `digits`: the step is padded to so many."""
     if not 0 <= step < 10**18:
         raise SettingError(f"step is {step}: must be from 0 to 10**18 - 1")
     return root / f"checkpoint-{step:0{digits}d}"
 
 
-def hidden_path(folder: Path, role: Literal["writing", "removing", "replaced"]) -> Path:
+def hidden_path(folder: Place, role: Literal["writing", "removing", "replaced"]) -> Place:
     """The temporary sibling of a checkpoint folder."""
     return folder.with_name(f".{folder.name}.{role}")
 
 
-def list_checkpoints(root: str | Path) -> Listing:
+def list_checkpoints(root: str | os.PathLike[str] | Url) -> Listing:
     """Look at manifests and file sizes, not at contents (`CheckpointReader.verify` does).
     Changes nothing. A folder that does not exist is empty."""
-    root = Path(root)
+    root = place(root)
     complete, rejected = [], []
-    for name in sorted(os.listdir(root)) if root.is_dir() else []:
+    for name in storage_of(root).names(root):
         hidden = _HIDDEN.fullmatch(name)
         final = _FINAL.fullmatch(hidden[1] if hidden else name)
-        if final is None or (hidden and os.path.lexists(root / hidden[1])):
+        if final is None or (hidden and _is_taken(root / hidden[1])):
             continue
         if hidden and hidden[2] != "replaced":
             rejected.append(Rejected(root / name, f"{hidden[2]} it was interrupted"))
@@ -95,49 +97,81 @@ def list_checkpoints(root: str | Path) -> Listing:
     return Listing(tuple(sorted(complete, key=lambda found: found.step)), tuple(rejected))
 
 
-def newest(root: str | Path) -> Path | None:
+def newest(root: str | os.PathLike[str] | Url) -> Place | None:
     """The complete checkpoint with the highest step; None when there is none."""
     complete = list_checkpoints(root).complete
     return complete[-1].folder if complete else None
 
 
-def is_checkpoint(folder: Path) -> bool:
+def is_checkpoint(folder: Place) -> bool:
     """Whether it was committed."""
-    return (folder / MANIFEST).is_file()
+    return storage_of(folder).is_file(folder / MANIFEST)
 
 
-def checkpoints_of(folder: Path) -> Path:
+def checkpoints_of(folder: Place) -> Place:
     """The folder of all checkpoints of a run folder; any other folder may hold them itself."""
     nested = folder / CHECKPOINTS
-    return nested if nested.is_dir() else folder
+    return nested if storage_of(folder).is_folder(nested) else folder
 
 
-def sweep(root: Path) -> None:
+def sweep(root: Place) -> None:
     """Finish what a dead run left half done: put a replaced checkpoint back if nothing took its
     place, and delete other temporary folders. For one process, while nobody saves."""
-    for name in sorted(os.listdir(root)):
+    storage = storage_of(root)
+    for name in storage.names(root):
         if hidden := _HIDDEN.fullmatch(name):
-            if hidden[2] == "replaced" and not os.path.lexists(root / hidden[1]):
-                os.rename(root / name, root / hidden[1])
+            if hidden[2] == "replaced" and not _is_taken(root / hidden[1]):
+                storage.rename(root / name, root / hidden[1])
             else:
-                files.remove(root / name)
+                storage.remove(root / name)
+        elif not storage.renames and _FINAL.fullmatch(name) and _is_torn(root / name):
+            storage.remove(root / name)
 
 
-def publish(folder: Path) -> None:
+def begin(folder: Place) -> None:
+    """Make way for a checkpoint; it is then written to `writing_place` and published."""
+    storage = storage_of(folder)
+    if storage.renames:
+        storage.make_folder(writing_place(folder))
+    elif is_checkpoint(folder):
+        storage.rename(folder, hidden_path(folder, "replaced"))
+
+
+def writing_place(folder: Place) -> Place:
+    """Where the files of a checkpoint are put."""
+    return hidden_path(folder, "writing") if storage_of(folder).renames else folder
+
+
+def publish(folder: Place) -> None:
     """Give the finished `.writing` sibling its name: the commit. An older checkpoint of that name
     stays readable, as `.replaced`, until a `sweep` after this."""
-    replaced = hidden_path(folder, "replaced")
-    if os.path.lexists(folder):
-        os.rename(folder, replaced)
-    os.rename(hidden_path(folder, "writing"), folder)
-    files.sync_folder(folder.parent)
+    storage = storage_of(folder)
+    if not storage.renames:
+        return  # the manifest did it
+    if storage.exists(folder):
+        storage.rename(folder, hidden_path(folder, "replaced"))
+    storage.rename(writing_place(folder), folder)
+    storage.sync_folder(folder.parent)
 
 
-def retire(folder: Path) -> None:
+def retire(folder: Place) -> None:
     """Delete a checkpoint so that a kill leaves it whole or not listed."""
-    removing = hidden_path(folder, "removing")
-    os.rename(folder, removing)
-    files.remove(removing)
+    storage, removing = storage_of(folder), hidden_path(folder, "removing")
+    if storage.renames:
+        storage.rename(folder, removing)
+    storage.remove(removing if storage.renames else folder)
+
+
+def _is_taken(folder: Place) -> bool:
+    """Whether a checkpoint that was set aside has been replaced."""
+    storage = storage_of(folder)
+    return storage.exists(folder) if storage.renames else is_checkpoint(folder)
+
+
+def _is_torn(folder: Place) -> bool:
+    """Whether only files of a save that was not committed lie there."""
+    names = storage_of(folder).names(folder)
+    return MANIFEST not in names and all(map(FILE_NAME.fullmatch, names))
 
 
 @dataclass(frozen=True)
@@ -190,15 +224,15 @@ class Retention:
         return float(value if self.best_mode == "min" else -value)
 
 
-def _check(folder: Path, step: int) -> Found:
-    if folder.is_symlink():
+def _check(folder: Place, step: int) -> Found:
+    storage = storage_of(folder)
+    if storage.is_link(folder):
         raise CheckpointError(f"{folder}: is a link; name it to resume from it")
     manifest = read_manifest(folder)
     if manifest.step != step:
         raise CheckpointError(f"{folder}: its manifest is of step {manifest.step}")
-    for file in manifest.files:
-        with files.open_regular(folder / file.name) as fd:
-            size = os.fstat(fd).st_size
+    sizes = storage.sizes(folder, [file.name for file in manifest.files])
+    for file, size in zip(manifest.files, sizes, strict=True):
         if size != file.num_bytes:
             raise CheckpointError(
                 f"{folder / file.name}: is {size} bytes, and should be {file.num_bytes}"

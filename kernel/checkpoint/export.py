@@ -18,9 +18,11 @@ from ..errors import (
     OutputError,
     SettingError,
 )
-from . import catalog, files, safetensors, strict_json
+from . import catalog, safetensors, strict_json
+from .files import LOCAL
 from .host import num_bytes
 from .manifest import FileEntry, Manifest, file_name, write_manifest
+from .places import Place, Url, place, read_small, storage_of
 from .reader import CheckpointReader
 from .safetensors import Source, TensorFile
 
@@ -34,7 +36,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def export_weights(
-    checkpoint: str | Path, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
+    checkpoint: str | Path | Url, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> Path:
     """Write the weights of a checkpoint, whoever wrote it, as whole tensors; returns `folder`.
 
@@ -63,17 +65,17 @@ def export_weights(
         if len(shards) > 1:
             total = sum(_num_bytes(reader, key) for key in weight_map)
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            with files.create(temporary / _INDEX) as fd, os.fdopen(fd, "wb", closefd=False) as file:
-                file.write(strict_json.dump(index))
-        files.sync_folder(temporary)
+            raw = memoryview(strict_json.dump(index))
+            LOCAL.create(temporary / _INDEX, lambda: [raw])
+        LOCAL.sync_folder(temporary)
         os.rename(temporary, folder)
-        files.sync_folder(folder.parent)
+        LOCAL.sync_folder(folder.parent)
     return folder
 
 
 def import_weights(
-    folder: str | Path, root: str | Path, *, tied: Sequence[Sequence[str]] = ()
-) -> Path:
+    folder: str | Path, root: str | Path | Url, *, tied: Sequence[Sequence[str]] = ()
+) -> Place:
     """Make a checkpoint of step 0 in `root` out of such a folder; any driver can start from it.
 
     `tied`: groups of names that are one parameter, the first of each the one that is stored.
@@ -81,10 +83,10 @@ def import_weights(
     holds pickles only, `OutputError` when `root` has a step 0 already or cannot be written.
     """
     found = _find_weights(Path(folder))
-    target = catalog.checkpoint_path(Path(root), 0)
-    if os.path.lexists(target):
+    target = catalog.checkpoint_path(place(root), 0)
+    if storage_of(target).exists(target):
         raise OutputError(f"{target}: exists; choose another folder than {root}")
-    temporary = catalog.hidden_path(target, "writing")
+    temporary = catalog.writing_place(target)
     with _building(temporary, target):
         entries = []
         for number, (file, names) in enumerate(found):
@@ -104,16 +106,17 @@ def import_weights(
 
 
 @contextmanager
-def _building(temporary: Path, target: Path) -> Iterator[None]:
+def _building(temporary: Place, target: Place) -> Iterator[None]:
     """An empty folder `temporary`, which the block renames to `target`, or which is deleted."""
+    storage = storage_of(temporary)
     try:
-        if os.path.lexists(temporary):
-            files.remove(temporary)
-        os.makedirs(temporary)
+        if storage.exists(temporary):
+            storage.remove(temporary)
+        storage.make_folder(temporary)
         try:
             yield
         except Exception:
-            files.remove(temporary)
+            storage.remove(temporary)
             raise
     except OSError as error:
         raise OutputError(f"{target}: cannot be written: {error}") from error
@@ -149,7 +152,7 @@ def _find_weights(folder: Path) -> list[tuple[TensorFile, list[str]]]:
         file = TensorFile(single.resolve())
         return [(file, list(file.entries))]
     if (index := folder / _INDEX).exists():
-        value = strict_json.parse(files.read_small(index.resolve(), _MAX_INDEX_BYTES), str(index))
+        value = strict_json.parse(read_small(index.resolve(), _MAX_INDEX_BYTES), str(index))
         weight_map = value.get("weight_map") if isinstance(value, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointDamaged(f"{index}: has no weight_map")

@@ -1,64 +1,148 @@
-"""The few file operations that durability and safety depend on, each said once."""
+"""The local file system as a storage: what durability and safety depend on, each said once."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointDamaged
 
-__all__ = ["create", "open_regular", "read_small", "remove", "sync_folder", "sync_tree"]
+__all__ = ["LOCAL", "LocalStorage", "sync_tree"]
 
 
-@contextmanager
-def create(path: Path) -> Iterator[int]:
-    """A descriptor of a new file, on disk when the block ends. An `OSError` names the file."""
-    with _naming(path):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+@dataclass(frozen=True)
+class _Descriptor:
+    """Implements `places.OpenFile`."""
+
+    path: Path
+    fd: int
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.fd).st_size
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        while target:
+            try:
+                count = os.preadv(self.fd, [target], start)
+            except OSError as error:
+                raise CheckpointDamaged(
+                    f"{self.path}: cannot be read at byte {start}: {error.strerror}"
+                ) from error
+            if not count:
+                raise CheckpointDamaged(f"{self.path}: ends at byte {start}, within a tensor")
+            start, target = start + count, target[count:]
+
+
+class LocalStorage:
+    """Implements `places.Storage` for paths."""
+
+    renames = True
+    short_bytes = 64 << 10
+
+    def check(self, folder: Path) -> None:
+        """Left to the first save, which makes the folder."""
+
+    def create(self, path: Path, blocks: Callable[[], Iterable[memoryview]]) -> None:
+        """Synced on return; an `OSError` names the file."""
+        with _naming(path):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                for block in blocks():
+                    while block:
+                        block = block[os.write(fd, block) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def replace(self, path: Path, raw: bytes) -> None:
+        """See `Storage`."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            yield fd
-            os.fsync(fd)
+            temporary.write_bytes(raw)
+            os.replace(temporary, path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[_Descriptor]:
+        """Of regular files only: a link could lead out of the folder, and a pipe would block."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointDamaged(f"{path}: cannot be opened: {error.strerror}") from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CheckpointDamaged(f"{path}: not a regular file")
+            yield _Descriptor(path, fd)
         finally:
             os.close(fd)
 
+    def names(self, folder: Path) -> list[str]:
+        """See `Storage`."""
+        return sorted(os.listdir(folder)) if folder.is_dir() else []
 
-@contextmanager
-def open_regular(path: Path) -> Iterator[int]:
-    """A descriptor to read a regular file. Raises `CheckpointDamaged` for anything else: a link
-    could lead out of the folder, and a pipe would block."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointDamaged(f"{path}: cannot be opened: {error.strerror}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise CheckpointDamaged(f"{path}: not a regular file")
-        yield fd
-    finally:
-        os.close(fd)
+    def sizes(self, folder: Path, names: Sequence[str]) -> list[int]:
+        """See `Storage`."""
+        found = []
+        for name in names:
+            with self.open(folder / name) as file:
+                found.append(file.size)
+        return found
+
+    def exists(self, path: Path) -> bool:
+        """See `Storage`."""
+        return os.path.lexists(path)
+
+    def is_file(self, path: Path) -> bool:
+        """See `Storage`."""
+        return path.is_file()
+
+    def is_folder(self, path: Path) -> bool:
+        """See `Storage`."""
+        return path.is_dir()
+
+    def is_link(self, path: Path) -> bool:
+        """See `Storage`."""
+        return path.is_symlink()
+
+    def make_folder(self, folder: Path) -> None:
+        """See `Storage`."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """See `Storage`."""
+        os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        """A link is deleted, never what it points to."""
+        if path.is_symlink() or not path.is_dir():
+            os.unlink(path)
+        else:
+            shutil.rmtree(path)
+
+    def sync_folder(self, folder: Path) -> None:
+        """A rename is not durable until its parent is synced."""
+        with _naming(folder):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def free_bytes(self, folder: Path) -> int:
+        """See `Storage`."""
+        return shutil.disk_usage(folder).free
 
 
-def read_small(path: Path, max_bytes: int) -> bytes:
-    """All of a file that must not be larger than `max_bytes`; `CheckpointDamaged` if it is."""
-    with open_regular(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
-        raw = file.read(max_bytes + 1)
-    if len(raw) > max_bytes:
-        raise CheckpointDamaged(f"{path}: larger than {max_bytes} bytes")
-    return raw
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable; a rename is not until its parent is synced."""
-    with _naming(folder):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+LOCAL = LocalStorage()
 
 
 def sync_tree(folder: Path) -> None:
@@ -69,15 +153,7 @@ def sync_tree(folder: Path) -> None:
             if path.is_file() and not path.is_symlink():
                 with _naming(path), open(path, "rb") as file:
                     os.fsync(file.fileno())
-        sync_folder(Path(parent))
-
-
-def remove(path: Path) -> None:
-    """Delete a folder and what is in it, or a file or link (never what a link points to)."""
-    if path.is_symlink() or not path.is_dir():
-        os.unlink(path)
-    else:
-        shutil.rmtree(path)
+        LOCAL.sync_folder(Path(parent))
 
 
 @contextmanager

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from ..contract import Kind
 from ..errors import CheckpointDamaged, CheckpointNotFound
-from . import files as file_system
 from . import strict_json
+from .places import Place, read_small, storage_of
 
-__all__ = ["MANIFEST", "FileEntry", "Manifest", "file_name", "read_manifest", "write_manifest"]
+__all__ = [
+    "FILE_NAME",
+    "MANIFEST",
+    "FileEntry",
+    "Manifest",
+    "file_name",
+    "read_manifest",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = "drivetrain-checkpoint"
 _VERSION = 1
 _MAX_BYTES = 64 << 20
-_FILE_NAME = re.compile(r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+FILE_NAME = re.compile(r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 
 
 def file_name(kind: Kind, part: int, num_parts: int) -> str:
@@ -97,7 +103,7 @@ class Manifest:
             need(entry.keys() == {"name", "num_bytes", "crc32"}, "an entry of 'files'", entry)
             # Only names of our own grammar: none can be absolute, or lead out of the folder.
             name = entry["name"]
-            need(isinstance(name, str) and bool(_FILE_NAME.fullmatch(name)), "a file name", name)
+            need(isinstance(name, str) and bool(FILE_NAME.fullmatch(name)), "a file name", name)
             need(_natural(entry["num_bytes"]), f"the size of {name}", entry["num_bytes"])
             need(_natural(entry["crc32"]), f"the CRC-32 of {name}", entry["crc32"])
         need(
@@ -108,27 +114,25 @@ class Manifest:
         return cls(**value)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint. Raises `CheckpointNotFound` when there is no such folder and
     `CheckpointDamaged` when the manifest is missing or malformed."""
-    if not folder.is_dir():
+    storage, path = storage_of(folder), folder / MANIFEST
+    if not storage.is_folder(folder):
         raise CheckpointNotFound(f"{folder}: no such checkpoint")
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
+    if not storage.exists(path):
         raise CheckpointDamaged(f"{folder}: has no {MANIFEST}, so it was never completed")
-    return Manifest.from_bytes(file_system.read_small(path, _MAX_BYTES), str(path))
+    return Manifest.from_bytes(read_small(path, _MAX_BYTES), str(path))
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Place, manifest: Manifest) -> None:
     """Write and sync it, and the names of the files around it. Raises, before that, what reading
     it would raise, or `TypeError`."""
     path, raw = folder / MANIFEST, manifest.to_bytes()
     Manifest.from_bytes(raw, str(path))
-    data = memoryview(raw)
-    with file_system.create(path) as fd:
-        while data:
-            data = data[os.write(fd, data) :]
-    file_system.sync_folder(folder)
+    storage = storage_of(folder)
+    storage.create(path, lambda: [memoryview(raw)])
+    storage.sync_folder(folder)
 
 
 def _natural(value: Any) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from ..contract import Box, Kind, Region, TensorInfo
 from ..errors import CheckpointDamaged, CheckpointMismatch
-from . import files, regions, strict_json
+from . import regions, strict_json
 from .host import host_bytes, memory, num_bytes
 from .manifest import read_manifest
+from .places import OpenFile, Place, Url, place, storage_of
 from .safetensors import Entry, TensorFile, is_shape
 from .writer import PARTS
 
 __all__ = ["CheckpointReader"]
 
 _BUFFER_BYTES = 16 << 20
-_SHORT_BYTES = 64 << 10
-"""A run of bytes shorter than this costs a disk as much as its surroundings."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,14 @@ class CheckpointReader:
     that a region overlaps. Host memory: the result and a fixed buffer.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str] | Url) -> None:
         """Raises `CheckpointNotFound` or `CheckpointDamaged`."""
-        self.folder = Path(folder)
+        self.folder: Place = place(folder)
         self.manifest = read_manifest(self.folder)
         self._stored: dict[str, dict[str, list[_Stored]]] = {}
         self._aliases = {name: group[0] for group in self.manifest.tied for name in group}
         self._buffer = host_bytes(0)
+        self._short_bytes = storage_of(self.folder).short_bytes
 
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted; of tied weights the one that is stored."""
@@ -157,28 +157,28 @@ class CheckpointReader:
             on_disk = torch.empty((*stored.sizes, itemsize), dtype=torch.uint8, device="meta")
             source = _narrow(on_disk, common, stored)
             start = piece.entry.start + before * itemsize
-            with files.open_regular(piece.file.path) as fd:
-                self._copy(piece.file, fd, start, source, _narrow(out, common, box))
+            with storage_of(self.folder).open(piece.file.path) as file:
+                self._copy(file, start, source, _narrow(out, common, box))
 
-    def _copy(self, file: TensorFile, fd: int, start: int, source: Tensor, out: Tensor) -> None:
+    def _copy(self, file: OpenFile, start: int, source: Tensor, out: Tensor) -> None:
         """Copy a strided view of the file, `source`, into memory of the same shape."""
         first = start + int(source.storage_offset())
         if source.is_contiguous() and out.is_contiguous():
-            file.read_into(fd, first, memory(out))
+            file.read_into(first, memory(out))
             return
         layout = list(zip(source.shape, source.stride(), strict=True))
         span = 1 + sum((size - 1) * stride for size, stride in layout)
         run = 1
         for size, stride in reversed(layout):
             run *= size if stride == run else 1
-        if span <= _BUFFER_BYTES and (span <= 2 * source.numel() or run < _SHORT_BYTES):
+        if span <= _BUFFER_BYTES and (span <= 2 * source.numel() or run < self._short_bytes):
             buffer = self._buffer[:span]
-            file.read_into(fd, first, memory(buffer))
+            file.read_into(first, memory(buffer))
             out.copy_(buffer.as_strided(source.shape, source.stride()))
             return
         dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
         for half, target in zip(source.chunk(2, dim), out.chunk(2, dim), strict=True):
-            self._copy(file, fd, start, half, target)
+            self._copy(file, start, half, target)
 
 
 def _pieces_in(file: TensorFile) -> list[tuple[str, _Stored]]:

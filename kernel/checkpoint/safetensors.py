@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointDamaged
-from . import files, strict_json
+from . import strict_json
 from .host import host_bytes, memory, num_bytes
+from .places import Place, storage_of
 
 __all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "write"]
 
@@ -60,7 +59,8 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be written. `load` is called once, when its turn comes."""
+    """A tensor to be written. `load` is called when its turn comes, and again where the file has
+    to be begun anew."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class Source:
 
 
 def write(
-    path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str]
+    path: Place, sources: Mapping[str, Source], metadata: Mapping[str, str]
 ) -> tuple[int, int]:
     """Write a new file and sync it; returns its size in bytes and its CRC-32.
 
@@ -78,14 +78,17 @@ def write(
     # Widest dtype first, as the reference writer has it: every tensor is aligned to its items.
     names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     size = crc = 0
-    with files.create(path) as fd:
+
+    def chunks() -> Iterator[memoryview]:
+        nonlocal size, crc
+        size = crc = 0
         for block in _blocks(names, sources, metadata):
             for start in range(0, len(block), _CHUNK_BYTES):
                 chunk = block[start : start + _CHUNK_BYTES]
-                crc = zlib.crc32(chunk, crc)
-                while chunk:
-                    chunk = chunk[os.write(fd, chunk) :]
-            size += len(block)
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+                yield chunk
+
+    storage_of(path).create(path, chunks)
     return size, crc
 
 
@@ -139,23 +142,23 @@ class Entry:
 class TensorFile:
     """A file whose header is known and sound. Holds no descriptor and no data."""
 
-    def __init__(self, path: Path, size: int | None = None) -> None:
+    def __init__(self, path: Place, size: int | None = None) -> None:
         """Reads the header. Raises `CheckpointDamaged` if it is malformed, or if the file is not
         of the given size in bytes."""
         self.path = path
-        with files.open_regular(path) as fd:
-            self.size = os.fstat(fd).st_size
+        with storage_of(path).open(path) as file:
+            self.size = file.size
             if size is not None and self.size != size:
                 raise self.damaged(f"is {self.size} bytes, and should be {size}")
             if self.size < 8:
                 raise self.damaged(f"is {self.size} bytes, too short for a header")
             prefix = bytearray(8)
-            self.read_into(fd, 0, memoryview(prefix))
+            file.read_into(0, memoryview(prefix))
             length = int.from_bytes(prefix, "little")
             if length > min(self.size - 8, _MAX_HEADER_BYTES):
                 raise self.damaged(f"header length {length} of a file of {self.size} bytes")
             raw = bytearray(length)
-            self.read_into(fd, 8, memoryview(raw))
+            file.read_into(8, memoryview(raw))
         header = strict_json.parse(bytes(raw), str(path)) if raw.startswith(b"{") else None
         if not isinstance(header, dict):
             raise self.damaged(f"header is not an object, starts with {bytes(raw[:8])!r}")
@@ -166,32 +169,21 @@ class TensorFile:
         """The error to raise when this file turns out to be unsound."""
         return CheckpointDamaged(f"{self.path}: {what}")
 
-    def read_into(self, fd: int, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on. Raises `CheckpointDamaged`."""
-        while target:
-            try:
-                count = os.preadv(fd, [target], start)
-            except OSError as error:
-                raise self.damaged(f"cannot be read at byte {start}: {error.strerror}") from error
-            if not count:
-                raise self.damaged(f"ends at byte {start}, within a tensor")
-            start, target = start + count, target[count:]
-
     def read(self, name: str) -> Tensor:
         """A new host tensor. Raises `CheckpointDamaged`."""
         entry = self.entries[name]
         out = host_bytes(num_bytes(entry.dtype, entry.shape))
-        with files.open_regular(self.path) as fd:
-            self.read_into(fd, entry.start, memory(out))
+        with storage_of(self.path).open(self.path) as file:
+            file.read_into(entry.start, memory(out))
         return out.view(entry.dtype).view(entry.shape)
 
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through a fixed buffer."""
         crc, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, self.size)))
-        with files.open_regular(self.path) as fd:
+        with storage_of(self.path).open(self.path) as file:
             for start in range(0, self.size, _CHUNK_BYTES):
                 chunk = buffer[: min(_CHUNK_BYTES, self.size - start)]
-                self.read_into(fd, start, chunk)
+                file.read_into(start, chunk)
                 crc = zlib.crc32(chunk, crc)
         return crc
 

@@ -14,7 +14,6 @@ import errno
 import functools
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import Engine, Piece, Session
-from ..errors import SaveFailed
+from ..errors import SaveFailed, SettingError
 from . import catalog, files
 from .host import HostCopies
 from .manifest import FileEntry, Manifest, write_manifest
+from .places import Place, Url, place, storage_of
 from .reader import CheckpointReader
 from .writer import RNG, collect, write_pieces
 
@@ -36,14 +36,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder that all ranks see.
+    """The checkpoints of one run, in one folder, or at one URL, that all ranks see.
 
     One run writes to a folder at a time. See `Retention` for what is kept.
     """
 
     def __init__(
         self,
-        root: str | Path,
+        root: str | os.PathLike[str] | Url,
         *,
         keep_last: int | None = None,
         keep_best: int = 1,
@@ -52,7 +52,7 @@ class CheckpointStore:
         keep_every: int | None = None,
         digits: int = 6,
     ) -> None:
-        self.root, self.digits = Path(root), digits
+        self.root, self.digits = place(root), digits
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
         self._copies = HostCopies()
         self._retired = _nothing()
@@ -67,12 +67,12 @@ class CheckpointStore:
         settings: Mapping[str, Any] | None = None,
         driver: str = "",
         beside: Callable[[Path], None] | None = None,
-    ) -> Path:
+    ) -> Place:
         """Write the checkpoint of `step`; all ranks call it, and return once it is committed.
 
         `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
         called on all ranks with the folder that is being written, to put other files there: they
-        appear with the checkpoint, and resuming does not read them. Raises
+        appear with the checkpoint, and resuming does not read them (paths only, no URLs). Raises
         `SaveFailed` on all ranks when any of them fails, with that rank, the file and the reason;
         then nothing is left of it and the checkpoints before it are untouched.
         """
@@ -81,7 +81,7 @@ class CheckpointStore:
             saving = self._begin(manifest, session, lambda: collect(engine, session))
             written = _together(session, saving.folder, saving.write)
             if beside is not None:  # once all have written: it may call what ranks do together
-                _together(session, saving.folder, lambda: beside(saving.temporary))
+                _together(session, saving.folder, lambda: beside(_local(saving.place)))
             saving.commit(written, tidy=beside is None)
         if session.world.rank == 0:
             self._retire()
@@ -110,7 +110,7 @@ class CheckpointStore:
             )
         return SavingBehind(saving, self, _behind().submit(saving.write), self._copies.num_bytes)
 
-    def finish(self, behind: SavingBehind) -> Path:
+    def finish(self, behind: SavingBehind) -> Place:
         """Commit what `save_behind` began, once all ranks have written; all ranks call it, when
         none has a reason to wait (`SavingBehind.written`) or they have to. Raises `SaveFailed`.
         """
@@ -132,7 +132,7 @@ class CheckpointStore:
             return sum(piece.tensor.nbytes for piece in saving.pieces)
 
         sizes = _together(session, folder, num_bytes)
-        _on_first(session, folder, lambda: self._prepare(saving.temporary, sum(sizes)))
+        _on_first(session, folder, lambda: self._prepare(saving.folder, sum(sizes)))
         return saving
 
     @contextlib.contextmanager
@@ -145,21 +145,22 @@ class CheckpointStore:
                     catalog.sweep(self.root)
             raise
 
-    def best(self) -> Path | None:
+    def best(self) -> Place | None:
         """The complete checkpoint with the best metric; None when none has it."""
         ranked = self.retention.best(catalog.list_checkpoints(self.root).complete)
         return ranked[0].folder if ranked else None
 
-    def _prepare(self, temporary: Path, num_bytes: int) -> None:
+    def _prepare(self, folder: Place, num_bytes: int) -> None:
         self._retired.result()  # it sweeps, too, and would take this folder for a torn one
-        self.root.mkdir(parents=True, exist_ok=True)
+        storage = storage_of(self.root)
+        storage.make_folder(self.root)
         catalog.sweep(self.root)
-        free = shutil.disk_usage(self.root).free
-        if num_bytes > free:
+        free = storage.free_bytes(self.root)
+        if free is not None and num_bytes > free:
             raise OSError(
                 errno.ENOSPC, f"{num_bytes} bytes to write and {free} free", str(self.root)
             )
-        os.mkdir(temporary)
+        catalog.begin(folder)
 
     def _retire(self) -> None:
         # The save has succeeded: what cannot be deleted is a nuisance, and no reason to stop.
@@ -174,16 +175,16 @@ class CheckpointStore:
 class _Saving:
     """The acts of one save; what ranks agree on in between is the store's."""
 
-    def __init__(self, folder: Path, manifest: Manifest, session: Session) -> None:
+    def __init__(self, folder: Place, manifest: Manifest, session: Session) -> None:
         self.folder, self.manifest, self.session = folder, manifest, session
-        self.temporary = catalog.hidden_path(folder, "writing")
+        self.place = catalog.writing_place(folder)
         self.pieces: list[Piece] = []
 
     def write(self) -> list[tuple[str, int, int]]:
         """This rank's files: names, sizes, sums. Talks to nobody."""
         world = self.session.world
         pieces, self.pieces = self.pieces, []
-        written = write_pieces(self.temporary, pieces, world.rank, world.size)
+        written = write_pieces(self.place, pieces, world.rank, world.size)
         return [(file.name, file.num_bytes, file.crc32) for file in written]
 
     def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
@@ -192,8 +193,8 @@ class _Saving:
 
         def act() -> None:
             if not tidy:
-                files.sync_tree(self.temporary)
-            write_manifest(self.temporary, dataclasses.replace(self.manifest, files=entries))
+                files.sync_tree(_local(self.place))
+            write_manifest(self.place, dataclasses.replace(self.manifest, files=entries))
             catalog.publish(self.folder)
 
         _on_first(self.session, self.folder, act)
@@ -214,7 +215,7 @@ class SavingBehind:
         """Whether this rank has written its share, or failed to."""
         return self.writing.done()
 
-    def finish(self) -> Path:
+    def finish(self) -> Place:
         """See `CheckpointStore.finish`."""
         return self.store.finish(self)
 
@@ -255,12 +256,12 @@ def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) ->
     `fill` is called on all of them with a folder that takes its name when all are done. Raises
     `SaveFailed` on all ranks when any of them fails.
     """
-    temporary = catalog.hidden_path(folder, "writing")
+    temporary = _local(catalog.writing_place(folder))
 
     def prepare() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         catalog.sweep(folder.parent)
-        os.mkdir(temporary)
+        catalog.begin(folder)
 
     def commit() -> None:
         files.sync_tree(temporary)
@@ -295,11 +296,17 @@ def load_rng(reader: CheckpointReader, session: Session) -> bool:
     return True
 
 
-def _on_first(session: Session, folder: Path, act: Callable[[], None]) -> None:
+def _local(folder: Place) -> Path:
+    if isinstance(folder, Url):
+        raise SettingError(f"{folder}: other files than tensors can be saved to a folder only")
+    return folder
+
+
+def _on_first(session: Session, folder: Place, act: Callable[[], None]) -> None:
     _together(session, folder, act if session.world.rank == 0 else lambda: None)
 
 
-def _together(session: Session, folder: Path, act: Callable[[], Any]) -> list[Any]:
+def _together(session: Session, folder: Place, act: Callable[[], Any]) -> list[Any]:
     """Everyone's result (JSON types), once all ranks have acted; `SaveFailed` on all if one failed.
 
     Every `Exception` is told to the others: a rank that left without a word would stop them all.

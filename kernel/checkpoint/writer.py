@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..contract import Engine, Kind, Piece, Session
 from . import regions, safetensors
 from .manifest import FileEntry, file_name
+from .places import Place
 
 __all__ = ["PARTS", "RNG", "collect", "write_pieces"]
 
@@ -37,7 +37,7 @@ def collect(engine: Engine, session: Session) -> list[Piece]:
 
 
 def write_pieces(
-    folder: Path, pieces: Sequence[Piece], part: int, num_parts: int
+    folder: Place, pieces: Sequence[Piece], part: int, num_parts: int
 ) -> list[FileEntry]:
     """Write one file for each kind that there are pieces of, synced, through host memory for one
     tensor. Raises `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""

@@ -76,6 +76,13 @@ ROOMS = {
         siblings=frozenset({"kernel", "conformance"}),
         templates=frozenset({"cli/gpt.py"}),
     ),
+    "storage": Room(
+        "storage",
+        "storage",
+        siblings=frozenset({"kernel.checkpoint.manifest", "kernel.checkpoint.places"})
+        | {"kernel.errors"},
+        outside=frozenset({"fsspec"}),
+    ),
     "conformance": Room(
         "conformance",
         "tests/conformance",

@@ -1,0 +1,201 @@
+"""Where checkpoints lie: a `Path`, or a `Url` such as `s3://bucket/run`; what can be done there.
+
+The local file system is `files.LOCAL`. Others come from the entry-point group `drivetrain.storage`:
+the name is a URL's scheme, and what it names is called with the scheme and gives a `Storage`.
+Schemes that nobody named are left to `drivetrain.storage`, which asks fsspec.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..errors import CheckpointDamaged, SettingError, StorageUnavailable
+from .files import LOCAL
+
+__all__ = ["OpenFile", "Place", "Storage", "Url", "place", "read_small", "storage_of"]
+
+ENTRY_POINT_GROUP = "drivetrain.storage"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(?=[^/])")
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/(?!/)")
+
+
+@dataclass(frozen=True)
+class Url:
+    """The part of `Path` that checkpoints need, for a place that is not in the file system."""
+
+    text: str
+
+    @property
+    def scheme(self) -> str:
+        """Such as `s3`."""
+        return self.text.partition("://")[0]
+
+    @property
+    def name(self) -> str:
+        """What follows the last slash."""
+        return self.text.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        """Without the name."""
+        return Url(self.text.rpartition("/")[0])
+
+    def with_name(self, name: str) -> Url:
+        """A sibling."""
+        return self.parent / name
+
+    def __truediv__(self, name: str) -> Url:
+        return Url(f"{self.text}/{name}")
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Place = Path | Url
+
+
+def place(value: str | os.PathLike[str] | Url) -> Place:
+    """What a user names: a URL if it begins like `s3://`, otherwise a path."""
+    if isinstance(value, Url):
+        return value
+    text = os.fspath(value)
+    if _SCHEME.match(text):
+        if wild := sorted(set(text) & set("*?[]")):
+            raise SettingError(f"{text!r}: {' '.join(wild)} may not be in the URL of a run")
+        return Url(text.rstrip("/"))
+    lost = _LOST_SLASH.match(text)
+    if isinstance(value, Path) and lost and not Path(lost[1]).exists():
+        raise SettingError(
+            f"{text!r} looks like a URL that became a path, which loses a slash: give it as a str"
+        )
+    return Path(value)
+
+
+class OpenFile(Protocol):
+    """A file that is being read."""
+
+    @property
+    def size(self) -> int:
+        """In bytes. Raises `CheckpointDamaged` when there is no such file."""
+        ...
+
+    def read_into(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on. Raises `CheckpointDamaged` where it ends
+        before that or cannot be read."""
+        ...
+
+
+class Storage(Protocol):
+    """What saving and reading checkpoints needs of a place. `P` below is a `Path` or a `Url`.
+
+    Whatever cannot be done raises an `OSError` that names the place; `StorageFailed` is one.
+    """
+
+    renames: bool
+    """Whether a folder is given its name in one act, which then is the commit of a checkpoint.
+    Where it is not, a checkpoint is there once its manifest is."""
+    short_bytes: int
+    """Reading so much costs about as much as reading a byte."""
+
+    def check(self, folder: Any) -> None:
+        """Raises `OutputError` for a folder that nothing can be written to."""
+        ...
+
+    def create(self, path: Any, blocks: Callable[[], Iterable[memoryview]]) -> None:
+        """A new file of these blocks, durable on return. `blocks` is called again to begin anew."""
+        ...
+
+    def replace(self, path: Any, raw: bytes) -> None:
+        """Write a small file in place of what is there, all of it or nothing, whoever else does."""
+        ...
+
+    def open(self, path: Any) -> AbstractContextManager[OpenFile]:
+        """Raises `CheckpointDamaged` for what is not a regular file."""
+        ...
+
+    def names(self, folder: Any) -> list[str]:
+        """What lies in a folder, sorted; nothing where there is no such folder."""
+        ...
+
+    def sizes(self, folder: Any, names: Sequence[str]) -> list[int]:
+        """Of these files, in bytes. Raises `CheckpointDamaged` for what is not a regular file."""
+        ...
+
+    def exists(self, path: Any) -> bool:
+        """Whether anything is there, a link that leads nowhere included."""
+        ...
+
+    def is_file(self, path: Any) -> bool:
+        """Whether a file is there."""
+        ...
+
+    def is_folder(self, path: Any) -> bool:
+        """Whether a folder is there, or a link to one."""
+        ...
+
+    def is_link(self, path: Any) -> bool:
+        """Whether it leads elsewhere."""
+        ...
+
+    def make_folder(self, folder: Any) -> None:
+        """With those around it; it may exist."""
+        ...
+
+    def rename(self, source: Any, target: Any) -> None:
+        """Give a folder another name. Without `renames` it is copied first: a kill leaves its
+        manifest at one of the two names, or at both of two equal folders."""
+        ...
+
+    def remove(self, path: Any) -> None:
+        """Delete a file, or a folder and what is in it, its manifest first."""
+        ...
+
+    def sync_folder(self, folder: Any) -> None:
+        """Make the names in it durable."""
+        ...
+
+    def free_bytes(self, folder: Any) -> int | None:
+        """Room for more; None where that is not known."""
+        ...
+
+
+def read_small(path: Place, max_bytes: int) -> bytes:
+    """All of a file that must not be larger than `max_bytes`; `CheckpointDamaged` if it is."""
+    with storage_of(path).open(path) as file:
+        size = file.size
+        if size > max_bytes:
+            raise CheckpointDamaged(f"{path}: is {size} bytes, larger than {max_bytes}")
+        raw = bytearray(size)
+        file.read_into(0, memoryview(raw))
+    return bytes(raw)
+
+
+def storage_of(path: Place) -> Storage:
+    """What can be done there. Raises `StorageUnavailable`, with the package that is missing."""
+    if isinstance(path, Url):
+        return _remote(path.scheme)
+    return LOCAL
+
+
+@cache
+def _remote(scheme: str) -> Storage:
+    shipped = EntryPoint(
+        scheme, __package__.split(".")[0] + ".storage:FsspecStorage", ENTRY_POINT_GROUP
+    )
+    (target, *_) = *entry_points(group=ENTRY_POINT_GROUP, name=scheme), shipped
+    try:
+        storage: Storage = target.load()(scheme)
+    except (ImportError, AttributeError) as error:
+        raise StorageUnavailable(
+            f"{scheme}:// cannot be used: {target.value} cannot be loaded: {error}. Install what "
+            "is missing, or name a folder"
+        ) from error
+    return storage
