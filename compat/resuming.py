@@ -13,10 +13,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..kernel.checkpoint import CheckpointReader, load_rng, read_manifest
+from ..kernel.checkpoint.catalog import set_aside
 from ..kernel.checkpoint.manifest import MANIFEST
+from ..kernel.contract import Session
 from ..kernel.errors import CheckpointMismatch
 from ..kernel.progress import Window
-from ..kernel.resume import differences
+from ..kernel.resume import damage, differences
 from ..kernel.training import Training
 from . import hf_folders
 from .arguments.backend import settings
@@ -60,13 +62,11 @@ class ResumingMixin:
         """
         if not resume_from_checkpoint:
             return None
-        path = str(resume_from_checkpoint)
+        session, path = self.place.session, str(resume_from_checkpoint)
         if resume_from_checkpoint is True:
-            session, output_dir = self.place.session, self.args.output_dir
-            found = newest_sound(output_dir) if session.world.rank == 0 else None
-            path = session.exchange(found)[0]
-            if path is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+            path = _newest_unaltered(session, self.args.output_dir)
+        elif problems := _altered(session, path):
+            raise ValueError(f"Can't find a valid checkpoint at {path}: {problems[0]}")
         self._take_batch_size(Path(path))
         return path
 
@@ -319,6 +319,33 @@ class ResumingMixin:
                 )
         else:
             hf_folders.load_random_state(folder, session.world.rank, session.world.size)
+
+
+def _newest_unaltered(session: Session, output_dir: str) -> str:
+    """The newest checkpoint that is as it was written. Newer ones that are not are renamed, so that
+    none takes their place. Raises ValueError when there is none.
+    """
+    left_out: list[str] = []
+    while True:
+        mine = newest_sound(output_dir, left_out) if session.world.rank == 0 else None
+        path: str | None = session.exchange(mine)[0]
+        if path is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+        problems = _altered(session, path)
+        if not problems:
+            break
+        _LOG.warning("%s is left out, and kept: %s", path, problems[0])
+        left_out.append(path)
+    if session.world.rank == 0:
+        for each in left_out:
+            set_aside(Path(each))
+    return path
+
+
+def _altered(session: Session, folder: str) -> list[str]:
+    """What is not as it was written; of folders that HF Trainer wrote nobody can know."""
+    own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
+    return damage(session, Path(folder)) if session.exchange(own)[0] else []
 
 
 def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:

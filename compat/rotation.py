@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,13 @@ def delete(path: str) -> None:
         _LOG.warning("the old checkpoint %s could not be deleted: %s", path, error)
 
 
-def newest_sound(output_dir: str | os.PathLike[str]) -> str | None:
-    """The checkpoint with the greatest number that is whole. Others are named in a warning, and
-    left where they are.
+def newest_sound(output_dir: str | os.PathLike[str], besides: Collection[str] = ()) -> str | None:
+    """The checkpoint with the greatest number that is whole, `besides` those. Others are named in a
+    warning, and left where they are.
     """
     for _, path in reversed(_numbered(Path(output_dir), PREFIX_CHECKPOINT_DIR)):
+        if str(path) in besides:
+            continue
         problem = problem_with(path)
         if problem is None:
             return str(path)

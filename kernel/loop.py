@@ -252,8 +252,17 @@ class _Run:
 
     def resume(self, source: str | os.PathLike[str] | Url) -> None:
         """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
-        path = find_checkpoint(self.session, source, self.out)
+        left_out: list[str] = []
+        path = find_checkpoint(
+            self.session,
+            source,
+            self.out,
+            verify=self.settings.checkpoint.verify,
+            tell=left_out.append,
+        )
         if path is None:
+            for note in left_out:
+                self._emit(Warned(note))
             return
         reader, world = CheckpointReader(path), self.session.world
         manifest = reader.manifest
@@ -273,6 +282,7 @@ class _Run:
                 for name in self.recipe.eval_data
             }
         notes = differences(manifest, self.settings, self.driver.name, world.size)
+        notes = (*left_out, *notes)
         if not seeded:
             self.session.seed(self.settings.seed + 1 + world.rank + step)
             notes += ("no random state for this rank in the checkpoint: seeded anew",)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable
 
 from .agreement import ask_first, plain
 from .checkpoint import (
     CHECKPOINTS,
     MANIFEST,
+    CheckpointReader,
     Manifest,
     Place,
     Url,
     checkpoints_of,
     is_checkpoint,
-    newest,
+    list_checkpoints,
     place,
 )
+from .checkpoint.catalog import set_aside
+from .checkpoint.places import storage_of
 from .contract import Session
-from .errors import CheckpointNotFound
+from .errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageFailed
 from .settings import Settings
 
-__all__ = ["differences", "find_checkpoint"]
+__all__ = ["damage", "differences", "find_checkpoint"]
+
+_Problems = list[tuple[str, str]]
+"""Folders of checkpoints, each with the reason why it cannot be resumed from."""
 
 
 def differences(
@@ -36,27 +44,83 @@ def differences(
     )
 
 
-def find_checkpoint(
-    session: Session, source: str | os.PathLike[str] | Url, out: Place | None
-) -> Place | None:
-    """The checkpoint to resume from, as rank 0 sees it; None when `auto` finds none.
+def damage(session: Session, folder: Place) -> list[str]:
+    """What is not as it was written in a checkpoint, as all ranks find together: each reads the
+    files of the ranks of its number, which it is likely to read again when it resumes. Raises
+    `StorageFailed` on all ranks: what cannot be read may be sound."""
+    world = session.world
+    mine: list[str] = []
+    failed = ""
+    try:
+        mine = CheckpointReader(folder).damaged_files(world.rank, world.size)
+    except CheckpointError as error:
+        mine = [str(error)]
+    except StorageFailed as error:
+        failed = f"rank {world.rank}: {error}"
+    told = session.exchange([mine, failed])
+    if failures := [failed for _, failed in told if failed]:
+        raise StorageFailed("; ".join(failures))
+    return [problem for problems, _ in told for problem in problems]
 
-    `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. Raises
-    `CheckpointNotFound` on all ranks, and `StorageFailed`: what cannot be looked into may hold one.
+
+def find_checkpoint(
+    session: Session,
+    source: str | os.PathLike[str] | Url,
+    out: Place | None,
+    *,
+    verify: bool = True,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Place | None:
+    """The checkpoint to resume from; None when `auto` finds none. Rank 0 looks which there are.
+
+    `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. What is
+    not as it was written is left out, which `tell` hears on all ranks, and renamed in `out`, so
+    that nothing replaces it. `verify`: compare checksums, too. Raises `CheckpointNotFound` or
+    `CheckpointDamaged` on all ranks, and `StorageFailed`: what cannot be looked into may hold one.
     """
     automatic = source == "auto"
     if automatic and out is None:
         raise CheckpointNotFound("resume is 'auto' and there is no run folder to look in")
     folder = out / CHECKPOINTS if automatic and out else place(source)
-
-    def look() -> str:
-        found = folder if is_checkpoint(folder) else newest(checkpoints_of(folder))
-        return "" if found is None else str(found)
-
-    found = ask_first(session, look)
-    if not found and not automatic:
+    names, torn, damaged = ask_first(session, lambda: _look(folder))
+    found = None
+    for name in names:
+        problems = damage(session, place(name)) if verify else []
+        if not problems:
+            found = place(name)
+            break
+        damaged.append((name, problems[0]))
+    if found is None and damaged:
+        raise CheckpointDamaged(
+            f"no checkpoint in {folder} can be resumed from, and all are kept: "
+            + "; ".join(reason for _, reason in damaged)
+            + ". Resume from another run's, or begin anew in another folder"
+        )
+    if found is None and not automatic:
         raise CheckpointNotFound(
             f"no complete checkpoint in {folder}; give a checkpoint folder (it holds {MANIFEST}) "
             "or a run folder"
         )
-    return place(found) if found else None
+    for name, reason in (*torn, *damaged):
+        tell(f"{place(name).name} is left out, and kept: {reason}")
+    if automatic and session.world.rank == 0 and storage_of(folder).renames:
+        with contextlib.suppress(OSError):  # where nothing can be written, nothing is replaced
+            for name, _ in damaged:
+                set_aside(place(name))
+    return found
+
+
+def _look(folder: Place) -> tuple[list[str], _Problems, _Problems]:
+    """Complete checkpoints, newest first; and those that were never completed, and those that were
+    and are not any more."""
+    if is_checkpoint(folder):
+        return [str(folder)], [], []
+    listing = list_checkpoints(checkpoints_of(folder))
+    torn: _Problems = []
+    damaged: _Problems = []
+    for rejected in listing.rejected:
+        path = rejected.folder
+        foreign = storage_of(path).is_link(path) or path.name.startswith(".")
+        once_complete = is_checkpoint(path) and not foreign
+        (damaged if once_complete else torn).append((str(path), rejected.reason))
+    return [str(found.folder) for found in reversed(listing.complete)], torn, damaged

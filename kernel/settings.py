@@ -139,6 +139,9 @@ class CheckpointSettings:
     behind: bool = False
     """Save while training goes on: it stands still for one copy into host memory, as large as what
     a rank saves and used again by the next save. The checkpoint of the end is waited for."""
+    verify: bool = True
+    """Before resuming, read all that is resumed from and compare its checksums, each rank a part.
+    A checkpoint that is not as it was written is left out for the one before it, and kept."""
     stop_on_error: bool = False
     """End the run when a checkpoint cannot be written, instead of going on with the last one."""
 

@@ -3,7 +3,8 @@
 Folder names are the protocol that survives a kill at any moment. `checkpoint-000100` is complete
 if its manifest and files are there. Beside it may lie `.checkpoint-000100.writing` (being saved),
 `.removing` (being deleted) and `.replaced`, which is the old one while a new one takes its name;
-it counts as `checkpoint-000100` as long as nothing else has that name.
+it counts as `checkpoint-000100` as long as nothing else has that name. `checkpoint-000100.damaged`
+was found to be so by a run that went on from another, and is nobody's.
 
 Where folders cannot be renamed (`Storage.renames`), a checkpoint is written under its own name, the
 manifest last, and deleted manifest first: without one it is as good as not there.
@@ -11,6 +12,7 @@ manifest last, and deleted manifest first: without one it is as good as not ther
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -151,6 +153,16 @@ def publish(folder: Place) -> None:
     if storage.exists(folder):
         storage.rename(folder, hidden_path(folder, "replaced"))
     storage.rename(writing_place(folder), folder)
+    storage.sync_folder(folder.parent)
+
+
+def set_aside(folder: Place) -> None:
+    """Rename a damaged checkpoint, so that it stays, whatever is saved or retired from here on."""
+    storage, numbers = storage_of(folder), itertools.count(2)
+    aside = folder.with_name(f"{folder.name}.damaged")
+    while storage.exists(aside):
+        aside = folder.with_name(f"{folder.name}.damaged-{next(numbers)}")
+    storage.rename(folder, aside)
     storage.sync_folder(folder.parent)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -25,6 +26,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 _FORMAT = "drivetrain-checkpoint"
 _VERSION = 1
+_SUM = "crc32"
 _MAX_BYTES = 64 << 20
 FILE_NAME = re.compile(r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 
@@ -47,6 +49,11 @@ class FileEntry:
         """The kind of what is in it."""
         return self.name.partition("-")[0]
 
+    @property
+    def part(self) -> int:
+        """The rank that wrote it."""
+        return int(self.name.split("-")[1])
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -64,8 +71,10 @@ class Manifest:
     """Groups of FQNs that are one parameter; the first of each is the one stored."""
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON. Raises `TypeError` when `state` or `settings` hold more than that."""
-        return strict_json.dump({"format": _FORMAT, "version": _VERSION, **asdict(self)})
+        """Canonical JSON, its own CRC-32 among it. Raises `TypeError` when `state` or `settings`
+        hold more than that."""
+        value = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        return strict_json.dump({**value, _SUM: zlib.crc32(strict_json.dump(value))})
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
@@ -85,6 +94,8 @@ class Manifest:
                 f"{where}: format version {version!r:.200}, and this drivetrain reads {_VERSION}: "
                 "install the drivetrain that wrote it, or a newer one"
             )
+        sum_of_all = value.pop(_SUM, None)  # compared by `is_altered`
+        need(_natural(sum_of_all), repr(_SUM), sum_of_all)
         names = {item.name for item in fields(cls)}
         need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value))
         need(_natural(value["step"]), "'step'", value["step"])
@@ -123,6 +134,13 @@ def read_manifest(folder: Place) -> Manifest:
     if not storage.exists(path):
         raise CheckpointDamaged(f"{folder}: has no {MANIFEST}, so it was never completed")
     return Manifest.from_bytes(read_small(path, _MAX_BYTES), str(path))
+
+
+def is_altered(folder: Place) -> bool:
+    """Whether a manifest that can be read is another than was written. Raises as reading does."""
+    path = folder / MANIFEST
+    value = strict_json.parse(read_small(path, _MAX_BYTES), str(path))
+    return bool(value.pop(_SUM) != zlib.crc32(strict_json.dump(value)))
 
 
 def write_manifest(folder: Place, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ from ..contract import Box, Kind, Region, TensorInfo
 from ..errors import CheckpointDamaged, CheckpointMismatch
 from . import regions, strict_json
 from .host import host_bytes, memory, num_bytes
-from .manifest import read_manifest
+from .manifest import MANIFEST, is_altered, read_manifest
 from .places import OpenFile, Place, Url, place, storage_of
 from .safetensors import Entry, TensorFile, is_shape
 from .writer import PARTS
@@ -90,21 +90,31 @@ class CheckpointReader:
 
     def verify(self) -> list[str]:
         """Reads every byte; says, a line each, which files or tensors are not as written."""
+        problems = self.damaged_files()
+        for kind in () if problems else get_args(Kind):
+            try:
+                for name, pieces in self._index(kind).items():
+                    for box, _ in regions.boxes(None, pieces[0].shape):
+                        self._overlaps(f"{kind} {name!r}", pieces, box)
+            except CheckpointDamaged as error:
+                problems.append(str(error))
+        return problems
+
+    def damaged_files(self, part: int = 0, num_parts: int = 1) -> list[str]:
+        """Reads every byte of so many parts' share of the files, those that ranks of the same
+        number wrote; says, a line each, which are not as written."""
         problems = []
+        if part == 0 and is_altered(self.folder):
+            problems.append(f"{self.folder / MANIFEST}: is not as it was written")
         for file in self.manifest.files:
+            if file.part % num_parts != part:
+                continue
             try:
                 crc = TensorFile(self.folder / file.name, file.num_bytes).crc32()
                 if crc != file.crc32:
                     problems.append(
                         f"{self.folder / file.name}: CRC-32 is {crc:08x}, was {file.crc32:08x}"
                     )
-            except CheckpointDamaged as error:
-                problems.append(str(error))
-        for kind in () if problems else get_args(Kind):
-            try:
-                for name, pieces in self._index(kind).items():
-                    for box, _ in regions.boxes(None, pieces[0].shape):
-                        self._overlaps(f"{kind} {name!r}", pieces, box)
             except CheckpointDamaged as error:
                 problems.append(str(error))
         return problems

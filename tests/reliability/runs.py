@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +26,27 @@ from drivetrain.kernel import (
     fit,
 )
 from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain.kernel.events import Logged, Resumed
+
+from .dying import Death, interposed
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # torch imports its compiler when the first optimizer is made: once here, not in each process
-FORKSERVER.set_forkserver_preload([__name__, "drivetrain.backends.ddp", "torch._dynamo"])
+FORKSERVER.set_forkserver_preload(
+    [__name__, "drivetrain.backends.ddp", "drivetrain.backends.fsdp", "torch._dynamo", "deepspeed"]
+)
 
 SETTINGS = Settings(
-    steps=60,
+    steps=24,
     global_batch=8,
     micro_batch=3,
-    log_every=7,
+    log_every=3,
     data=DataSettings(drop_last=False),
     evaluate=EvaluateSettings(every=13),
     checkpoint=CheckpointSettings(every=1, keep_last=2),
     timeout_seconds=20,
 )
+JOURNAL = "journal.jsonl"
 
 
 def build() -> nn.Module:
@@ -55,25 +64,85 @@ def recipe() -> Recipe:
     return Recipe(model=build, loss=loss, train_data=data, eval_data={"same": data})
 
 
-def train(backend: str, out: Path, environment: dict[str, str]) -> None:
-    """What the same command with `--resume auto` does."""
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    fit(recipe(), SETTINGS, backend=backend, out=out, resume="auto")
+@dataclass(frozen=True)
+class Run:
+    """What is trained on, and how it ends."""
+
+    backend: str = "cpu"
+    num_ranks: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    behind: bool = False
+    deaths: Mapping[int, Death] = field(default_factory=dict)
+    """By rank."""
+
+    def __str__(self) -> str:
+        options = "".join(f" {key}={value}" for key, value in self.options.items())
+        return f"{self.backend} x{self.num_ranks}{options}{' behind' if self.behind else ''}"
 
 
-def train_behind(backend: str, out: Path, environment: dict[str, str]) -> None:
-    """The same, saving behind training."""
+def train(run: Run, out: Path, environment: dict[str, str]) -> None:
+    """What the same command with `--resume auto` does, on one rank."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    settings = replace(SETTINGS, checkpoint=replace(SETTINGS.checkpoint, behind=True))
-    fit(recipe(), settings, backend=backend, out=out, resume="auto")
+    settings = replace(SETTINGS, checkpoint=replace(SETTINGS.checkpoint, behind=run.behind))
+    rank = int(environment.get("RANK", "0"))
+    with dying(run, rank, out / "checkpoints"):
+        fit(
+            recipe(),
+            settings,
+            backend=run.backend,
+            backend_options=run.options,
+            out=out,
+            resume="auto",
+            observers=[Journal(out / JOURNAL)] if rank == 0 else (),
+        )
+
+
+def dying(run: Run, rank: int, folder: Path) -> AbstractContextManager[None]:
+    """Around a run: it ends as `run.deaths` has it."""
+    death = run.deaths.get(rank)
+    return interposed(folder, (lambda name, do: None) if death is None else death.act())
+
+
+class Journal:
+    """An observer that writes down what it is told, whatever happens next."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+
+    def __call__(self, event: Any) -> None:
+        if isinstance(event, Resumed):
+            self.write({"resumed": event.step, "notes": event.notes})
+        if isinstance(event, Logged):
+            self.write({"step": event.step, "loss": event.loss, "grad_norm": event.grad_norm})
+
+    def write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def journal(out: Path) -> Iterator[dict[str, Any]]:
+    """What was written down, by all processes that ran there."""
+    path = out / JOURNAL
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        yield json.loads(line)
+
+
+def curve(out: Path) -> dict[int, tuple[float, float]]:
+    """Loss and gradient norm by step. A step may be logged again after a resume: as before."""
+    found: dict[int, tuple[float, float]] = {}
+    for line in journal(out):
+        if "step" in line:
+            figures = line["loss"], line["grad_norm"]
+            assert found.setdefault(line["step"], figures) == figures
+    return found
 
 
 def start(
-    backend: str, out: Path, num_ranks: int = 1, train: Callable[..., None] = train
+    what: Any, out: Path, num_ranks: int = 1, train: Callable[..., None] = train
 ) -> list[BaseProcess]:
-    """Start all ranks."""
+    """Start `train(what, out, environment)` on all ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -87,7 +156,7 @@ def start(
             "MASTER_PORT": str(port),
         }
         process = FORKSERVER.Process(
-            target=train, args=(backend, out, environment if num_ranks > 1 else {})
+            target=train, args=(what, out, environment if num_ranks > 1 else {})
         )
         process.start()
         ranks.append(process)

@@ -1,4 +1,9 @@
-"""kill -9 at any moment, the same command again: as if nothing had happened."""
+"""kill -9 at any moment, the same command again: as if nothing had happened.
+
+Thirty kills; as many as DRIVETRAIN_KILLS says (200) with
+
+    DRIVETRAIN_KILLS=200 python -m pytest -m slow tests/reliability/test_kill.py
+"""
 
 from __future__ import annotations
 
@@ -8,72 +13,134 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.kernel.checkpoint import list_checkpoints, newest
+from drivetrain.kernel.checkpoint import checkpoints_of, list_checkpoints, newest
 
-from .runs import SETTINGS, everything, start, train, train_behind
+from .compat_runs import train_with_compat
+from .dying import Death
+from .runs import SETTINGS, Run, curve, everything, journal, start, train
+
+KILLS = int(os.environ.get("DRIVETRAIN_KILLS", "200"))
+CALLS = 150
+"""Of two or three saves, to the operating system."""
+NUM_KILLS: list[tuple[Run, Callable[..., None], int]] = [
+    (Run(), train, 8),
+    (Run(behind=True), train, 6),
+    (Run("ddp", 2), train, 4),
+    (Run("ddp", 2, behind=True), train, 4),
+    (Run("fsdp", 2), train, 3),
+    (Run("deepspeed", 2, {"stage": 3}), train, 2),
+    (Run(), train_with_compat, 3),
+]
+"""Thirty in all."""
+SLOW: list[tuple[Run, Callable[..., None], int]] = [
+    (run, how, max(1, round(KILLS * share)))
+    for run, how, share in [
+        (Run(), train, 0.3),
+        (Run(behind=True), train, 0.2),
+        (Run("ddp", 2), train, 0.1),
+        (Run("ddp", 2, behind=True), train, 0.1),
+        (Run("fsdp", 2), train, 0.06),
+        (Run("fsdp", 2, behind=True), train, 0.04),
+        (Run("deepspeed", 2, {"stage": 2}), train, 0.04),
+        (Run("deepspeed", 2, {"stage": 3}, behind=True), train, 0.04),
+        (Run(), train_with_compat, 0.08),
+        (Run("ddp", 2), train_with_compat, 0.04),
+    ]
+]
 
 
-def finish(
-    backend: str, out: Path, num_ranks: int, how: Callable[..., None] = train
-) -> dict[str, torch.Tensor]:
-    ranks = start(backend, out, num_ranks, how)
-    for rank in ranks:
-        rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0] * num_ranks
-    last = newest(out / "checkpoints")
-    assert last is not None
-    assert last.name == f"checkpoint-{SETTINGS.steps:06d}"
-    return everything(last)
+def name(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
 
 
 @pytest.mark.parametrize(
-    ("backend", "num_ranks", "kills", "how"),
-    [("cpu", 1, 12, train), ("cpu", 1, 10, train_behind), ("ddp", 2, 5, train_behind)],
+    ("run", "how", "kills"),
+    [*NUM_KILLS, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=name,
 )
-def test_killed_runs_end_with_the_bits_of_an_uninterrupted_one(
-    tmp_path: Path, backend: str, num_ranks: int, kills: int, how: Callable[..., None]
+def test_killed_runs_end_as_an_uninterrupted_one(
+    tmp_path: Path, run: Run, how: Callable[..., None], kills: int
 ) -> None:
-    whole = finish(backend, tmp_path / "whole", num_ranks)
+    whole = finish(run, tmp_path / "whole", how)
     out = tmp_path / "killed"
-    dice = random.Random(0)
-    killed = furthest = 0
+    dice = random.Random(f"{run} {kills}")
+    killed = 0
     while killed < kills:
-        ranks = start(backend, out, num_ranks, how)
-        # As each step saves, most of a run's time is inside a save. Half of the runs are killed
-        # at the first sign of a new checkpoint, the others at some moment.
-        wait_for_progress(out, dice.random() < 0.5, time.monotonic() + dice.uniform(0.0, 1.5))
-        victim = dice.choice(ranks)
-        victim.kill()
-        for rank in ranks:  # the others notice, and end by themselves
-            rank.join(60)
-            assert rank.exitcode is not None
-        killed += victim.exitcode == -signal.SIGKILL  # it may have ended before
-        found = [step for step, _ in steps(out)]
-        assert max(found, default=0) >= furthest, "a complete checkpoint was lost"
-        furthest = max(found, default=0)
-        if furthest >= SETTINGS.steps - 1:  # nothing is left to kill: begin again
+        before = newest_step(out)
+        killed += was_killed(run, out, how, dice)
+        assert newest_step(out) >= before, "a complete checkpoint was lost"
+        resumed = [line["resumed"] for line in journal(out) if "resumed" in line]
+        assert resumed == sorted(resumed), "it did not go on from the newest"
+        if newest_step(out) >= SETTINGS.steps - 1:  # nothing is left to kill: begin again
             shutil.rmtree(out)
-            furthest = 0
-    killed_and_resumed = finish(backend, out, num_ranks, how)
+    killed_and_resumed = finish(run, out, how)
     assert killed_and_resumed.keys() == whole.keys()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, killed_and_resumed[name]), name
+    for key, tensor in whole.items():
+        assert torch.equal(tensor, killed_and_resumed[key]), key
+    assert curve(out) == curve(tmp_path / "whole")
+    assert len(curve(out)) > SETTINGS.steps // SETTINGS.log_every - 1
 
 
-def steps(out: Path) -> list[tuple[int, Path]]:
-    return [(found.step, found.folder) for found in list_checkpoints(out / "checkpoints").complete]
+def finish(run: Run, out: Path, how: Callable[..., None]) -> dict[str, torch.Tensor]:
+    """Run to the end; the tensors of the last checkpoint."""
+    before = newest_step(out)
+    ranks = start(run, out, run.num_ranks, how)
+    for rank in ranks:
+        rank.join(240)
+    assert [rank.exitcode for rank in ranks] == [0] * run.num_ranks
+    assert newest_step(out) == SETTINGS.steps
+    if before >= 0:
+        assert [line["resumed"] for line in journal(out) if "resumed" in line][-1] == before
+    last = newest(checkpoints_of(out))
+    assert last is not None
+    return everything(last)
 
 
-def wait_for_progress(out: Path, on_progress: bool, until: float) -> None:
-    folder = out / "checkpoints"
-    before = set(os.listdir(folder)) if folder.is_dir() else set()
-    while time.monotonic() < until:
-        now = set(os.listdir(folder)) if folder.is_dir() else set()
-        if on_progress and now != before:
-            return
+def was_killed(run: Run, out: Path, how: Callable[..., None], dice: random.Random) -> bool:
+    """Start it, and kill one rank or all: within a call that it chooses itself, most often, or
+    at some moment. False when it came to its end before.
+    """
+    victim, all_of_them = dice.randrange(run.num_ranks), dice.random() < 0.5
+    by_itself = dice.random() < 0.75
+    if by_itself:
+        # only rank 0 does more than write its own files
+        at = dice.randint(1, CALLS if victim == 0 else CALLS // 3)
+        death = Death(at, dice.choice(["before", "half-way", "after"]))
+        run = replace(run, deaths={victim: death})
+    ranks = start(run, out, run.num_ranks, how)
+    if not by_itself:
+        wait_for_progress(out, ranks)
+        time.sleep(dice.uniform(0, 0.2))
+        ranks[victim].kill()
+    ranks[victim].join(120)
+    for rank in ranks:
+        if all_of_them:
+            rank.kill()
+        rank.join(60)  # where it was not killed, it notices, and ends by itself
+        assert rank.exitcode is not None
+    return ranks[victim].exitcode == -signal.SIGKILL
+
+
+def newest_step(out: Path) -> int:
+    complete = list_checkpoints(checkpoints_of(out)).complete
+    return complete[-1].step if complete else -1
+
+
+def wait_for_progress(out: Path, ranks: list[BaseProcess]) -> None:
+    """Until something happens in the folder of checkpoints."""
+
+    def look() -> list[str]:
+        folder = checkpoints_of(out)
+        return os.listdir(folder) if folder.is_dir() else []
+
+    before = look()
+    while look() == before and all(rank.is_alive() for rank in ranks):
         time.sleep(0.001)
