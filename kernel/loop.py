@@ -320,7 +320,7 @@ class _Run:
         if preempted or self.settings.checkpoint.at_end:
             self._save(behind=False)
         if self.saves is not None:
-            self.saves.finish()
+            self.saves.close()
         finished = None
         if finish is not None and not preempted:
             with self.engine.full_params() as module:

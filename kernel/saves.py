@@ -75,6 +75,11 @@ class Saves:
         if behind is not None:
             self._attempt(behind.finish, behind.buffer_bytes)
 
+    def close(self) -> None:
+        """`finish`, and wait until what need not stay has been removed."""
+        self.finish()
+        self.store.wait()
+
     def _attempt(self, act: Callable[[], T], buffer_bytes: int = 0) -> T | None:
         """None where it failed, which is told, and may end the run."""
         started, result, error = time.perf_counter(), None, ""

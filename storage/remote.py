@@ -29,8 +29,8 @@ PART_BYTES = 32 << 20
 """Of a multi-part upload; S3 allows 10,000 of them, so a file may have 320 GB."""
 RANGE_BYTES = 8 << 20
 RANGES_AT_ONCE = 8
-HEAD_BYTES = 64 << 10
-"""Fetched together: the header of a file is asked for in two steps."""
+AHEAD_BYTES = 64 << 10
+"""Fetched at least: a header is read in two steps, and small tensors lie side by side."""
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"})
 """Object stores have no folders to make, and s3fs would make a bucket instead."""
 
@@ -40,6 +40,7 @@ class FsspecStorage:
 
     renames = False
     short_bytes = 1 << 20
+    stays_open = True
 
     def __init__(self, scheme: str, patience: Patience | None = None) -> None:
         """Raises `StorageUnavailable`."""
@@ -207,11 +208,11 @@ class FsspecStorage:
 
 
 class _Object:
-    """Implements `places.OpenFile`."""
+    """Implements `places.OpenFile`. Reads ahead, further as long as it is read in order."""
 
     def __init__(self, storage: FsspecStorage, path: Url) -> None:
         self.storage, self.path = storage, path
-        self._head: bytes | None = None
+        self._window, self._window_start, self._ahead = bytearray(), 0, AHEAD_BYTES
 
     @functools.cached_property
     def size(self) -> int:
@@ -221,17 +222,25 @@ class _Object:
         return int(info["size"])
 
     def read_into(self, start: int, target: memoryview) -> None:
-        stop = start + len(target)
-        if stop <= HEAD_BYTES and stop <= self.size:
-            if self._head is None:
-                head = bytearray(min(HEAD_BYTES, self.size))
-                self.storage.fetch(self.path, 0, memoryview(head))
-                self._head = bytes(head)
-            target[:] = self._head[start:stop]
+        if len(target) < self.storage.short_bytes and start + len(target) <= self.size:
+            offset = self._within_window(start, len(target))
+            target[:] = self._window[offset : offset + len(target)]
             return
         step = RANGE_BYTES * RANGES_AT_ONCE
         for begin in range(0, len(target), step):
             self.storage.fetch(self.path, start + begin, target[begin : begin + step])
+
+    def _within_window(self, start: int, num_bytes: int) -> int:
+        """Where in the window such bytes are, once they are."""
+        end = self._window_start + len(self._window)
+        if not self._window_start <= start <= start + num_bytes <= end:
+            in_order = self._window_start < start <= end + AHEAD_BYTES
+            most = self.storage.short_bytes
+            self._ahead = min(2 * self._ahead, most) if in_order else AHEAD_BYTES
+            window = bytearray(min(max(num_bytes, self._ahead), self.size - start))
+            self.storage.fetch(self.path, start, memoryview(window))
+            self._window, self._window_start = window, start
+        return start - self._window_start
 
 
 def _reach(path: Url) -> tuple[Any, str]:

@@ -44,6 +44,7 @@ class LocalStorage:
 
     renames = True
     short_bytes = 64 << 10
+    stays_open = False
 
     def check(self, folder: Path) -> None:
         """Left to the first save, which makes the folder."""

@@ -129,9 +129,9 @@ def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint. Raises `CheckpointNotFound` when there is no such folder and
     `CheckpointDamaged` when the manifest is missing or malformed."""
     storage, path = storage_of(folder), folder / MANIFEST
-    if not storage.is_folder(folder):
-        raise CheckpointNotFound(f"{folder}: no such checkpoint")
     if not storage.exists(path):
+        if not storage.is_folder(folder):
+            raise CheckpointNotFound(f"{folder}: no such checkpoint")
         raise CheckpointDamaged(f"{folder}: has no {MANIFEST}, so it was never completed")
     return Manifest.from_bytes(read_small(path, _MAX_BYTES), str(path))
 

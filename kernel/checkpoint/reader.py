@@ -167,7 +167,7 @@ class CheckpointReader:
             on_disk = torch.empty((*stored.sizes, itemsize), dtype=torch.uint8, device="meta")
             source = _narrow(on_disk, common, stored)
             start = piece.entry.start + before * itemsize
-            with storage_of(self.folder).open(piece.file.path) as file:
+            with piece.file.open() as file:
                 self._copy(file, start, source, _narrow(out, common, box))
 
     def _copy(self, file: OpenFile, start: int, source: Tensor, out: Tensor) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..errors import CheckpointDamaged
 from . import strict_json
 from .host import host_bytes, memory, num_bytes
-from .places import Place, storage_of
+from .places import OpenFile, Place, storage_of
 
 __all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "write"]
 
@@ -140,13 +141,16 @@ class Entry:
 
 
 class TensorFile:
-    """A file whose header is known and sound. Holds no descriptor and no data."""
+    """A file whose header is known and sound. Holds no descriptor, and none of the data but what a
+    remote storage read ahead."""
 
     def __init__(self, path: Place, size: int | None = None) -> None:
         """Reads the header. Raises `CheckpointDamaged` if it is malformed, or if the file is not
         of the given size in bytes."""
         self.path = path
-        with storage_of(path).open(path) as file:
+        storage = storage_of(path)
+        with storage.open(path) as file:
+            self._kept = file if storage.stays_open else None
             self.size = file.size
             if size is not None and self.size != size:
                 raise self.damaged(f"is {self.size} bytes, and should be {size}")
@@ -165,6 +169,10 @@ class TensorFile:
         self.metadata = self._check_metadata(header.pop(RESERVED, {}))
         self.entries = self._check_entries(header, 8 + length)
 
+    def open(self) -> AbstractContextManager[OpenFile]:
+        """To read tensors. Raises `CheckpointDamaged`."""
+        return nullcontext(self._kept) if self._kept else storage_of(self.path).open(self.path)
+
     def damaged(self, what: str) -> CheckpointDamaged:
         """The error to raise when this file turns out to be unsound."""
         return CheckpointDamaged(f"{self.path}: {what}")
@@ -173,14 +181,14 @@ class TensorFile:
         """A new host tensor. Raises `CheckpointDamaged`."""
         entry = self.entries[name]
         out = host_bytes(num_bytes(entry.dtype, entry.shape))
-        with storage_of(self.path).open(self.path) as file:
+        with self.open() as file:
             file.read_into(entry.start, memory(out))
         return out.view(entry.dtype).view(entry.shape)
 
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through a fixed buffer."""
         crc, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, self.size)))
-        with storage_of(self.path).open(self.path) as file:
+        with self.open() as file:
             for start in range(0, self.size, _CHUNK_BYTES):
                 chunk = buffer[: min(_CHUNK_BYTES, self.size - start)]
                 file.read_into(start, chunk)

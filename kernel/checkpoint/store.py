@@ -121,6 +121,10 @@ class CheckpointStore:
             self._retired = _behind().submit(self._retire)
         return saving.folder
 
+    def wait(self) -> None:
+        """Until nothing is going on behind training any more. What was begun is to be finished."""
+        self._retired.result()
+
     def _begin(
         self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
     ) -> _Saving:

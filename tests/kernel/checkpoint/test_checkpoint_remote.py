@@ -278,6 +278,17 @@ def test_a_rank_reads_the_bytes_that_it_needs(frail: type[Frail]) -> None:
     assert num_bytes == read.nbytes
 
 
+def test_small_tensors_are_fetched_together(frail: type[Frail]) -> None:
+    tensors = {f"t{i:03}": torch.full((100,), float(i)) for i in range(1000)}
+    pieces = [piece(name, tensor) for name, tensor in tensors.items()]
+    reader = CheckpointReader(save(CheckpointStore(ROOT), 1, [pieces]))
+    frail.log.clear()
+    for name, tensor in tensors.items():
+        assert torch.equal(reader.read("weights", name), tensor)
+    assert torch.equal(reader.read("weights", "t000"), tensors["t000"])
+    assert frail.log.count("read") + frail.log.count("info") < 12
+
+
 def test_weights_come_and_go(tmp_path: Path) -> None:
     path = save(CheckpointStore(ROOT), 5, run_of(1.0))
     folder = export_weights(path, tmp_path / "hub")
