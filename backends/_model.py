@@ -89,6 +89,12 @@ def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
+def without_gradient(module: nn.Module) -> list[str]:
+    """FQNs of parameters that require a gradient and have none."""
+    named = module.named_parameters()
+    return [name for name, p in named if p.requires_grad and p.grad is None]
+
+
 def autocast(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """What `Engine.autocast` returns under the plan's compute dtype."""
     if plan.precision.compute == plan.precision.params:

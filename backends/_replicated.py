@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import Outcome, Piece, Plan, Reader, Recipe, World
+from ..kernel.errors import RecipeError
 from . import _model, _state, _step
 from ._distributed import naming_collectives
 
@@ -53,6 +54,7 @@ class DdpEngine:
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         options: ReplicatedOptions = plan.options or ReplicatedOptions()
         self.plan, self.world = plan, world
+        self.finds_unused = options.find_unused_parameters
         self.own = _model.build_model(recipe, plan, world.device)
         self.tied = _model.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
@@ -82,6 +84,17 @@ class DdpEngine:
     def backward(self, loss: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):
             _step.backward(loss, self.loss_scale)
+
+    def unused(self) -> Sequence[str]:
+        names = _model.without_gradient(self.own)
+        if names and not self.finds_unused:
+            # it would wait for their gradients, and average none of those in a bucket with them
+            raise RecipeError(
+                f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the first "
+                "step: set backend.find_unused_parameters=true, or freeze them "
+                "(requires_grad=False), or leave them out of the model"
+            )
+        return names
 
     def update(self) -> Outcome:
         return _step.update(

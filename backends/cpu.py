@@ -101,6 +101,9 @@ class CpuEngine:
     def backward(self, loss: Tensor) -> None:
         _step.backward(loss, self.loss_scale)
 
+    def unused(self) -> Sequence[str]:
+        return _model.without_gradient(self.module)
+
     def update(self) -> Outcome:
         return _step.update(
             self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale

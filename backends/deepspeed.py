@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -178,11 +179,20 @@ class ZeroEngine:
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
+        self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
+        self._hooks = [
+            p.register_hook(partial(self._reach, name))  # type: ignore[no-untyped-call]
+            for name, p in named.items()
+            if p.requires_grad
+        ]
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
             self.loss_scale = _step.LossScale(world.device)
             self.zero.custom_loss_scaler = True
             self.zero.external_loss_scale = float(self.loss_scale.scale)
+
+    def _reach(self, name: str, grad: Tensor) -> None:
+        self._reached.add(name)
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
@@ -206,6 +216,12 @@ class ZeroEngine:
     def backward(self, loss: Tensor) -> None:
         with self._named("gathering weights or summing gradients in a backward"):
             self.module.backward(loss, scale_wrt_gas=False)
+
+    def unused(self) -> Sequence[str]:
+        for hook in self._hooks:
+            hook.remove()
+        named = self.own.named_parameters()
+        return [name for name, p in named if p.requires_grad and name not in self._reached]
 
     def update(self) -> Outcome:
         with self._named("updating the weights"):

@@ -178,6 +178,9 @@ class FsdpEngine:
         with self._named("gathering weights or averaging gradients in a backward"):
             _step.backward(loss, self.loss_scale)
 
+    def unused(self) -> Sequence[str]:
+        return _model.without_gradient(self.module)
+
     def update(self) -> Outcome:
         grads = [_dtensor.own_part(p.grad) for p in self.module.parameters() if p.grad is not None]
         if self.loss_scale is not None:

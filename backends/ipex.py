@@ -154,6 +154,9 @@ class IpexEngine:
     def backward(self, loss: Tensor) -> None:
         _step.backward(loss, None)
 
+    def unused(self) -> Sequence[str]:
+        return _model.without_gradient(self.module)
+
     def update(self) -> Outcome:
         return _step.update(self.optimizer, self.module.parameters(), self.plan.max_grad_norm)
 

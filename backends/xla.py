@@ -204,6 +204,9 @@ class XlaEngine:
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def unused(self) -> Sequence[str]:
+        return _model.without_gradient(self.module)
+
     def update(self) -> Outcome:
         self._settle()
         grads = [p.grad for p in self.parameters if p.grad is not None]

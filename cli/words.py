@@ -15,6 +15,8 @@ def describe(record: Mapping[str, Any]) -> str | None:
         "run_started": _run_started,
         "resumed": _resumed,
         "step_skipped": _step_skipped,
+        "loss_spiked": _loss_spiked,
+        "rolled_back": _rolled_back,
         "logged": _logged,
         "evaluated": _evaluated,
         "saved": _saved,
@@ -46,7 +48,22 @@ def _resumed(record: Mapping[str, Any]) -> str:
 def _step_skipped(record: Mapping[str, Any]) -> str:
     return (
         f"step {record['step']} was not applied: loss {figure(record['loss'])}, gradient norm "
-        f"{figure(record['grad_norm'])} ({record['in_a_row']} in a row)"
+        f"{figure(record['grad_norm'])} ({record['in_a_row']} in a row); it was for "
+        f"{record['samples']}"
+    )
+
+
+def _loss_spiked(record: Mapping[str, Any]) -> str:
+    return (
+        f"step {record['step']}: loss {figure(record['loss'])}, where {figure(record['usual'])} is "
+        f"usual, for {record['samples']}"
+    )
+
+
+def _rolled_back(record: Mapping[str, Any]) -> str:
+    return (
+        f"back at step {record['step']}, from {record['path']}; left out from here on: the samples "
+        f"of {record['left_out']} steps"
     )
 
 

@@ -158,7 +158,7 @@ class Conducting:
             learning_rate=self.learning_rate,
         )
 
-    def skipped(self, event: StepSkipped) -> None:
+    def skipped(self, event: StepSkipped, group: Group) -> None:
         _LOG.warning(
             "step %s was not applied: its loss is %s and its gradient norm %s (%s in a row). The "
             "weights and the optimizer are as before it",

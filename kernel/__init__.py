@@ -1,6 +1,7 @@
 """drivetrain's kernel: when, how much, in what order, and what a checkpoint is.
 
-It names no backend and imports none. Read `contract.py` first, then `loop.py`.
+It names no backend and imports none. Read `contract.py` first, then `loop.py`, `run.py` and
+`training.py`.
 """
 
 from .contract import Recipe
@@ -15,6 +16,7 @@ from .settings import (
     OptimizerSettings,
     ScheduleSettings,
     Settings,
+    SpikeSettings,
 )
 from .stream import ReadAgain
 
@@ -31,6 +33,7 @@ __all__ = [
     "Result",
     "ScheduleSettings",
     "Settings",
+    "SpikeSettings",
     "UsageError",
     "fit",
     "predict",

@@ -478,6 +478,12 @@ class Engine(Protocol):
         """
         ...
 
+    def unused(self) -> Sequence[str]:
+        """FQNs of parameters that require a gradient and got none on this rank. Called at most
+        once, right before the first update.
+        """
+        ...
+
     def update(self) -> Outcome:
         """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
         state bitwise unchanged on all of them (law 3). No gradient is left (law 4).

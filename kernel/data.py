@@ -126,6 +126,10 @@ class Source(Protocol):
         """
         ...
 
+    def where(self, position: Position, num_samples: int) -> str:
+        """Where the samples of a group are to be found, in words."""
+        ...
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Dealing:
@@ -209,6 +213,13 @@ class Loader(Dealing):
                 )
                 if next(microbatches, None) is not None:
                     raise RuntimeError("take all microbatches of a group before the next group")
+
+    def where(self, position: Position, num_samples: int) -> str:
+        """See `Source`."""
+        first = position.samples
+        order = ReadAhead(self._open(position.epoch))
+        indices = ", ".join(map(str, order.read(first, first + num_samples)))
+        return f"samples {first} to {first + num_samples - 1} of epoch {position.epoch} ({indices})"
 
     def _fetch(self, requests: Iterator[Request]) -> Generator[Microbatch, None, None]:
         isolate = self.workers > 0 if self.isolate_random is None else self.isolate_random

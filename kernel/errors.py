@@ -12,6 +12,7 @@
     |   |-- BackendUnavailable     the driver exists and cannot run on this machine
     |   |-- StorageUnavailable     no package that is installed can reach such a URL
     |   |-- CapabilityRefused      the driver declares that it cannot do what was asked
+    |   |-- TrainingDiverged       the loss spiked again after as many roll-backs as were allowed
     |   |-- NonFiniteTraining      too many steps in a row had a non-finite loss or gradient norm
     |   `-- CheckpointError        a checkpoint cannot be used
     |       |-- CheckpointNotFound     none, or none complete
@@ -48,6 +49,7 @@ __all__ = [
     "SettingError",
     "StorageFailed",
     "StorageUnavailable",
+    "TrainingDiverged",
     "UnknownBackend",
     "UsageError",
     "WorkerFailed",
@@ -139,6 +141,10 @@ class OutOfMemory(DrivetrainError):
 
 class NonFiniteTraining(UsageError):
     """Too many steps in a row had a non-finite loss or gradient norm; none was applied."""
+
+
+class TrainingDiverged(UsageError):
+    """The loss spiked again after as many roll-backs as were allowed."""
 
 
 class WorkerFailed(DrivetrainError):

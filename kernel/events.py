@@ -19,9 +19,11 @@ __all__ = [
     "Evaluated",
     "Event",
     "Logged",
+    "LossSpiked",
     "Observer",
     "Request",
     "Resumed",
+    "RolledBack",
     "RunEnded",
     "RunStarted",
     "Saved",
@@ -88,6 +90,31 @@ class StepSkipped:
     in_a_row: int
     loss: float
     grad_norm: float
+    samples: str = ""
+    """Which ones, in words, over all ranks."""
+
+
+@dataclass(frozen=True)
+class LossSpiked:
+    """The loss of this step was far above the usual one (see `SpikeSettings`)."""
+
+    step: int
+    loss: float
+    usual: float
+    """The median of the steps before."""
+    samples: str
+    """Which ones, in words, over all ranks."""
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """Training goes on from a checkpoint, as if the steps after it had not been."""
+
+    step: int
+    """Of the checkpoint."""
+    path: Place
+    left_out: int
+    """Groups of samples, one a step, that the run does without from here on."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +180,16 @@ class RunEnded:
 
 
 Event = (
-    RunStarted | Resumed | StepEnded | StepSkipped | Logged | Evaluated | Saved | Warned | RunEnded
+    RunStarted
+    | Resumed
+    | StepEnded
+    | StepSkipped
+    | LossSpiked
+    | RolledBack
+    | Logged
+    | Evaluated
+    | Saved
+    | Warned
+    | RunEnded
 )
 Observer = Callable[[Any], "Request | None"]

@@ -103,6 +103,14 @@ class ReadyLoader:
         """See `Source`."""
         yield from islice(through_epochs(start, self.num_epochs, self._epoch), num_steps)
 
+    def where(self, position: Position, num_samples: int) -> str:
+        """See `Source`."""
+        first = position.samples // self.session.world.num_feeders
+        return (
+            f"the {num_samples} samples of batches {first} to "
+            f"{first + self.batches.accumulation - 1} of each rank in epoch {position.epoch}"
+        )
+
     def _epoch(self, start: Position) -> Iterator[Group]:
         """What is left of an epoch."""
         size, feeders = self.batches.accumulation, self.session.world.num_feeders

@@ -32,6 +32,7 @@ __all__ = [
     "OptimizerSettings",
     "ScheduleSettings",
     "Settings",
+    "SpikeSettings",
     "flatten",
     "override",
 ]
@@ -147,6 +148,28 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class SpikeSettings:
+    """Watching for steps whose loss is far above the usual one.
+
+    They are looked for where the loss is logged, and before a checkpoint is saved, so that none is
+    saved after one. Going back, and leaving their data out, is what Chowdhery et al. did
+    (https://arxiv.org/abs/2204.02311, section 5.1).
+    """
+
+    factor: float | None = None
+    """A loss above the median of the last `history` ones by this many typical deviations (1.4826
+    times the median absolute one, which is the standard deviation of a normal distribution) is a
+    spike; 6 is a good start. None does not watch."""
+    history: int = 100
+    """Steps; the first 20 of a run are not judged."""
+    roll_back: bool = False
+    """Go back to the newest checkpoint, and leave out the samples of these steps and those of the
+    step before, whose update may be the cause. Without it a spike is told, and training goes on."""
+    max_roll_backs: int = 3
+    """A spike after so many ends the run."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """A whole run, apart from what to train (the recipe) and where (the backend)."""
 
@@ -181,6 +204,7 @@ class Settings:
     data: DataSettings = DataSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    spikes: SpikeSettings = SpikeSettings()
 
     def __post_init__(self) -> None:
         at_least = {
@@ -196,15 +220,18 @@ class Settings:
             "checkpoint.keep_last": 1,
             "checkpoint.keep_best": 1,
             "checkpoint.keep_every": 1,
+            "spikes.history": 20,
+            "spikes.max_roll_backs": 0,
         }
         values = flatten(self)
         for key, bound in at_least.items():
             if values[key] is not None and values[key] < bound:
                 raise SettingError(f"{key} is {values[key]}; it must be at least {bound}")
-        for key in ("epochs", "timeout_seconds", "stall_seconds", "max_grad_norm"):
+        or_none = ("stall_seconds", "max_grad_norm", "spikes.factor")
+        for key in ("epochs", "timeout_seconds", *or_none):
             value = values[key]
             if value is not None and not (value > 0 and math.isfinite(value)):
-                none = " or none" if key in ("stall_seconds", "max_grad_norm") else ""
+                none = " or none" if key in or_none else ""
                 raise SettingError(f"{key} is {value}; it must be above 0{none}")
         if self.precision not in PRECISIONS:
             raise SettingError(f"precision is {self.precision!r}; allowed: {', '.join(PRECISIONS)}")

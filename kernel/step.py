@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Batch, Engine, Outcome, Recipe, Session
-from .errors import RecipeError
+from .errors import CollectiveFailed, RecipeError
 from .memory import in_update, ran_out
 
 __all__ = ["StepResult", "Stepper"]
@@ -45,6 +45,7 @@ class Stepper:
         self.num_feeders = session.world.num_feeders
         self._agreed: Callable[[], list[float]] = list
         self._sums: list[float] | None = None
+        self._number = 0
 
     def __call__(
         self,
@@ -53,15 +54,17 @@ class Stepper:
         num_items: float,
         before_update: Callable[[], None],
         requests: Sequence[float] = (),
+        number: int = 0,
     ) -> StepResult:
         """One update over the next `num_microbatches` of `microbatches`.
 
         Each is a batch on the device and what it weighs: 1, less where its samples are repeated,
         0 when it only runs so that ranks stay together. `num_items`: this feeder's.
         `before_update` is called right before the update. `requests`: numbers to add up over
-        ranks on the way.
+        ranks on the way. `number`: of this step; raises `CollectiveFailed` where ranks differ.
         """
-        self._agreed, self._sums = self.session.tally((num_items, *requests)), None
+        self._agreed, self._sums = self.session.tally((number, num_items, *requests)), None
+        self._number = number
         total: Tensor | None = None
         for index in range(num_microbatches):
             batch, weight = next(microbatches)
@@ -87,8 +90,19 @@ class Stepper:
     def sums(self) -> list[float]:
         """The items of the global batch, and the requests, summed over ranks. Waits once a step."""
         if self._sums is None:
-            self._sums = self._agreed()
+            numbers, *self._sums = self._agreed()
+            if numbers != self._number * self.session.world.size:
+                raise CollectiveFailed(self._who_is_where())
         return self._sums
+
+    def _who_is_where(self) -> str:
+        """All ranks ask, since all saw that their numbers differ."""
+        steps = self.session.exchange(self._number)
+        told = ", ".join(f"rank {rank} in step {step}" for rank, step in enumerate(steps))
+        return (
+            f"ranks are in different steps: {told}. Each must run the same steps: look for code "
+            "that leaves steps out, or stops, on some ranks only"
+        )
 
     def backward(self, loss: Tensor, weight: float) -> Tensor:
         """`loss * weight`, detached, once its gradient has been added."""

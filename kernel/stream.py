@@ -98,6 +98,11 @@ class StreamLoader(Dealing):
         with closing(groups):
             yield from islice(groups, num_steps)
 
+    def where(self, position: Position, num_samples: int) -> str:
+        """See `Source`."""
+        last = position.samples + num_samples - 1
+        return f"samples {position.samples} to {last} of epoch {position.epoch} of the stream"
+
     def _epoch(self, start: Position) -> Iterator[Group]:
         """What is left of an epoch."""
         ahead = self.global_batch if self.drop_last else 1

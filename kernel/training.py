@@ -33,6 +33,8 @@ class Then(Enum):
     GO_ON = "go on"
     NEXT_EPOCH = "next epoch"
     """Leave the rest of this epoch out."""
+    ROLLED_BACK = "rolled back"
+    """Go on from where `Training.restore` has put the run."""
     STOPPED = "stopped"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -60,8 +62,10 @@ class Conductor(Protocol):
         """After an update. `Training.agreed` tells what ranks asked for."""
         ...
 
-    def skipped(self, event: StepSkipped) -> None:
-        """A step was not applied; told at the latest before the next update. May raise."""
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        """A step was not applied; told at the latest before the next update. May raise. `group`:
+        its data, of which the microbatches are used up.
+        """
         ...
 
 
@@ -87,7 +91,7 @@ class Training:
         self.progress = Progress()
         self.window = Window(self.progress)
         self._skipped_in_a_row = 0
-        self._unsettled: tuple[Outcome, Tensor] | None = None
+        self._unsettled: tuple[Outcome, Tensor, Group] | None = None
 
     # --- saving and resuming --------------------------------------------------------------
 
@@ -103,6 +107,7 @@ class Training:
         state: Mapping[str, Any] = reader.manifest.state
         progress = Progress.from_json(state) if state else Progress()
         self.engine.restore(reader)
+        self._unsettled, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, Window(progress)
         if window := state.get("window"):
             self.window.restore(window, self.session)
@@ -113,17 +118,18 @@ class Training:
     def run(self) -> Then:
         """All remaining steps, or until the conductor ends them; returns why they ended."""
         self.engine.module.train()
-        stepper, progress = Stepper(self.recipe, self.engine, self.session), self.progress
-        while progress.step < self.total_steps:
-            first = progress.step
+        stepper = Stepper(self.recipe, self.engine, self.session)
+        while self.progress.step < self.total_steps:
+            first = self.progress.step
             then = self._steps(stepper)
             if then is Then.NEXT_EPOCH:
-                if progress.position.samples:
-                    progress.position = Position(progress.position.epoch + 1)
-            elif then is not Then.GO_ON:
+                if self.progress.position.samples:
+                    self.progress.position = Position(self.progress.position.epoch + 1)
+            elif then is Then.GO_ON:
+                if self.progress.step == first:
+                    break  # no more data
+            elif then is not Then.ROLLED_BACK:
                 return then
-            elif progress.step == first:
-                break  # no more data
         return Then.FINISHED
 
     def _steps(self, stepper: Stepper) -> Then:
@@ -146,12 +152,13 @@ class Training:
                     num_items,
                     before_update,
                     self.requests.send(),
+                    progress.step + 1,
                 )
                 progress.step += 1
                 progress.position = group.next
                 progress.samples += group.num_samples
                 progress.items += int(result.items)
-                self._unsettled = result.outcome, result.loss
+                self._unsettled = result.outcome, result.loss, group
                 self.window.add(result.loss, result.outcome.grad_norm)
                 then = self.conductor.after_step(group, result)
                 if then is not Then.GO_ON:
@@ -200,7 +207,7 @@ class Training:
         """
         if self._unsettled is None:
             return
-        (outcome, loss), self._unsettled = self._unsettled, None
+        (outcome, loss, group), self._unsettled = self._unsettled, None
         progress = self.progress
         if outcome.applied():
             progress.applied += 1
@@ -211,4 +218,5 @@ class Training:
         step = progress.applied + progress.skipped
         value = float(self.session.reduce(loss)) / self.session.world.num_feeders
         norm = float(outcome.grad_norm)
-        self.conductor.skipped(StepSkipped(step, self._skipped_in_a_row, value, norm))
+        skipped = StepSkipped(step, self._skipped_in_a_row, value, norm)
+        self.conductor.skipped(skipped, group)

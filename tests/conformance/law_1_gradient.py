@@ -6,11 +6,18 @@ ragged batches, accumulation and the world size do not show.
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from ..kernel.errors import RecipeError
 from . import oracle
+from .bench import Bench
 from .cases import Refused, check
-from .judge import require_close
+from .jobs import accumulate, microbatches, optimizer_called
+from .judge import require, require_close
 from .problems import PROBLEMS
 from .refusal import refuses_precision
 from .rehearsal import rehearse
@@ -91,3 +98,35 @@ def fit_equals_one_process(subject: Subject) -> None:
     logged = ranks[0]["logged"]
     require_close("loss of step", [line["loss"] for line in logged], expected.losses, 1e-6)
     require_close("norm of step", [line["grad_norm"] for line in logged], expected.norms, 1e-6)
+
+
+@check()
+def parameters_that_no_gradient_reaches_are_named(subject: Subject) -> None:
+    """Before the first update, or refused with their names where the driver cannot do with it."""
+    for rank, told in enumerate(subject.run(with_spare_parts)):
+        named = told.get("refused") or ", ".join(told["unused"])
+        require("spare.weight, spare.bias" in named, f"rank {rank} names {named!r}")
+        require("used.weight" not in named, f"rank {rank} names {named!r}")
+
+
+class WithSpareParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = PROBLEMS["regression"].model(), nn.Linear(6, 3)
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self.used(inputs)
+
+
+def with_spare_parts(bench: Bench) -> dict[str, Any]:
+    """A job."""
+    problem = replace(PROBLEMS["regression"], model=WithSpareParts)
+    with bench.open() as session:
+        engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))
+        engine.module.train()
+        batches = session.feed(microbatches("regression", [[([0, 1], True)]]))
+        accumulate(session, engine, problem, batches, [True], [1.0])
+        try:
+            return {"unused": list(engine.unused())}
+        except RecipeError as error:
+            return {"refused": str(error)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +18,9 @@ from drivetrain.kernel.agreement import agree, start_conditions
 from drivetrain.kernel.contract import Probe
 from drivetrain.kernel.errors import CollectiveFailed
 from drivetrain.kernel.registry import find_driver
+from drivetrain.kernel.step import Stepper
+
+from .thread_world import ThreadSession, Together
 
 CPU: Any = find_driver("cpu")
 
@@ -116,3 +121,34 @@ def test_a_function_is_known_by_what_it_does() -> None:
 
     assert made("batch in {'a', 'b', 'c'}", "one.py") == made("batch in {'c', 'b', 'a'}", "two.py")
     assert made("batch in {'a'}", "one.py") != made("batch in {'b'}", "one.py")
+
+
+class Engine:
+    """As much of one as a forward needs."""
+
+    module = nn.Linear(3, 1)
+
+    def microbatch(self, last: bool) -> Any:
+        return contextlib.nullcontext()
+
+    def autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def test_ranks_in_different_steps_end_before_the_update() -> None:
+    together, told = Together(2), ["", ""]
+
+    def run(rank: int) -> None:
+        stepper = Stepper(recipe(), Engine(), ThreadSession(rank, together))  # type: ignore[arg-type]
+        try:
+            stepper(iter([(torch.ones(1, 3), 1.0)]), 1, 1.0, lambda: None, (), 3 + rank)
+        except CollectiveFailed as error:
+            told[rank] = str(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for words in told:
+        assert "ranks are in different steps: rank 0 in step 3, rank 1 in step 4" in words

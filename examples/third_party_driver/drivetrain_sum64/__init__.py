@@ -140,6 +140,10 @@ class Sum64Engine:
                 grad, parameter.grad = parameter.grad.double(), None
                 self.sums[parameter] = self.sums.get(parameter, 0.0) + grad
 
+    def unused(self) -> list[str]:
+        own = self.module.named_parameters()
+        return [name for name, p in own if p.requires_grad and p not in self.sums]
+
     def update(self) -> contract.Outcome:
         norms = [torch.linalg.vector_norm(total) for total in self.sums.values()]
         norm = torch.stack(norms).norm().float() if norms else torch.zeros(())

@@ -1,0 +1,510 @@
+"""One run on one rank: what happens between steps, as the settings say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .agreement import agree, ask_first, plain, start_conditions
+from .checkpoint import (
+    CHECKPOINTS,
+    CheckpointReader,
+    CheckpointStore,
+    Manifest,
+    Place,
+    Url,
+    storage_of,
+)
+from .contract import Driver, Engine, Plan, Recipe, Session
+from .cut import fitting_size
+from .data import Group, Source, length_of
+from .errors import (
+    DataError,
+    NonFiniteTraining,
+    OutOfMemory,
+    SettingError,
+    TrainingDiverged,
+)
+from .evaluate import evaluate
+from .events import (
+    Evaluated,
+    Event,
+    Logged,
+    Observer,
+    Request,
+    Resumed,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepSkipped,
+    Warned,
+)
+from .memory import Memory, ran_out
+from .progress import Window
+from .requests import Requests
+from .resume import differences, find_checkpoint
+from .saves import Saves
+from .schedule import build_schedule
+from .settings import Settings
+from .sources import once, open_source
+from .spikes import Spikes, Without
+from .step import StepResult
+from .training import Then, Training
+
+__all__ = ["Again", "Result", "Run"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    step: int
+    reason: str
+    """`finished`, `stopped` or `preempted`."""
+    loss: float
+    """The last one logged; NaN when none was."""
+    metrics: Mapping[str, Mapping[str, float]]
+    """The last ones of each evaluation data set."""
+    checkpoint: Place | None
+    """The newest that this run saved or resumed from."""
+    finish: Any = None
+    """What `finish` returned."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """How to go on where memory ran out."""
+
+    settings: Settings
+    resume: Place | None
+    """From what the run itself saved; None: as it began."""
+
+
+class Run:
+    """One call of `fit` on one rank."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        session: Session,
+        plan: Plan,
+        recipe: Recipe,
+        settings: Settings,
+        out: Place | None,
+        observers: Sequence[Observer],
+        requests: Requests,
+        aside: Callable[[], Path],
+    ) -> None:
+        started = time.perf_counter()
+        world = session.world
+        self.driver, self.session, self.settings, self.out = driver, session, settings, out
+        self.observers, self.requests, self.started = observers, requests, started
+        self.aside = aside
+        """Makes a folder that lasts until `fit` returns."""
+        self.recipe = dataclasses.replace(
+            recipe, optimizer=recipe.optimizer or settings.optimizer.build
+        )
+        agree(session, start_conditions(driver, plan, recipe, settings))
+        if out is not None:
+            ask_first(session, lambda: storage_of(out).check(out))
+        for name, data in recipe.eval_data.items():
+            if length_of(data) == 0:
+                raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
+        able = driver.capabilities(plan)
+        self.fixed_size = able.static_shapes
+        largest = -(-settings.global_batch // world.num_feeders)
+        self.micro_batch = plan.micro_batch or largest
+        if self.fixed_size:
+            self.micro_batch = fitting_size(largest, self.micro_batch)
+        self.eval_micro_batch = settings.evaluate.micro_batch or self.micro_batch
+        self.memory = Memory(settings, world, out, able.saves_memory, self._emit)
+        self.source = self._open(
+            recipe.train_data,
+            seed=settings.seed,
+            global_batch=settings.global_batch,
+            micro_batch=self.micro_batch,
+            num_epochs=None if settings.steps else math.ceil(settings.epochs),
+            shuffle=settings.data.shuffle,
+            drop_last=settings.data.drop_last,
+            # what is fetched ahead must not draw from the generators that a checkpoint holds
+            isolate_random=able.feeds_ahead or None,
+        )
+        self.total_steps = _total_steps(settings, self.source.steps_per_epoch)
+        try:
+            self.engine: Engine = session.prepare(self.recipe)
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(
+                    f"no memory for the model: {error}; {self.memory.advice()}"
+                ) from error
+            raise
+        session.seed(settings.seed + 1 + world.rank)
+        self.base_rates = [group["lr"] for group in self.engine.param_groups]
+        self.schedule = build_schedule(
+            total_steps=self.total_steps, **dataclasses.asdict(settings.schedule)
+        )
+        self.saves = self._saves_to(out / CHECKPOINTS) if out is not None else None
+        self.spikes = Spikes(settings.spikes, session, self.source.where)
+        data = self.source
+        if settings.spikes.roll_back:
+            data = Without(self.source, self.spikes.left_out)
+        self.training = Training(
+            self.recipe, session, self.engine, data, self.total_steps, self, requests
+        )
+        self.first_step = 0
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.loss = math.nan
+        self.evaluated_at = -1
+        self.resumed_from: Place | None = None
+        self.unused_told = False
+
+    def _saves_to(self, folder: Place) -> Saves:
+        keep = self.settings.checkpoint
+        store = CheckpointStore(
+            folder,
+            keep_last=keep.keep_last,
+            keep_best=keep.keep_best,
+            best_metric=keep.best_metric,
+            best_mode=keep.best_mode,
+            keep_every=keep.keep_every,
+        )
+        return Saves(
+            store,
+            self._what_to_save,
+            self._emit,
+            self._leave_out,
+            stop_on_error=keep.stop_on_error,
+        )
+
+    def _open(self, data: Any, **options: Any) -> Source:
+        """The source of training or evaluation data."""
+        return open_source(
+            data,
+            self.session,
+            collate=self.recipe.collate,
+            count_items=self.recipe.count_items,
+            fixed_size=self.fixed_size,
+            workers=self.settings.data.workers,
+            **options,
+        )
+
+    def resume(self, source: str | os.PathLike[str] | Url) -> None:
+        """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
+        left_out: list[str] = []
+        path = find_checkpoint(
+            self.session,
+            source,
+            self.out,
+            verify=self.settings.checkpoint.verify,
+            tell=left_out.append,
+        )
+        if path is None:
+            for note in left_out:
+                self._emit(Warned(note))
+            return
+        manifest, notes = self._restore(path)
+        step = self.training.progress.step
+        self.first_step, self.resumed_from = step, path
+        if metrics := manifest.state.get("metrics"):
+            self.evaluated_at = step
+            self.metrics = {
+                name: {
+                    key.removeprefix(f"{name}."): value
+                    for key, value in metrics.items()
+                    if key.startswith(f"{name}.")
+                }
+                for name in self.recipe.eval_data
+            }
+        changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
+        self._emit(Resumed(path, step, (*left_out, *changed, *notes)))
+
+    def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
+        """Take over that checkpoint; what it could not give, in words."""
+        reader = CheckpointReader(path)
+        notes: tuple[str, ...] = ()
+        seeded = self.training.restore(reader)
+        self.spikes.restore(reader.manifest.state.get("spikes"))
+        step = self.training.progress.step
+        if self.saves is not None:
+            self.saves.is_saved(step)
+        if not seeded:
+            self.session.seed(self.settings.seed + 1 + self.session.world.rank + step)
+            notes = ("no random state for this rank in the checkpoint: seeded anew",)
+        return reader.manifest, notes
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def go(self, finish: Callable[[nn.Module], Any] | None) -> Result | Again:
+        """To the end, or to where memory runs out."""
+        self._emit(
+            RunStarted(
+                backend=self.driver.name,
+                world=self.session.world,
+                settings=self.settings,
+                total_steps=self.total_steps,
+                steps_per_epoch=self.source.steps_per_epoch,
+                num_samples=self.source.num_samples,
+                num_parameters=self.engine.num_parameters,
+                first_step=self.first_step,
+                out=self.out,
+                flops_per_item=self.recipe.flops_per_item,
+            )
+        )
+        then = self._train()
+        if isinstance(then, Again):
+            return then
+        done = self.training.progress.step
+        if then is Then.FINISHED and self.settings.steps and done < self.settings.steps:
+            self._emit(Warned(f"the data ended after {done} of {self.settings.steps} steps"))
+        if self.training.window.has_grown(self.training.progress):
+            self._log()  # and the window stays open: a longer run logs as if it had not ended here
+        self._tell_spikes()
+        preempted = then is Then.PREEMPTED
+        if not preempted and self.settings.evaluate.at_end:
+            self._evaluate()
+        if preempted or self.settings.checkpoint.at_end:
+            self._save(behind=False)
+        if self.saves is not None:
+            self.saves.close()
+        finished = None
+        if finish is not None and not preempted:
+            with self.engine.full_params() as module:
+                module.eval()
+                finished = finish(module)
+        step, reason = self.training.progress.step, then.value
+        self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
+        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished)
+
+    def _train(self) -> Then | Again:
+        try:
+            return self.training.run()
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}; {self.memory.advice()}") from error
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            cause = str(error)
+        # here, where nothing holds what the failed step held
+        step = self.training.progress.step
+        size = self.memory.less(
+            f"step {step + 1}", "micro_batch", self.micro_batch, cause, self.recipe.train_data
+        )
+        smaller = dataclasses.replace(self.settings, micro_batch=size)
+        if step > self.first_step:
+            if self.saves is None:
+                self.saves = self._saves_to(self.aside())
+            self._save(behind=False)
+        return Again(smaller, self._checkpoint())
+
+    # --- between steps (see `Conductor`) ------------------------------------------------------
+
+    def before_update(self) -> None:
+        if not self.unused_told:
+            self.unused_told = True
+            if unused := self.engine.unused():
+                self._emit(Warned(_unused(unused)))
+        factor = self.schedule(self.training.progress.applied)
+        for group, rate in zip(self.engine.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+
+    def after_step(self, group: Group, result: StepResult) -> Then:
+        step, settings = self.training.progress.step, self.settings
+        if self.observers:
+            self._emit(StepEnded(step))
+        if self.spikes.watches:
+            self.spikes.add(step, group, result.loss)
+        requests = self.training.agreed(result)
+        log = requests[Request.LOG] or step % settings.log_every == 0
+        save = requests[Request.SAVE] or _due(step, settings.checkpoint.every)
+        rolled_back = (log or save) and self._tell_spikes() and self._roll_back()
+        if not rolled_back:
+            if log:
+                self._log()
+                self.training.window = Window(self.training.progress)
+            if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
+                self._evaluate()
+            if self.saves is not None:
+                self.requests.ask(self.saves.after_step(requests))
+            if save:
+                self._save(settings.checkpoint.behind)
+        if requests[Request.PREEMPT]:
+            return Then.PREEMPTED
+        if requests[Request.STOP]:
+            return Then.STOPPED
+        return Then.ROLLED_BACK if rolled_back else Then.GO_ON
+
+    def _tell_spikes(self) -> bool:
+        """Whether there were any since the last look."""
+        found = self.spikes.find()
+        for spike in found:
+            self._emit(spike)
+        return bool(found)
+
+    def _roll_back(self) -> bool:
+        """Go back to the newest checkpoint, if that is wanted and there is one."""
+        spikes, settings = self.spikes, self.settings.spikes
+        if not settings.roll_back:
+            return False
+        if self.saves is not None:
+            self.saves.finish()
+        path = self._checkpoint()
+        if path is None:
+            self._emit(
+                Warned("there is no checkpoint to roll back to: training goes on. Save some")
+            )
+            return False
+        if spikes.roll_backs == settings.max_roll_backs:
+            raise TrainingDiverged(
+                f"the loss spiked again after {spikes.roll_backs} roll-backs (spikes."
+                f"max_roll_backs); the last checkpoint is {path}, from before the spike. Lower "
+                "optimizer.lr, lengthen schedule.warmup, or check the samples that were named"
+            )
+        spikes.roll_backs += 1
+        self._restore(path)
+        step = self.training.progress.step
+        self._emit(RolledBack(step, path, len(spikes.left_out)))
+        return True
+
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        samples = self.source.where(group.position, group.num_samples)
+        self._emit(dataclasses.replace(event, samples=samples))
+        if event.in_a_row >= self.settings.max_nonfinite:
+            if self.saves is not None:
+                self.saves.finish()
+            last = self._checkpoint()
+            kept = f"the last checkpoint is {last}" if last else "none saved"
+            raise NonFiniteTraining(
+                f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
+                f"{event.in_a_row} steps in a row could not be applied (max_nonfinite="
+                f"{self.settings.max_nonfinite}), the last for {samples}; {kept}. The weights are "
+                "those before these steps. Lower optimizer.lr, check the data, or raise precision"
+            )
+
+    # --- log, evaluate, save --------------------------------------------------------------
+
+    def _log(self) -> None:
+        self.training.settle()
+        progress = self.training.progress
+        position = progress.position
+        figures = self.training.window.figures(progress, self.session)
+        self.loss = figures["loss"]
+        self._emit(
+            Logged(
+                step=progress.step,
+                epoch=position.epoch + position.samples / (self.source.epoch_length or math.inf),
+                learning_rate=float(self.engine.param_groups[0]["lr"]),
+                items=progress.items,
+                samples=progress.samples,
+                skipped=progress.skipped,
+                **figures,
+            )
+        )
+
+    def _evaluate(self) -> None:
+        if self.evaluated_at == self.training.progress.step:
+            return
+        for name, data in self.recipe.eval_data.items():
+            started = time.perf_counter()
+            metrics = self.metrics[name] = self._measured(name, data)
+            seconds = time.perf_counter() - started
+            self.training.window.leave_out(seconds)
+            self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
+        self.evaluated_at = self.training.progress.step
+
+    def _measured(self, name: str, data: Any) -> dict[str, float]:
+        while True:
+            size = self.eval_micro_batch
+            source = self._open(
+                data,
+                seed=0,
+                global_batch=size * self.session.world.num_feeders,
+                micro_batch=size,
+                num_epochs=1,
+            )
+            try:
+                return evaluate(self.session, self.engine, self.recipe, once(source))
+            except Exception as error:
+                if not ran_out(error):
+                    raise
+                cause = str(error)
+            doing = f"the evaluation {name!r}"
+            self.eval_micro_batch = self.memory.less(
+                doing, "evaluate.micro_batch", size, cause, data
+            )
+
+    def _save(self, behind: bool) -> None:
+        self.training.settle()
+        if self.saves is not None:
+            self.saves.save(self.training.progress.step, behind)
+
+    def _what_to_save(self) -> dict[str, Any]:
+        return {
+            "step": self.training.progress.step,
+            "engine": self.engine,
+            "session": self.session,
+            "state": {
+                **self.training.state(),
+                "metrics": self._metrics_now(),
+                **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
+            },
+            "settings": plain(self.settings),
+            "driver": self.driver.name,
+        }
+
+    def _checkpoint(self) -> Place | None:
+        """The newest that this run saved or resumed from."""
+        return (self.saves and self.saves.newest) or self.resumed_from
+
+    def _leave_out(self, seconds: float) -> None:
+        self.training.window.leave_out(seconds)
+
+    def _metrics_now(self) -> dict[str, float]:
+        """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
+        if self.evaluated_at != self.training.progress.step:
+            return {}
+        named: dict[str, float] = {}
+        for name, metrics in reversed(self.metrics.items()):
+            named |= {f"{name}.{key}": value for key, value in metrics.items()}
+        first = next(iter(self.metrics.values()), {})
+        return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
+
+    def _emit(self, event: Event) -> None:
+        for observer in self.observers:
+            self.requests.ask(observer(event))
+
+
+def _total_steps(settings: Settings, steps_per_epoch: int | None) -> int | None:
+    """None: until the data ends."""
+    if settings.steps is not None:
+        return settings.steps
+    if steps_per_epoch == 0:
+        raise DataError("train_data holds no samples, or none that fill a global batch")
+    if steps_per_epoch is not None:
+        return math.ceil(settings.epochs * steps_per_epoch)
+    if settings.epochs % 1:
+        raise SettingError(
+            f"epochs is {settings.epochs}, and the data has no length to take a part of: set "
+            "whole epochs, or steps"
+        )
+    return None
+
+
+def _unused(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"no gradient reached {shown} in the first step: they stay as they are until one does. "
+        "Freeze them (requires_grad=False) or leave them out if that is meant"
+    )
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
