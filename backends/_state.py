@@ -83,11 +83,15 @@ def replicated_pieces(
 def dealt_pieces(
     replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
 ) -> Iterator[Piece]:
-    """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write."""
+    """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write. Numbers
+    of one kind go together: whoever resumes needs all of them, and opens one file for that."""
     written = [0] * size
     for kind, tensors in replicated.items():
+        of_numbers: int | None = None
         for name, tensor in tensors.items():
             writer = written.index(min(written))
+            if not tensor.dim():
+                of_numbers = writer = writer if of_numbers is None else of_numbers
             written[writer] += tensor.nbytes + 1
             if writer == rank:
                 yield Piece(kind, name, tensor, tuple(tensor.shape))

@@ -28,7 +28,11 @@ _FORMAT = "drivetrain-checkpoint"
 _VERSION = 1
 _SUM = "crc32"
 _MAX_BYTES = 64 << 20
-FILE_NAME = re.compile(r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+FILE_NAME = re.compile(
+    r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors"
+    r"|index(-[0-9]{5,9}-[0-9]{1,2})?\.json"
+)
+"""Names of files of a checkpoint; those of indexes with numbers exist while it is written."""
 
 
 def file_name(kind: Kind, part: int, num_parts: int) -> str:
@@ -46,13 +50,14 @@ class FileEntry:
 
     @property
     def kind(self) -> str:
-        """The kind of what is in it."""
+        """The kind of what is in it; of an index, its name."""
         return self.name.partition("-")[0]
 
     @property
     def part(self) -> int:
-        """The rank that wrote it."""
-        return int(self.name.split("-")[1])
+        """The rank that wrote it; 0 for an index."""
+        _, *numbers = self.name.split("-")
+        return int(numbers[0]) if numbers else 0
 
 
 @dataclass(frozen=True)

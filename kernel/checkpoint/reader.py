@@ -5,64 +5,55 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from ..contract import Box, Kind, Region, TensorInfo
 from ..errors import CheckpointDamaged, CheckpointMismatch
-from . import regions, strict_json
+from . import regions
 from .host import host_bytes, memory, num_bytes
+from .index import INDEX, Known
+from .lookup import Lookup, Stored, read_index
 from .manifest import MANIFEST, is_altered, read_manifest
 from .places import OpenFile, Place, Url, place, storage_of
-from .safetensors import Entry, TensorFile, is_shape
-from .writer import PARTS
+from .safetensors import TensorFile
 
 __all__ = ["CheckpointReader"]
 
 _BUFFER_BYTES = 16 << 20
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A piece of a tensor, in a file."""
-
-    file: TensorFile
-    entry: Entry
-    shape: tuple[int, ...]
-    region: Region | None
-
-
-_Overlap = tuple[_Stored, Box, int, Box]
+_Overlap = tuple[Stored, Box, int, Box]
 """A piece, a box of it, the elements before that in its file, what of it lies in a region."""
 
 
 class CheckpointReader:
     """Implements `contract.Reader` for one checkpoint folder; needs no process group.
 
-    Opens the files of a kind when that kind is first asked for, and then reads only the bytes
-    that a region overlaps. Host memory: the result and a fixed buffer.
+    Opens the files of a kind when that kind is first asked for, or, where an index tells which, the
+    files that a region lies in; and then reads only the bytes that it overlaps. Host memory: the
+    result, a fixed buffer, and the headers of these files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | Url) -> None:
         """Raises `CheckpointNotFound` or `CheckpointDamaged`."""
         self.folder: Place = place(folder)
         self.manifest = read_manifest(self.folder)
-        self._stored: dict[str, dict[str, list[_Stored]]] = {}
+        self._lookup = Lookup(self.folder, self.manifest)
         self._aliases = {name: group[0] for group in self.manifest.tied for name in group}
         self._buffer = host_bytes(0)
         self._short_bytes = storage_of(self.folder).short_bytes
 
     def names(self, kind: Kind) -> Sequence[str]:
-        """All names of that kind, sorted; of tied weights the one that is stored."""
-        return sorted(self._index(kind))
+        """All names of that kind, sorted; of tied weights the one that is stored. Where there is an
+        index, it leaves out the random states of ranks: see `own`."""
+        return sorted(self._lookup.tensors(kind))
 
     def info(self, kind: Kind, name: str) -> TensorInfo:
         """Its dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
-        first = self._pieces(kind, name)[0]
-        return TensorInfo(first.entry.dtype, first.shape)
+        return self._known(kind, name)[1].info
 
     def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
         """A new host tensor with the stored dtype: the whole, a box, or a flat range (1-d).
@@ -70,12 +61,13 @@ class CheckpointReader:
         Raises `CheckpointMismatch` for an unknown name or a region outside the tensor, and
         `CheckpointDamaged` when the stored pieces leave a gap or overlap.
         """
-        pieces = self._pieces(kind, name)
-        dtype, shape = pieces[0].entry.dtype, pieces[0].shape
+        stored, known = self._known(kind, name)
+        dtype, shape = known.info.dtype, known.info.shape
         try:
             regions.check(region, shape)
         except ValueError as error:
             raise CheckpointMismatch(f"{self.folder}: {kind} {name!r}: {error}") from error
+        pieces = self._lookup.pieces(kind, stored, known, region)
         # All is found before any of it gets memory: a forged shape must not ask for the moon.
         wanted = [
             (box, before, self._overlaps(f"{kind} {name!r}", pieces, box))
@@ -88,13 +80,22 @@ class CheckpointReader:
             self._fill(found, box, out[start : start + size].view(*box.sizes, dtype.itemsize))
         return out.view(dtype).view(result)
 
+    def own(self, kind: Kind, part: int, prefix: str) -> dict[str, Tensor]:
+        """The whole tensors that rank `part` wrote under names with that prefix, without it."""
+        return {
+            name.removeprefix(prefix): self._whole(name, pieces)
+            for name, pieces in self._lookup.in_part(kind, part).items()
+            if name.startswith(prefix)
+        }
+
     def verify(self) -> list[str]:
         """Reads every byte; says, a line each, which files or tensors are not as written."""
         problems = self.damaged_files()
         for kind in () if problems else get_args(Kind):
             try:
-                for name, pieces in self._index(kind).items():
-                    for box, _ in regions.boxes(None, pieces[0].shape):
+                for name, known in self._lookup.in_headers(kind).items():
+                    pieces = self._lookup.pieces(kind, name, known, None)
+                    for box, _ in regions.boxes(None, known.info.shape):
                         self._overlaps(f"{kind} {name!r}", pieces, box)
             except CheckpointDamaged as error:
                 problems.append(str(error))
@@ -110,6 +111,9 @@ class CheckpointReader:
             if file.part % num_parts != part:
                 continue
             try:
+                if file.name == INDEX:
+                    read_index(self.folder, file, len(self.manifest.files))
+                    continue
                 crc = TensorFile(self.folder / file.name, file.num_bytes).crc32()
                 if crc != file.crc32:
                     problems.append(
@@ -119,34 +123,24 @@ class CheckpointReader:
                 problems.append(str(error))
         return problems
 
-    def _pieces(self, kind: Kind, name: str) -> list[_Stored]:
-        index = self._index(kind)
+    def _known(self, kind: Kind, name: str) -> tuple[str, Known]:
+        """The name under which it is stored, and what is known of it."""
+        tensors = self._lookup.tensors(kind)
         stored = self._aliases.get(name, name) if kind == "weights" else name
-        if name in index or stored in index:
-            return index[name if name in index else stored]
+        for each in (name, stored):
+            if each in tensors:
+                return each, tensors[each]
         raise CheckpointMismatch(
-            f"{self.folder}: no {kind} tensor {name!r}; it has {len(index)}: {sorted(index)[:5]}..."
+            f"{self.folder}: no {kind} tensor {name!r}; it has {len(tensors)}: "
+            f"{sorted(tensors)[:5]}..."
         )
 
-    def _index(self, kind: Kind) -> dict[str, list[_Stored]]:
-        if kind not in self._stored:
-            index: dict[str, list[_Stored]] = {}
-            for entry in self.manifest.files:
-                if entry.kind == kind:
-                    file = TensorFile(self.folder / entry.name, entry.num_bytes)
-                    for name, stored in _pieces_in(file):
-                        first = index.setdefault(name, [stored])[0]
-                        if (first.shape, first.entry.dtype) != (stored.shape, stored.entry.dtype):
-                            raise file.damaged(
-                                f"{name!r} is {stored.entry.dtype} {stored.shape}, and "
-                                f"{first.entry.dtype} {first.shape} in {first.file.path.name}"
-                            )
-                        if first is not stored:
-                            index[name].append(stored)
-            self._stored[kind] = index
-        return self._stored[kind]
+    def _whole(self, name: str, pieces: list[Stored]) -> Tensor:
+        if len(pieces) > 1 or pieces[0].region is not None:
+            raise pieces[0].file.damaged(f"{name!r} is not whole")
+        return pieces[0].file.read(name)
 
-    def _overlaps(self, what: str, pieces: list[_Stored], box: Box) -> list[_Overlap]:
+    def _overlaps(self, what: str, pieces: list[Stored], box: Box) -> list[_Overlap]:
         found = [
             (piece, stored, before, common)
             for piece in pieces
@@ -189,33 +183,6 @@ class CheckpointReader:
         dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
         for half, target in zip(source.chunk(2, dim), out.chunk(2, dim), strict=True):
             self._copy(file, start, half, target)
-
-
-def _pieces_in(file: TensorFile) -> list[tuple[str, _Stored]]:
-    raw = file.metadata.get(PARTS, "{}").encode(errors="surrogatepass")
-    labels: Any = strict_json.parse(raw, str(file.path))
-    if not isinstance(labels, dict) or not labels.keys() <= file.entries.keys():
-        raise file.damaged(f"describes parts that it does not hold: {labels!r:.200}")
-    found = []
-    for key, entry in file.entries.items():
-        name, shape, region = key, entry.shape, None
-        if key in labels:
-            try:
-                name, shape, region = _read_label(labels[key], entry.shape)
-            except ValueError as error:
-                raise file.damaged(f"{key!r} {entry.shape}: {error}") from error
-        found.append((name, _Stored(file, entry, shape, region)))
-    return found
-
-
-def _read_label(label: Any, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...], Region]:
-    match label:
-        case {"name": str(name), "shape": dims, **rest} if is_shape(dims):
-            shape, region = tuple(dims), regions.from_json(rest)
-            regions.check(region, shape)
-            if regions.result_shape(region, shape) == sizes:
-                return name, shape, region
-    raise ValueError(f"cannot be the part {label!r:.200}")
 
 
 def _narrow(tensor: Tensor, box: Box, within: Box) -> Tensor:

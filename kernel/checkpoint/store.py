@@ -25,6 +25,7 @@ from ..contract import Engine, Piece, Session
 from ..errors import SaveFailed, SettingError
 from . import catalog, files
 from .host import HostCopies
+from .index_tree import join_level, num_levels
 from .manifest import FileEntry, Manifest, write_manifest
 from .places import Place, Url, place, storage_of
 from .reader import CheckpointReader
@@ -194,6 +195,7 @@ class _Saving:
     def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
         """Make it the checkpoint of its step; `tidy`: nothing but these files lies there."""
         entries = tuple(FileEntry(*file) for files_of_rank in written for file in files_of_rank)
+        entries += self._indexed(entries)
 
         def act() -> None:
             if not tidy:
@@ -202,6 +204,15 @@ class _Saving:
             catalog.publish(self.folder)
 
         _on_first(self.session, self.folder, act)
+
+    def _indexed(self, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """The index of these files, if they are many: ranks join what others have joined."""
+        world, below = self.session.world, entries
+        for level in range(1, num_levels(world.size) + 1):
+            act = functools.partial(join_level, self.place, below, level, world.rank, world.size)
+            made = _together(self.session, self.folder, act)
+            below = tuple(FileEntry(*each) for each in made if each is not None)
+        return () if below is entries else below
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,13 +299,14 @@ def load_rng(reader: CheckpointReader, session: Session) -> bool:
     are. False, and nothing is changed, when the checkpoint is of another world size or of a driver
     with other generators.
     """
-    rank = f"{RNG}/{session.world.rank}/"
-    names = [name for name in reader.names("state") if name.startswith(rank)]
-    stored = {name.removeprefix(rank): reader.read("state", name) for name in names}
+    rank, size = session.world.rank, session.world.size
+    if reader.manifest.world_size != size:
+        return False
+    stored = reader.own("state", rank, f"{RNG}/{rank}/")
     current = {name: (t.dtype, t.shape) for name, t in session.rng_state().items()}
     shared = stored.keys() & current.keys()
     fits = all(current[name] == (stored[name].dtype, stored[name].shape) for name in shared)
-    if not shared or not fits or reader.manifest.world_size != session.world.size:
+    if not shared or not fits:
         return False
     session.set_rng_state(stored)
     return True

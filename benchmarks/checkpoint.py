@@ -1,0 +1,373 @@
+"""Saving and loading the state of a training of 100 million parameters: 1.2 GB in float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .harness import Benchmark, Column, Measured, peak_bytes, reset_peak, timed
+
+LAYERS = 24
+
+
+@dataclass
+class State:
+    """A model, its optimizer with moments, and the driver's engine around both."""
+
+    engine: Any
+    session: Any
+
+    @property
+    def module(self) -> nn.Module:
+        found: nn.Module = self.engine.module
+        return found
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        found: torch.optim.Optimizer = self.engine.optimizer
+        return found
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it, by name."""
+        named = {f"weights/{name}": p.detach() for name, p in self.module.named_parameters()}
+        for name, parameter in self.module.named_parameters():
+            for key, value in self.optimizer.state[parameter].items():
+                named[f"optimizer/{name}/{key}"] = value
+        return named
+
+
+@contextmanager
+def state_of(width: int, moments: bool = True) -> Iterator[State]:
+    from drivetrain.kernel import Recipe
+    from drivetrain.kernel.contract import Plan
+    from drivetrain.kernel.registry import usable_driver
+    from drivetrain.kernel.settings import OptimizerSettings
+
+    def model() -> nn.Module:
+        return nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+
+    recipe = Recipe(model, lambda module, _: module[0].weight.sum())
+    recipe = Recipe(model, recipe.loss, optimizer=OptimizerSettings().build)
+    with usable_driver("cpu").open(Plan()) as session:
+        state = State(session.prepare(recipe), session)
+        for parameter in state.module.parameters() if moments else ():
+            state.optimizer.state[parameter] = {
+                "step": torch.tensor(1.0),
+                "exp_avg": torch.randn_like(parameter),
+                "exp_avg_sq": torch.rand_like(parameter),
+            }
+        yield state
+
+
+class Work:
+    """What training does meanwhile: products of matrices on one thread, counted."""
+
+    def __init__(self) -> None:
+        self.matrix = torch.randn(256, 256)
+        self.count, self.seconds = 0, 0.0
+
+    def until(self, done: Callable[[], bool]) -> None:
+        started = time.perf_counter()
+        while not done():
+            for _ in range(10):
+                self.matrix @ self.matrix
+            self.count += 10
+        self.seconds += time.perf_counter() - started
+
+    @property
+    def rate(self) -> float:
+        return self.count / self.seconds if self.seconds else 0.0
+
+
+# --- saving: each returns (seconds that training stood still, work done meanwhile) ----------------
+
+Save = Callable[[State, Path], tuple[float, Work]]
+
+
+def _still(save: Callable[[State, Path], None]) -> Save:
+    """A save during which training stands still."""
+
+    def run(state: State, folder: Path) -> tuple[float, Work]:
+        with timed() as clock:
+            save(state, folder)
+        return clock.wall, Work()
+
+    return run
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _write(state: State, folder: Path) -> None:
+    from drivetrain.kernel.checkpoint.host import memory
+
+    with open(folder / "raw", "wb", buffering=0) as file:
+        for tensor in state.tensors().values():
+            view = memory(tensor.contiguous())
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _torch_save(state: State, folder: Path) -> None:
+    torch.save(state.tensors(), folder / "state.pt")
+    _fsync(folder / "state.pt")
+
+
+def _safetensors(state: State, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state.tensors(), folder / "state.safetensors")
+    _fsync(folder / "state.safetensors")
+
+
+def _dcp(state: State, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state.tensors(), checkpoint_id=folder / "dcp", no_dist=True)
+
+
+def _dcp_async(state: State, folder: Path) -> tuple[float, Work]:
+    import torch.distributed.checkpoint as dcp
+
+    work = Work()
+    with timed() as clock:
+        saving = dcp.async_save(state.tensors(), checkpoint_id=folder / "dcp")
+    work.until(saving.done)
+    saving.result()
+    return clock.wall, work
+
+
+class _Stores:
+    """The store that a run keeps: its host memory is used again."""
+
+    def __init__(self) -> None:
+        self.store: Any = None
+        self.step = 0
+
+    def next(self, folder: Path) -> Any:
+        from drivetrain.kernel.checkpoint import CheckpointStore
+
+        self.store = self.store or CheckpointStore(folder, keep_last=1)
+        self.step += 1
+        return self.store
+
+    def save(self, state: State, folder: Path) -> None:
+        self.next(folder).save(self.step, state.engine, state.session, {})
+
+    def behind(self, state: State, folder: Path) -> tuple[float, Work]:
+        work = Work()
+        with timed() as copying:
+            saving = self.next(folder).save_behind(self.step, state.engine, state.session, {})
+        work.until(lambda: bool(saving.written))
+        with timed() as committing:
+            saving.finish()
+        return copying.wall + committing.wall, work
+
+
+class _Copies:
+    """One copy into memory that is used again: what a save behind training cannot do without."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, Tensor] = {}
+
+    def __call__(self, state: State, folder: Path) -> None:
+        for name, tensor in state.tensors().items():
+            self.places.setdefault(name, torch.empty_like(tensor)).copy_(tensor)
+
+
+SAVES: dict[str, Callable[[], Save]] = {
+    "write": lambda: _still(_write),
+    "copy": lambda: _still(_Copies()),
+    "kernel": lambda: _still(_Stores().save),
+    "kernel_behind": lambda: _Stores().behind,
+    "dcp": lambda: _still(_dcp),
+    "dcp_async": lambda: _dcp_async,
+    "torch": lambda: _still(_torch_save),
+    "safetensors": lambda: _still(_safetensors),
+}
+
+
+def measure_save(candidate: str, quick: bool) -> Measured:
+    if candidate == "dcp_async":
+        _one_rank()
+    save = SAVES[candidate]()
+    with state_of(512 if quick else 2048) as state, tempfile.TemporaryDirectory() as temporary:
+        alone = Work()
+        stop = time.perf_counter() + 1.0
+        alone.until(lambda: time.perf_counter() > stop)
+        folder = Path(temporary)
+        before = reset_peak()
+        save(state, folder)  # the first one makes the buffers that all others use
+        os.sync()
+        with timed() as clock:
+            still, work = save(state, folder)
+        figures = {
+            "still": still,
+            "wall": clock.wall,
+            "cpu": clock.cpu,
+            "bytes": peak_bytes() - before,
+        }
+    return figures | ({"rate": work.rate / alone.rate} if work.seconds else {})
+
+
+def _one_rank() -> None:
+    """A process group of one, that DCP's asynchronous save asks for."""
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{file.name}", rank=0, world_size=1
+        )
+
+
+# --- loading: into a model that is there, and an optimizer without state --------------------------
+
+
+def _fill(state: State, found: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in state.module.named_parameters():
+            parameter.copy_(found[f"weights/{name}"])
+            state.optimizer.state[parameter] = {
+                key: found[f"optimizer/{name}/{key}"] for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+
+
+def _read(state: State, folder: Path) -> None:
+    size = (folder / "raw").stat().st_size
+    with open(folder / "raw", "rb", buffering=0) as file:
+        for parameter in state.module.parameters():
+            file.readinto(parameter.detach().view(-1).view(torch.uint8).numpy())
+            state.optimizer.state[parameter] = {
+                key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")
+            }
+            for moment in state.optimizer.state[parameter].values():
+                file.readinto(moment.view(-1).view(torch.uint8).numpy())
+        assert size - file.tell() <= 8 * LAYERS  # the counts of steps
+
+
+def _kernel_load(state: State, folder: Path) -> None:
+    from drivetrain.kernel.checkpoint import CheckpointReader, newest
+
+    state.engine.restore(CheckpointReader(newest(folder)))
+
+
+def _torch_load(state: State, folder: Path) -> None:
+    _fill(state, torch.load(folder / "state.pt", weights_only=True))
+
+
+def _safetensors_load(state: State, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    _fill(state, load_file(folder / "state.safetensors"))
+
+
+def _dcp_load(state: State, folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for parameter in state.module.parameters():
+        moments = {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        state.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    dcp.load(state.tensors(), checkpoint_id=folder / "dcp", no_dist=True)
+
+
+LOADS: dict[str, tuple[str, Callable[[State, Path], None]]] = {
+    "read": ("write", _read),
+    "kernel": ("kernel", _kernel_load),
+    "dcp": ("dcp", _dcp_load),
+    "torch": ("torch", _torch_load),
+    "safetensors": ("safetensors", _safetensors_load),
+}
+
+
+def measure_load(candidate: str, quick: bool) -> Measured:
+    writer, load = LOADS[candidate]
+    width = 512 if quick else 2048
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        with state_of(width) as state:
+            SAVES[writer]()(state, folder)
+            sums = {"checksum": _sum(state)}
+        with state_of(width, moments=False) as state:
+            moments = 2 * sum(p.nbytes for p in state.module.parameters())
+            before = reset_peak()
+            with timed() as clock:
+                load(state, folder)
+            peak = peak_bytes() - before - moments
+            if abs(_sum(state) - sums["checksum"]) > 1e-6 * sums["checksum"]:
+                raise SystemExit(f"{candidate} loaded something else: {json.dumps(sums)}")
+    return {"wall": clock.wall, "cpu": clock.cpu, "bytes": max(peak, 0)}
+
+
+def _sum(state: State) -> float:
+    return sum(
+        float(tensor.double().square().sum())
+        for parameter in state.module.parameters()
+        for tensor in (parameter.detach(), state.optimizer.state[parameter]["exp_avg_sq"])
+    )
+
+
+BENCHMARKS = [
+    Benchmark(
+        "save",
+        "Saving 1.2 GB of training state",
+        "100 million float32 parameters and two moments, to a local disk; the second save of a "
+        "process, when buffers are there. Standstill is how long training waits; a save ends when "
+        "it is durable (fsync). Training's rate meanwhile is that of products of matrices on one "
+        "thread, beside the same without a save. Floors: one plain write with fsync, and one copy "
+        "into memory that is used again.",
+        {
+            "write": "floor: write and fsync",
+            "copy": "floor: one copy",
+            "kernel": "drivetrain kernel",
+            "kernel_behind": "drivetrain kernel, behind training",
+            "dcp": "torch DCP",
+            "dcp_async": "torch DCP, async",
+            "torch": "torch.save",
+            "safetensors": "safetensors",
+        },
+        measure_save,
+        (
+            Column("standstill s", "still"),
+            Column("until durable s", "wall"),
+            Column("until durable, times the write", "wall", ratio=True),
+            Column("CPU s", "cpu"),
+            Column("training's rate meanwhile", "rate"),
+            Column("MiB more", "bytes", scale=2**-20, digits=0),
+        ),
+        plotted="until durable, times the write",
+        needs={"safetensors": "safetensors"},
+    ),
+    Benchmark(
+        "load",
+        "Loading it",
+        "Into a model that is there and an optimizer without moments, from a file in the page "
+        "cache. MiB more: the most that was held above before, less what the moments take.",
+        {
+            "read": "floor: plain read",
+            "kernel": "drivetrain kernel",
+            "dcp": "torch DCP",
+            "torch": "torch.load",
+            "safetensors": "safetensors",
+        },
+        measure_load,
+        (
+            Column("wall s", "wall"),
+            Column("wall, times the read", "wall", ratio=True),
+            Column("CPU s", "cpu"),
+            Column("MiB more", "bytes", scale=2**-20, digits=0),
+        ),
+        plotted="wall, times the read",
+        needs={"safetensors": "safetensors"},
+    ),
+]

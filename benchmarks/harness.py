@@ -1,0 +1,189 @@
+"""Candidates side by side: one process for each candidate and round, in turn (A B C A B C ...).
+
+The machine changes from minute to minute, so ratios are taken inside a round, and what a table
+shows is their median, with the least and the greatest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Measured = dict[str, float]
+"""Name of a figure -> its value, in seconds, bytes or counts."""
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = ("torch", "transformers", "accelerate", "lightning", "safetensors")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure in a table: itself, or its ratio to the base candidate's in the same round."""
+
+    title: str
+    key: str
+    ratio: bool = False
+    scale: float = 1.0
+    digits: int = 2
+
+    def values(self, own: Sequence[Measured], base: Sequence[Measured]) -> list[float]:
+        if not self.ratio:
+            return [each[self.key] * self.scale for each in own if self.key in each]
+        pairs = zip(own, base, strict=True)
+        return [a[self.key] / b[self.key] for a, b in pairs if a.get(self.key) and b.get(self.key)]
+
+    def cell(self, own: Sequence[Measured], base: Sequence[Measured]) -> str:
+        values = self.values(own, base)
+        if not values:
+            return ""
+        middle = f"{statistics.median(values):.{self.digits}f}"
+        if not self.ratio or len(values) == 1:
+            return middle
+        return f"{middle} [{min(values):.{self.digits}f}-{max(values):.{self.digits}f}]"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What is measured, and of whom."""
+
+    name: str
+    title: str
+    about: str
+    candidates: Mapping[str, str]
+    """Key -> how a table names it; the first one is the base of ratios."""
+    measure: Callable[[str, bool], Measured]
+    """`measure(candidate, quick)`, in a process of its own."""
+    columns: tuple[Column, ...]
+    plotted: str
+    """The title of the column that the plot shows."""
+    equal: str = ""
+    """A figure that must be the same for all, or they did not do the same work."""
+    processes: int = 1
+    needs: Mapping[str, str] = field(default_factory=dict)
+    """Candidate -> the package that it needs beside drivetrain's own."""
+
+    def here(self) -> list[str]:
+        """The candidates whose packages are installed."""
+        return [
+            each
+            for each in self.candidates
+            if each not in self.needs or importlib.util.find_spec(self.needs[each])
+        ]
+
+    def rounds(self, count: int, quick: bool, told: Callable[[str], None]) -> dict[str, Any]:
+        """Everything that was measured, and where."""
+        load, started = os.getloadavg()[0], time.time()
+        measured: dict[str, list[Measured]] = {name: [] for name in self.here()}
+        for number in range(1, count + 1):
+            for name, found in measured.items():
+                told(f"{self.name}: round {number} of {count}, {name}")
+                found.append(self._apart(name, quick))
+        if self.equal:
+            _same([each[self.equal] for rounds in measured.values() for each in rounds], measured)
+        seconds = time.time() - started
+        return {
+            "benchmark": self.name,
+            "rounds": count,
+            "quick": quick,
+            "machine": machine() | {"load_before": load, "seconds": round(seconds)},
+            "measured": measured,
+        }
+
+    def _apart(self, candidate: str, quick: bool) -> Measured:
+        command = [sys.executable]
+        if self.processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={self.processes}"]
+        command += ["-m", "benchmarks.one", self.name, candidate, *(["--quick"] if quick else [])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
+        if done.returncode or not answers:
+            raise SystemExit(f"{self.name}: {candidate} failed:\n{done.stdout}\n{done.stderr}")
+        found: Measured = json.loads(answers[-1].removeprefix(ANSWER))
+        return found
+
+    def rows(self, record: Mapping[str, Any]) -> list[list[str]]:
+        """The table of a record, without its head."""
+        measured = record["measured"]
+        base = measured[next(iter(self.candidates))]
+        return [
+            [label, *(column.cell(measured[name], base) for column in self.columns)]
+            for name, label in self.candidates.items()
+            if name in measured
+        ]
+
+
+ANSWER = "measured: "
+"""Begins the line in which a candidate's process tells its figures."""
+
+
+def machine() -> dict[str, Any]:
+    """Where this runs."""
+    versions = {"Python": platform.python_version()}
+    for name in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "versions": versions,
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _same(values: Sequence[float], measured: Any) -> None:
+    if not all(math.isclose(value, values[0], rel_tol=1e-4) for value in values):
+        raise SystemExit(f"the candidates did not do the same work: {measured}")
+
+
+@dataclass
+class Clock:
+    """Seconds of this process, and of the world, within a block."""
+
+    cpu: float = 0.0
+    wall: float = 0.0
+
+
+@contextlib.contextmanager
+def timed() -> Iterator[Clock]:
+    clock = Clock()
+    cpu, wall = time.process_time(), time.perf_counter()
+    try:
+        yield clock
+    finally:
+        clock.cpu, clock.wall = time.process_time() - cpu, time.perf_counter() - wall
+
+
+def peak_bytes() -> int:
+    """The most memory that this process held since it began, or since `reset_peak` (Linux)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status tells no VmHWM")
+
+
+def reset_peak() -> int:
+    """Forget the peak; returns what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()

@@ -1,0 +1,106 @@
+"""Records as Markdown, as plots, and as docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .harness import ROOT, Benchmark
+
+PAGE = ROOT / "docs" / "performance.md"
+RECORDS = ROOT / "docs" / "performance"
+HEAD = """# Performance
+
+Written by `uv run --extra bench python -m benchmarks NAME --document`, a section a benchmark, from
+the records in [performance/](performance), which hold every round. Each candidate runs in a process
+of its own, and all take turns in every round; a cell is the median over rounds, and a ratio is
+taken inside a round: [least-greatest]. The load beside a machine's name is that of others when the
+measurement began (the average over a minute; 0 is a quiet machine): where it is not near 0, read
+ratios and not absolutes.
+"""
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table(benchmark: Benchmark, record: Mapping[str, Any]) -> str:
+    """The candidates' figures."""
+    head = ["", *(column.title for column in benchmark.columns)]
+    return markdown(head, benchmark.rows(record))
+
+
+def where(record: Mapping[str, Any]) -> str:
+    """How and on what it was measured: a line under a table."""
+    machine = record["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    size = " --quick" if record.get("quick") else ""
+    rounds = f"{record['rounds']} rounds of " if "rounds" in record else ""
+    return (
+        f"{rounds}`python -m benchmarks {record['benchmark']}{size}`: {machine['processor']}, "
+        f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, load "
+        f"{machine['load_before']:.1f}; {versions}.\n"
+    )
+
+
+def plot(benchmark: Benchmark, record: Mapping[str, Any], path: Path) -> None:
+    """One column of the table, a bar a candidate, with least and greatest."""
+    from matplotlib.figure import Figure
+
+    (column,) = (each for each in benchmark.columns if each.title == benchmark.plotted)
+    measured = record["measured"]
+    base = measured[next(iter(benchmark.candidates))]
+    values = {
+        label: found
+        for name, label in benchmark.candidates.items()
+        if (found := column.values(measured.get(name, []), base[: len(measured.get(name, []))]))
+    }
+    middle = [statistics.median(each) for each in values.values()]
+    spread = [
+        [m - min(each) for m, each in zip(middle, values.values(), strict=True)],
+        [max(each) - m for m, each in zip(middle, values.values(), strict=True)],
+    ]
+    figure = Figure(figsize=(7, 0.4 * len(values) + 0.9), layout="constrained")
+    axes = figure.add_subplot()
+    axes.barh(list(values), middle, xerr=spread, height=0.6)
+    axes.invert_yaxis()
+    axes.set_xlabel(column.title)
+    if column.ratio:
+        axes.axvline(1.0, color="black", linewidth=0.8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """An SVG that is the same for the same figures."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "drivetrain"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def keep(name: str, record: Mapping[str, Any]) -> None:
+    """Put a record where the page is made from."""
+    RECORDS.mkdir(exist_ok=True)
+    (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def page() -> str:
+    """The text of docs/performance.md, of all records that there are."""
+    from .suite import BENCHMARKS
+
+    sections = [HEAD]
+    for name, benchmark in BENCHMARKS.items():
+        path = RECORDS / f"{name}.json"
+        if path.exists():
+            record = json.loads(path.read_text())
+            shown = f"![{benchmark.plotted}](performance/{name}.svg)"
+            sections.append(
+                f"## {benchmark.title}\n\n{benchmark.about}\n\n{table(benchmark, record)}\n"
+                f"{where(record)}\n{shown}\n"
+            )
+    return "\n".join(sections)

@@ -1,0 +1,115 @@
+"""What a trainer adds to a step: of a tiny MLP, where it is most of the work, and of a GPT."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from .harness import Benchmark, Clock, Column, Measured, timed
+from .problems import GPT, MLP, Problem, checksum
+from .trainers import TRAINERS
+
+__all__ = ["BENCHMARKS"]
+
+LABELS = {
+    "raw": "raw loop",
+    "kernel": "drivetrain kernel",
+    "compat": "drivetrain compat",
+    "fabric": "Lightning Fabric",
+    "accelerate": "Accelerate",
+    "hugging_face": "HF Trainer",
+    "lightning": "Lightning Trainer",
+}
+NEEDS = {
+    "fabric": "lightning",
+    "accelerate": "accelerate",
+    "hugging_face": "transformers",
+    "lightning": "lightning",
+}
+COLUMNS = (
+    Column("CPU µs a step", "cpu", scale=1e6, digits=0),
+    Column("CPU, times raw", "cpu", ratio=True),
+    Column("wall, times raw", "wall", ratio=True),
+)
+
+
+def measure(
+    problem: Problem, accumulation: int, steps: int, candidate: str, quick: bool
+) -> Measured:
+    """Seconds a step: a long run without a short one, so that starting does not count."""
+    train, warm_up = TRAINERS[candidate], max(steps // 10, 2)
+    steps = max(steps // 10, 2) if quick else steps
+
+    def run(count: int) -> tuple[Clock, nn.Module]:
+        with timed() as clock:
+            module = train(problem, count, accumulation)
+        return clock, module
+
+    run(warm_up)  # imports, and what is compiled or cached at first
+    short, _ = run(warm_up)
+    long, module = run(warm_up + steps)
+    return {
+        "cpu": (long.cpu - short.cpu) / steps,
+        "wall": (long.wall - short.wall) / steps,
+        "checksum": checksum(module),
+    }
+
+
+def _steps(
+    name: str, title: str, about: str, problem: Problem, accumulation: int, steps: int, n: int = 1
+) -> Benchmark:
+    return Benchmark(
+        name,
+        title,
+        about,
+        LABELS,
+        partial(measure, problem, accumulation, steps),
+        COLUMNS,
+        plotted="CPU, times raw",
+        equal="checksum",
+        processes=n,
+        needs=NEEDS,
+    )
+
+
+WORK = (
+    "AdamW fused, clipping at 1.0, one thread, the same data in the same order, the mean loss "
+    "logged; the checksums of the trained weights are equal, or nothing is shown. The raw loop "
+    "is what one writes by hand: it neither checks gradients for NaN nor keeps their norm."
+)
+BENCHMARKS = [
+    _steps(
+        "step",
+        "A step of a tiny MLP",
+        f"Batch 8; 3,000 steps, logged every 500. {WORK}",
+        MLP,
+        accumulation=1,
+        steps=3000,
+    ),
+    _steps(
+        "accumulation",
+        "The same, accumulating over 4 batches",
+        f"Batch 8, four an update; 1,500 updates, logged every 500. {WORK}",
+        MLP,
+        accumulation=4,
+        steps=1500,
+    ),
+    _steps(
+        "ddp",
+        "The same on 2 processes, DDP over gloo",
+        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {WORK}",
+        MLP,
+        accumulation=1,
+        steps=1500,
+        n=2,
+    ),
+    _steps(
+        "gpt",
+        "A step of a GPT of 10 million parameters",
+        f"Six layers, width 320, sequences of 128 tokens, batch 8; 20 steps. {WORK}",
+        GPT,
+        accumulation=1,
+        steps=20,
+    ),
+]

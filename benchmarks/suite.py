@@ -1,0 +1,17 @@
+"""All benchmarks by name."""
+
+from __future__ import annotations
+
+from . import checkpoint, predict, resume, start, steps
+from .harness import Benchmark
+
+BENCHMARKS: dict[str, Benchmark] = {
+    each.name: each
+    for each in (
+        *steps.BENCHMARKS,
+        *predict.BENCHMARKS,
+        *checkpoint.BENCHMARKS,
+        *resume.BENCHMARKS,
+        *start.BENCHMARKS,
+    )
+}
