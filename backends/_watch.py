@@ -249,10 +249,27 @@ def watching(store: Any, rank: int, size: int, stall_seconds: float | None) -> I
     _open.append(watch)
     watch.start()
     try:
-        yield
+        with _fatal_errors_placed():
+            yield
     finally:
         _open.remove(watch)
         watch.stop()
+
+
+@contextlib.contextmanager
+def _fatal_errors_placed() -> Iterator[None]:
+    """A library that aborts the process, as gloo does when ranks do not make the same calls, says
+    nothing of where that was: have Python add it.
+    """
+    output = sys.__stderr__
+    if faulthandler.is_enabled() or output is None:
+        yield
+        return
+    faulthandler.enable(output)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
 
 
 def waiting(call: str, patient: bool = False) -> contextlib.AbstractContextManager[None]:

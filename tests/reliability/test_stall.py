@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain.kernel import Recipe, Settings, fit
@@ -77,7 +78,9 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     words = os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(words, sys.stderr.fileno())
     rank, way = int((out / "rank").read_text()), (out / "way").read_text()
-    if way == "sleeps in a forward":
+    if way.startswith("calls "):
+        what = replace(recipe(), model=lambda: Calling(way.partition(" ")[2]))
+    elif way == "sleeps in a forward":
         what = replace(recipe(), model=lambda: Sleepy(rank))
     else:
         what = Recipe(model=build, loss=loss, train_data=Data(rank, way))
@@ -98,6 +101,28 @@ def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None],
         process.kill()
         process.join()
     return [p.exitcode for p in ranks], [(out / str(r)).read_text() for r in (0, 1)], took
+
+
+class Calling(nn.Module):
+    """Rank 0 makes a call in a forward that rank 1 leaves out."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.inner, self.call, self.forwards = build(), call, 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == STEP and os.environ["RANK"] == "0":
+            call_alone(self.call)
+        result: Tensor = self.inner(inputs)
+        return result
+
+
+def call_alone(call: str) -> None:
+    if call == "barrier":
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(int(call)))
 
 
 def stopped(way: str, index: int, rank: int) -> bool:
@@ -123,6 +148,16 @@ def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: 
     if way != "is stopped":  # its place is known, and its stacks
         assert re.search(r"last seen at test_stall.py:\d+ in stand_still", words[0])
         assert "What each thread is doing" in words[1]
+
+
+@pytest.mark.parametrize("call", ["barrier", "1", "100000"])
+def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> None:
+    """Either end may notice: the one that waits, or the one that gets what it did not ask for."""
+    codes, words, took = run("ddp", tmp_path, 0, f"calls {call}")
+    assert 0 not in codes
+    assert took < SETTINGS.timeout_seconds / 2
+    assert re.search(r"test_stall\.py.* in call_alone", words[0]), words
+    assert re.search("Rank|rank|collective mismatch", words[1]), words
 
 
 def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
