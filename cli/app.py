@@ -116,7 +116,12 @@ def train(
     rdzv_backend: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
     rdzv_endpoint: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
     rdzv_id: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    rdzv_conf: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    local_addr: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
     max_restarts: Annotated[str | None, typer.Option(rich_help_panel="Handed to torchrun")] = None,
+    monitor_interval: Annotated[
+        str | None, typer.Option(rich_help_panel="Handed to torchrun")
+    ] = None,
 ) -> None:
     """Train a recipe; without one, a small GPT on the source of Python's standard library."""
     from .failure import told
@@ -134,7 +139,10 @@ def train(
             "rdzv-backend": rdzv_backend,
             "rdzv-endpoint": rdzv_endpoint,
             "rdzv-id": rdzv_id,
+            "rdzv-conf": rdzv_conf,
+            "local-addr": local_addr,
             "max-restarts": max_restarts,
+            "monitor-interval": monitor_interval,
         }
         given = {name: value for name, value in torchrun.items() if value is not None}
         request = TrainRequest(

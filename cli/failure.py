@@ -16,12 +16,27 @@ import typer
 from rich.console import Console
 
 from ..kernel.errors import DrivetrainError
+from .stopping import StoppedEarly
 
-__all__ = ["EXIT_INTERRUPTED", "OUTCOMES", "note_outcome", "rank", "say", "told", "world_size"]
+__all__ = [
+    "EXIT_INTERRUPTED",
+    "OUTCOMES",
+    "PREEMPTED",
+    "RESTARTS",
+    "note_outcome",
+    "rank",
+    "say",
+    "told",
+    "world_size",
+]
 
 EXIT_INTERRUPTED = 130
 OUTCOMES = "DRIVETRAIN_OUTCOMES"
 """Environment: the folder where ranks leave word of how they ended; the launcher reads it out."""
+PREEMPTED = "preempted"
+"""What a rank that saved and stopped leaves word of; there is nothing to tell."""
+RESTARTS = "DRIVETRAIN_RESTARTS"
+"""Environment: set where the launcher may start ranks anew, so that their end is not the run's."""
 
 
 def rank() -> int:
@@ -54,7 +69,7 @@ def told(*, debug: bool = False) -> Iterator[None]:
         message = _message(error)
         if debug:
             traceback.print_exc()
-        if not note_outcome(code, message):
+        if not note_outcome(code, message) or RESTARTS in os.environ:
             where = f" (rank {rank()})" if world_size() > 1 else ""
             say(message, label=f"error{where}:", style="bold red")
         raise typer.Exit(code) from error
@@ -66,19 +81,28 @@ def note_outcome(code: int, message: str) -> bool:
     folder = os.environ.get(OUTCOMES)
     if folder is None:
         return False
-    note = {"rank": rank(), "code": code, "message": message, "time": time.time()}
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    note = {
+        "rank": rank(),
+        "code": code,
+        "message": message,
+        "attempt": attempt,
+        "time": time.time(),
+    }
     Path(folder, f"{rank()}.json").write_text(json.dumps(note))
     return True
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, StoppedEarly):
+        return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     return error.exit_code if isinstance(error, DrivetrainError) else 1
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, DrivetrainError):
+    if isinstance(error, (DrivetrainError, StoppedEarly)):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"

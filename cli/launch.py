@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..kernel.contract import Driver
-from ..kernel.errors import EXIT_PREEMPTED, SettingError
-from .failure import OUTCOMES, say
+from ..kernel.errors import SettingError
+from .failure import OUTCOMES, PREEMPTED, RESTARTS, say
 
 __all__ = ["Launch", "adopt_slurm", "check_ranks", "is_launched", "launched_as", "run_ranks"]
 
@@ -37,6 +38,13 @@ class Launch:
     def wanted(self) -> bool:
         """More than this one process is asked for."""
         return self.nproc > 1 or self.nnodes is not None
+
+    @property
+    def may_restart(self) -> bool:
+        """The ranks may be started anew, with others or after a failure, before the run ends."""
+        least, _, most = (self.nnodes or "1").partition(":")
+        restarts = dict(self.torchrun or {}).get("max-restarts", "0")
+        return most not in ("", least) or restarts != "0"
 
     def flags(self) -> list[str]:
         """torchrun's command line, up to the program. One node is always standalone: a fixed port
@@ -130,6 +138,10 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         os.environ[OUTCOMES] = folder
+        if launch.may_restart:
+            os.environ[RESTARTS] = "1"
+            # a store for each start of the ranks: what the last ones left in theirs misleads
+            os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         # torchrun would give each rank one thread; a rank's fair share of the CPUs is faster
         share = max(1, (os.cpu_count() or 1) // launch.nproc)
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
@@ -137,11 +149,13 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
         if launch.nnodes is None:  # what it would say of one node, we say in one line
             logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        # what would end the launcher alone becomes what it passes on
+        signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         command = parse_args([*launch.flags(), "-m", str(__package__)])  # type: ignore[no-untyped-call]
         command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
         try:
             run(command)  # type: ignore[no-untyped-call]
-            return 0
+            return 0 if launch.may_restart else _told(folder, 0, 0)
         except ChildFailedError as error:
             failed_rank, failure = error.get_first_failure()
             return _told(folder, failed_rank, failure.exitcode)
@@ -149,16 +163,19 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
             return _told(folder, 0, 128 + int(error.sigval))
         finally:
             os.environ.pop(OUTCOMES, None)
+            os.environ.pop(RESTARTS, None)
 
 
 def _told(folder: str, failed_rank: int, exit_code: int) -> int:
     """Print what the first rank to fail left word of, or that it died without."""
     notes = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    if not notes and not exit_code:
+        return 0
     if not notes:
         death = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         say(f"it ended with {death} and left no message", label=f"error (rank {failed_rank}):")
         return exit_code if exit_code > 0 else 128 - exit_code
-    first = min(notes, key=lambda note: float(note["time"]))
-    if first["code"] != EXIT_PREEMPTED:
+    first = min(notes, key=lambda note: (-int(note["attempt"]), float(note["time"])))
+    if first["message"] != PREEMPTED:
         say(first["message"], label=f"error (rank {first['rank']}):", style="bold red")
     return int(first["code"])

@@ -20,13 +20,14 @@ from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
 from .choices import resolve
 from .deadline import Deadline, parse_duration, set_deadline
-from .failure import note_outcome, rank, world_size
+from .failure import PREEMPTED, RESTARTS, note_outcome, rank, world_size
 from .folder import Earlier, check_folder, default_folder, find_earlier, read_config
 from .keeper import Keeper, configuration, result_record
 from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, run_ranks
 from .live import LiveProgress
 from .onward import onward
 from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
+from .stopping import Stopping
 from .watch import Sink, Watcher, print_json, print_lines
 
 __all__ = ["TrainRequest", "train"]
@@ -62,6 +63,12 @@ class _Job:
 
 def train(request: TrainRequest) -> int:
     """Train, or launch the ranks that do; the exit code. Raises `DrivetrainError`."""
+    stopping = Stopping()
+    with stopping.hearing():
+        return _train(request, stopping)
+
+
+def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.stop_after is not None:
         set_deadline(parse_duration(request.stop_after), os.environ)
     adopt_slurm(os.environ)
@@ -70,7 +77,7 @@ def train(request: TrainRequest) -> int:
         check_folder(job.out, resuming=job.resume is not None)
     if is_launched() or not request.launch.wanted:
         check_ranks(request.launch.nproc, usable_driver(job.backend))
-        return _train_here(request, job)
+        return _train_here(request, job, stopping)
     with launched_as(request.launch.nproc):
         check_ranks(request.launch.nproc, usable_driver(job.backend))
     if not job.recipe.is_file():
@@ -78,6 +85,9 @@ def train(request: TrainRequest) -> int:
     arguments = list(sys.argv[1:])
     if job.out_is_default:
         arguments[1:1] = ["--out", str(job.out)]
+    if request.launch.may_restart and request.resume is None:
+        # who is started anew goes on; the folder was seen to be empty now
+        arguments[1:1] = ["--resume", "auto"]
     return run_ranks(request.launch, arguments)
 
 
@@ -86,6 +96,8 @@ def _fill_gaps(request: TrainRequest) -> _Job:
     config = earlier.config if earlier is not None and request.recipe is None else {}
     recipe = request.recipe or Path(config.get("recipe") or DEFAULT_RECIPE)
     out, out_is_default = request.out, False
+    if out is None and earlier is None and request.launch.nnodes not in (None, "1", "1:1"):
+        raise OutputError("the machines must agree on a run folder; give --out")
     if out is None:
         out_is_default = earlier is None
         out = earlier.folder if earlier is not None else default_folder(recipe, _run_label())
@@ -127,12 +139,12 @@ def _run_label() -> str | None:
     raise OutputError("the ranks must agree on a run folder; give --out")
 
 
-def _train_here(request: TrainRequest, job: _Job) -> int:
+def _train_here(request: TrainRequest, job: _Job, stopping: Stopping) -> int:
     with _clean_stdout() if request.json else nullcontext() as stream:
-        return _exit_code(_fit(request, job, stream))
+        return _exit_code(_fit(request, job, stopping, stream))
 
 
-def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
+def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
     recipe_file = load_recipe_file(job.recipe)
     driver = usable_driver(job.backend)
     resumed = {
@@ -155,6 +167,7 @@ def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
     )
     item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
     with _watching(keeper, item_name, stream) as (watcher, show):
+        stopping.begin()
         try:
             result = fit(
                 recipe,
@@ -163,7 +176,7 @@ def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
                 backend_options=resolved.backend_options,
                 out=job.out,
                 resume=job.resume,
-                observers=[watcher, Deadline()],
+                observers=[watcher, Deadline(), stopping],
                 finish=partial(_sample, recipe_file, keeper),
             )
         except Exception as error:
@@ -177,7 +190,9 @@ def _fit(request: TrainRequest, job: _Job, stream: TextIO | None) -> Result:
 def _exit_code(result: Result) -> int:
     if result.reason != "preempted":
         return 0
-    note_outcome(EXIT_PREEMPTED, "preempted")
+    launched_by_us = note_outcome(EXIT_PREEMPTED, PREEMPTED)
+    if launched_by_us and RESTARTS not in os.environ:
+        return 0  # or the launcher would end the ranks that still have something to write
     return EXIT_PREEMPTED
 
 

@@ -285,6 +285,8 @@ class Run:
         return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished)
 
     def _train(self) -> Then | Again:
+        if any(self.session.exchange(self.requests.is_asked(Request.PREEMPT))):
+            return Then.PREEMPTED  # a signal came while all was built: no step, that may compile
         try:
             return self.training.run()
         except OutOfMemory as error:

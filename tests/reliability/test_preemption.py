@@ -1,0 +1,260 @@
+"""A signal to one rank, whatever it does: all agree on one checkpoint, and the exit code is 75."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.kernel import Recipe, fit
+from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints
+from drivetrain.kernel.errors import EXIT_PREEMPTED
+from drivetrain.kernel.events import RunStarted
+
+from .dying import interposed
+from .runs import SETTINGS, build, everything, loss, recipe, start
+
+STEPS, STEP = 6, 3
+"""Of a run, and the one in which the signal comes, counted from 0."""
+KEEPS_ALL = replace(
+    SETTINGS,
+    steps=STEPS,
+    micro_batch=2,
+    evaluate=replace(SETTINGS.evaluate, every=STEP + 1),
+    checkpoint=replace(SETTINGS.checkpoint, keep_last=STEPS + 1),
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """In what a signal comes, and what the newest checkpoint is then."""
+
+    name: str
+    step: int
+    finishes: bool = False
+    """Nothing is left to do but to end."""
+    in_step: bool = False
+    """Where there are several ranks, the next step tells the others."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+PHASES = [
+    Phase("building", 0),
+    Phase("started", 0),
+    Phase("compiling", 1, in_step=True),
+    Phase("training", STEP + 1, in_step=True),
+    Phase("accumulation", STEP + 1, in_step=True),
+    Phase("evaluation", STEP + 2),
+    Phase("saving", STEP + 2),
+    Phase("last evaluation", STEPS, finishes=True),
+    Phase("closing", STEPS, finishes=True),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A signal to one rank of a run. Without a phase none comes."""
+
+    backend: str
+    num_ranks: int
+    phase: Phase | None = None
+    number: int = 0
+    victim: int = 0
+    times: int = 1
+
+
+class Signals:
+    """Sends the signal when this rank has come to the place and it is this rank's turn."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.mine, self.seen = case, rank == case.victim, 0
+
+    def at(self, phase: str, count: int = 0) -> None:
+        """`count`: how often it comes here before."""
+        if self.mine and self.case.phase is not None and self.case.phase.name == phase:
+            if self.seen == count:
+                for _ in range(self.case.times):
+                    os.kill(os.getpid(), self.case.number)
+            self.seen += 1
+
+
+def signalled(signals: Signals) -> Recipe:
+    """The recipe of `runs`, with a signal in one of its parts."""
+    plain, evaluations = recipe(), itertools.count()
+
+    def built() -> nn.Module:
+        signals.at("building")
+        return build()
+
+    def lossy(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        each = -(-SETTINGS.global_batch // signals.case.num_ranks // 2)
+        signals.at("training", STEP * each)
+        signals.at("accumulation", STEP * each + 1)
+        return loss(module, batch)
+
+    def measure(module: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        number = next(evaluations)
+        signals.at("evaluation", 3)
+        if number > len(plain.train_data) // (2 * signals.case.num_ranks) + 5:  # the second time
+            signals.at("last evaluation")
+        return {"loss": loss(module, batch)}
+
+    return replace(plain, model=built, loss=lossy, measure=measure)
+
+
+def preempted(case: Case, out: Path, environment: dict[str, str]) -> None:
+    """One rank. Exits as a command does."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    signals = Signals(case, int(environment.get("RANK", "0")))
+    settings = KEEPS_ALL
+    if case.phase is not None and case.phase.name == "compiling":
+        settings = replace(settings, compile=True, compile_options={"backend": "signals"})
+
+        @torch._dynamo.register_backend(name="signals")
+        def compiles(graph: Any, inputs: Any) -> Any:
+            signals.at("compiling")
+            return graph.forward
+
+    def observe(event: Any) -> None:
+        if isinstance(event, RunStarted):
+            signals.at("started")
+
+    saved = out / "checkpoints" / f".checkpoint-{STEP + 1:06d}.writing"
+
+    def act(name: str, do: Any) -> None:
+        if name == "write" and saved.exists():
+            signals.at("saving")
+
+    def finish(module: nn.Module) -> None:
+        signals.at("closing")
+
+    with interposed(out / "checkpoints", act):
+        result = fit(
+            signalled(signals),
+            settings,
+            backend=case.backend,
+            out=out,
+            resume="auto",
+            observers=[observe],
+            finish=finish,
+        )
+    sys.exit(EXIT_PREEMPTED if result.reason == "preempted" else 0)
+
+
+def run(case: Case, out: Path) -> list[int | None]:
+    ranks = start(case, out, case.num_ranks, preempted)
+    for rank in ranks:
+        rank.join(240)
+    return [rank.exitcode for rank in ranks]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of an uninterrupted run, with the checkpoints of all steps."""
+    known: dict[tuple[str, int], Path] = {}
+
+    def of(case: Case) -> Path:
+        key = case.backend, case.num_ranks
+        if key not in known:
+            known[key] = tmp_path_factory.mktemp("whole")
+            assert run(Case(*key), known[key]) == [0] * case.num_ranks
+        return known[key]
+
+    return of
+
+
+def cases() -> list[Any]:
+    """Every phase with one signal on two ranks; all the others are slow."""
+    quick = {
+        Case("ddp", 2, phase, SIGNALS[index % 3], victim=(index + 1) % 2)
+        for index, phase in enumerate(PHASES)
+    }
+    every = [
+        Case(backend, num_ranks, phase, number, victim)
+        for backend, num_ranks in (("cpu", 1), ("ddp", 2), ("fsdp", 2), ("deepspeed", 2))
+        for phase in PHASES
+        for number in SIGNALS
+        for victim in range(num_ranks)
+        # the others' phases are alike, and take as long as all else
+        if backend in ("cpu", "ddp") or number == SIGNALS[victim]
+        if (backend, phase.name) != ("deepspeed", "compiling")
+    ]
+    return [
+        pytest.param(
+            case,
+            id=f"{case.backend}-{case.phase}-{signal.Signals(case.number).name}-{case.victim}",
+            marks=[] if case in quick else [pytest.mark.slow],
+        )
+        for case in every
+    ]
+
+
+@pytest.mark.parametrize("case", cases())
+def test_one_checkpoint_that_all_agree_on(tmp_path: Path, whole: Any, case: Case) -> None:
+    assert case.phase is not None
+    codes = run(case, tmp_path)
+    assert codes == [0 if case.phase.finishes else EXIT_PREEMPTED] * case.num_ranks
+    folder = tmp_path / "checkpoints"
+    listing = list_checkpoints(folder)
+    assert not listing.rejected
+    newest = listing.complete[-1]
+    assert newest.step == case.phase.step + (case.phase.in_step and case.num_ranks > 1)
+    assert CheckpointReader(newest.folder).verify() == []
+    if newest.step == 0 or case.phase.name == "compiling":  # another computation than the others'
+        assert run(replace(case, phase=None), tmp_path) == [0] * case.num_ranks
+        newest = list_checkpoints(folder).complete[-1]
+        assert newest.step == STEPS
+    expected = everything(whole(case) / "checkpoints" / newest.folder.name)
+    found = everything(newest.folder)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
+def test_signals_that_come_together_are_one(tmp_path: Path) -> None:
+    case = Case("cpu", 1, PHASES[3], signal.SIGTERM, times=2)
+    assert run(case, tmp_path) == [EXIT_PREEMPTED]
+
+
+def waits(case: Case, out: Path, environment: dict[str, str]) -> None:
+    """Rank 0 sleeps in a step; the others wait for it in a collective."""
+    os.environ.update(environment)
+    rank = int(environment.get("RANK", "0"))
+
+    def slow(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        (out / str(rank)).touch()
+        if rank == 0:
+            time.sleep(300)
+        return loss(module, batch)
+
+    fit(replace(recipe(), loss=slow), SETTINGS, backend=case.backend, out=out)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: signal.Signals(number).name)
+def test_a_second_signal_stops_at_once(tmp_path: Path, number: int) -> None:
+    ranks = start(Case("ddp", 2), tmp_path, 2, waits)
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert all(rank.is_alive() for rank in ranks)
+        time.sleep(0.02)
+    for rank in ranks:
+        os.kill(rank.pid or 0, number)
+    time.sleep(1.5)
+    assert [rank.exitcode for rank in ranks] == [None, None]
+    for rank in ranks:
+        os.kill(rank.pid or 0, number)
+    for rank in ranks:
+        rank.join(10)
+    assert [rank.exitcode for rank in ranks] == [128 + number] * 2
