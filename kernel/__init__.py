@@ -7,6 +7,7 @@ It names no backend and imports none. Read `contract.py` first, then `loop.py`, 
 from .contract import Recipe
 from .errors import DrivetrainError, UsageError
 from .loop import Result, fit
+from .packing import Pack
 from .predict import Chunk, predict
 from .ready import Batches
 from .settings import (
@@ -28,6 +29,7 @@ __all__ = [
     "DrivetrainError",
     "EvaluateSettings",
     "OptimizerSettings",
+    "Pack",
     "ReadAgain",
     "Recipe",
     "Result",

@@ -78,6 +78,9 @@ class Recipe:
     stream: an iterable of samples, or a function without arguments that makes one for each epoch;
     or ready `Batches` of a loader of your own."""
 
+    lengths: Sequence[int] | None = None
+    """Of each sample of `train_data` (tokens, say), for the setting `data.by_length`."""
+
     eval_data: Mapping[str, Any] = field(default_factory=dict)
     """Named data, of any of these kinds, that the model does not train on."""
 

@@ -14,9 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Order", "OrderFunction", "ReadAhead", "mix", "sequential", "shuffled"]
+from .errors import DataError
+
+__all__ = ["ByLength", "Order", "OrderFunction", "ReadAhead", "mix", "sequential", "shuffled"]
 
 _NUM_ROUNDS = 8
+_BY_LENGTH = 0x1E4674
 _MASK_64 = 2**64 - 1
 _INDICES_READ_AT_ONCE = 4096
 """Opening an order costs about as much as reading this many indices of it."""
@@ -42,6 +45,54 @@ def sequential(num_samples: int, seed: int, epoch: int) -> Order:
 def shuffled(num_samples: int, seed: int, epoch: int) -> Order:
     """A permutation that is different for every seed and epoch."""
     return _Permutation(num_samples, [mix(seed, epoch, r) % 2**32 for r in range(_NUM_ROUNDS)])
+
+
+class ByLength:
+    """Samples of similar length come together, in a shuffled order: an `OrderFunction`.
+
+    The shuffled order is taken in stretches of `stretch` samples; each is sorted by length, cut
+    into `batch` samples at a time, and these are shuffled. A batch then needs hardly any padding,
+    and an epoch still has every sample once.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch: int, stretch: int) -> None:
+        self.lengths = torch.as_tensor(lengths)
+        self.batch, self.stretch = batch, -(-stretch // batch) * batch
+
+    def __call__(self, num_samples: int, seed: int, epoch: int) -> Order:
+        """See `OrderFunction`. Raises `DataError` where there are not as many lengths."""
+        if len(self.lengths) != num_samples:
+            raise DataError(f"there are {len(self.lengths)} lengths for {num_samples} samples")
+        return _Sorted(shuffled(num_samples, seed, epoch), self, mix(seed, epoch, _BY_LENGTH))
+
+
+class _Sorted:
+    """The order of one epoch. A slice costs the stretches that it touches."""
+
+    def __init__(self, order: Order, by: ByLength, seed: int) -> None:
+        self._order, self._by, self._seed = order, by, seed
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        start, stop, step = part.indices(len(self))
+        first, stretch = start // self._by.stretch, self._by.stretch
+        count = max(-(-stop // stretch) - first, 0)
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        whole = torch.cat([self._stretch(first + number) for number in range(count)])
+        return whole[start - first * stretch : stop - first * stretch : step]
+
+    def _stretch(self, number: int) -> Tensor:
+        begin, batch = number * self._by.stretch, self._by.batch
+        chosen = torch.as_tensor(self._order[begin : begin + self._by.stretch])
+        by_length = chosen[self._by.lengths[chosen].argsort(descending=True, stable=True)]
+        full = len(chosen) // batch
+        generator = torch.Generator().manual_seed(mix(self._seed, number) >> 1)
+        shuffle = torch.randperm(full, generator=generator)
+        batches = by_length[: full * batch].view(full, batch)[shuffle]
+        return torch.cat((batches.flatten(), by_length[full * batch :]))
 
 
 def mix(*values: int) -> int:

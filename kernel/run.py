@@ -134,6 +134,8 @@ class Run:
             micro_batch=self.micro_batch,
             num_epochs=None if settings.steps else math.ceil(settings.epochs),
             shuffle=settings.data.shuffle,
+            by_length=settings.data.by_length,
+            lengths=self.recipe.lengths,
             drop_last=settings.data.drop_last,
             # what is fetched ahead must not draw from the generators that a checkpoint holds
             isolate_random=able.feeds_ahead or None,

@@ -107,6 +107,9 @@ class DataSettings:
 
     shuffle: bool | None = None
     """None: shuffled where samples can be fetched by index; other data come in their own order."""
+    by_length: int | None = None
+    """Train samples of similar length together, to pad less: `Recipe.lengths` are sorted in
+    stretches of so many steps of the shuffled order (50 is usual). None keeps that order."""
     drop_last: bool = False
     workers: int = 0
     """Processes that fetch microbatches; 0 fetches in the training process."""
@@ -213,6 +216,7 @@ class Settings:
             "micro_batch": 1,
             "log_every": 1,
             "max_nonfinite": 1,
+            "data.by_length": 1,
             "data.workers": 0,
             "evaluate.every": 1,
             "evaluate.micro_batch": 1,

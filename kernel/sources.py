@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from .contract import Batch, Session
 from .data import ENDLESS, Group, Loader, Position, Source, is_indexed
 from .errors import DataError, SettingError
-from .order import sequential, shuffled
+from .order import ByLength, OrderFunction, sequential, shuffled
 from .ready import Batches, ReadyLoader
 from .stream import StreamLoader
 
@@ -26,6 +26,8 @@ def open_source(
     drop_last: bool = False,
     num_epochs: int | None = None,
     shuffle: bool | None = False,
+    by_length: int | None = None,
+    lengths: Sequence[int] | None = None,
     isolate_random: bool | None = None,
     count_items: Callable[[Batch], int] | None = None,
     **dealing: Any,
@@ -33,7 +35,8 @@ def open_source(
     """The source of samples that can be indexed, of a stream, or of ready `Batches`; called by all
     ranks.
 
-    `shuffle`: None shuffles what can be indexed. `num_epochs`: where a stream or ready batches
+    `shuffle`: None shuffles what can be indexed. `by_length`: steps in a stretch of samples that is
+    sorted by `lengths`. `num_epochs`: where a stream or ready batches
     end. `dealing`: others of `Dealing`. Raises `DataError` for data, and `SettingError` for
     numbers, that cannot be trained with.
     """
@@ -41,6 +44,11 @@ def open_source(
         raise SettingError(
             f"data.shuffle is {shuffle}, and {type(data).__name__} comes in an order of its own: "
             "shuffle it there, and leave data.shuffle out"
+        )
+    if by_length is not None and (lengths is None or not is_indexed(data) or shuffle is False):
+        raise SettingError(
+            f"data.by_length is {by_length}, which needs recipe.lengths, the length of each sample "
+            "of data that can be indexed, and data.shuffle"
         )
     if isinstance(data, Batches):
         if workers:
@@ -69,7 +77,10 @@ def open_source(
         "num_feeders": session.world.num_feeders,
     }
     if is_indexed(data):
-        order = sequential if shuffle is False else shuffled
+        order: OrderFunction = sequential if shuffle is False else shuffled
+        if by_length is not None and lengths is not None:
+            batch = dealing["global_batch"]
+            order = ByLength(lengths, batch, by_length * batch)
         return Loader(data, order=order, isolate_random=isolate_random, **dealing)
     return StreamLoader(data, num_epochs=num_epochs, **dealing)
 
