@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from . import checkpoint, predict, resume, start, steps
+from . import checkpoint, packing, predict, resume, start, steps
 from .harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
     each.name: each
     for each in (
         *steps.BENCHMARKS,
+        *packing.BENCHMARKS,
         *predict.BENCHMARKS,
         *checkpoint.BENCHMARKS,
         *resume.BENCHMARKS,
