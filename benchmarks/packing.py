@@ -133,8 +133,8 @@ BENCHMARKS = (
         title="Text of natural lengths",
         about=(
             f"A decoder of {LAYERS} layers, {WIDTH} wide, reads the bytes of docstrings of "
-            f"Python's library ({SHORTEST} to {LONGEST} bytes each) once, {BATCH} texts a step, through "
-            "the kernel. All read the same texts; padded and packed take the same ones in each "
+            f"Python's library ({SHORTEST} to {LONGEST} bytes each) once, {BATCH} texts a step, "
+            "through the kernel. All read the same texts; padded and packed take the same ones in each "
             f"step, and have the same losses. A packed row holds {LONGEST} bytes under a dense "
             "mask. One thread."
         ),
