@@ -134,9 +134,9 @@ BENCHMARKS = (
         about=(
             f"A decoder of {LAYERS} layers, {WIDTH} wide, reads the bytes of docstrings of "
             f"Python's library ({SHORTEST} to {LONGEST} bytes each) once, {BATCH} texts a step, "
-            "through the kernel. All read the same texts; padded and packed take the same ones in each "
-            f"step, and have the same losses. A packed row holds {LONGEST} bytes under a dense "
-            "mask. One thread."
+            "through the kernel. All read the same texts; padded and packed take the same ones in "
+            f"each step, and have the same losses. A packed row holds {LONGEST} bytes under a "
+            "dense mask. One thread."
         ),
         candidates={
             "padded": "padded to the longest",
