@@ -189,7 +189,8 @@ def restore(reader: Reader, module: nn.Module, zero: Any, trained: frozenset[str
 
     Reads this rank's ranges only. Raises `CheckpointMismatch` before anything is changed.
     """
-    _state.check_same_model(reader, shapes(module))
+    dtypes = {name: tensor.dtype for name, tensor in _state.named_state(module).items()}
+    _state.check_same_model(reader, shapes(module), dtypes)
     parts = partitions(zero, module)
     stored = _stored_state(reader, shapes(module))
     planned = [_plan(part, stored, reader, zero.optimizer) for part in parts]

@@ -97,8 +97,26 @@ def dealt_pieces(
                 yield Piece(kind, name, tensor, tuple(tensor.shape))
 
 
-def check_same_model(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises `CheckpointMismatch` that names the tensors in which checkpoint and model differ."""
+def shapes_and_dtypes(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
+    """What `check_same_model` takes."""
+    return (
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.dtype for name, tensor in tensors.items()},
+    )
+
+
+def check_same_model(
+    reader: Reader,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Raises `CheckpointMismatch` that names the tensors in which checkpoint and model differ.
+
+    Weights of another precision are taken over; integers are no weights of floats, or the other way
+    round. `dtypes`: of the model, by name.
+    """
     stored = set(reader.names("weights"))
     lines = [f"only in the model: {name} {tuple(shapes[name])}" for name in shapes.keys() - stored]
     lines += [
@@ -109,6 +127,10 @@ def check_same_model(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> Non
         there, here = reader.info("weights", name).shape, tuple(shapes[name])
         if there != here:
             lines.append(f"{name}: {there} in the checkpoint, {here} in the model")
+    for name in stored & (dtypes or {}).keys():
+        stored_as, wanted = reader.info("weights", name).dtype, (dtypes or {})[name]
+        if _is_of_floats(stored_as) != _is_of_floats(wanted):
+            lines.append(f"{name}: {stored_as} in the checkpoint, {wanted} in the model")
     if lines:
         shown = "\n  ".join(sorted(lines)[:20])
         more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
@@ -116,6 +138,10 @@ def check_same_model(reader: Reader, shapes: Mapping[str, Sequence[int]]) -> Non
             f"the checkpoint is of another model; {len(lines)} tensors differ:\n  {shown}{more}\n"
             "Use the recipe and settings that wrote it, or start anew in another folder"
         )
+
+
+def _is_of_floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def restore_replicated(
@@ -126,7 +152,7 @@ def restore_replicated(
 ) -> None:
     """Whole weights, optimizer state and loss scale from any driver's checkpoint."""
     tensors = named_state(module)
-    check_same_model(reader, {name: tensor.shape for name, tensor in tensors.items()})
+    check_same_model(reader, *shapes_and_dtypes(tensors))
     state = read_optimizer_state(reader, module)
     with torch.no_grad():
         for name, tensor in tensors.items():

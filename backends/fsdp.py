@@ -216,7 +216,7 @@ class FsdpEngine:
     def restore(self, reader: Reader) -> None:
         self._let_go()
         weights = _state.named_state(self.module)
-        _state.check_same_model(reader, {name: t.shape for name, t in weights.items()})
+        _state.check_same_model(reader, *_state.shapes_and_dtypes(weights))
         state = _state.read_optimizer_state(reader, self.module, _dtensor.read_optimizer_entry)
         for name, tensor in weights.items():
             _dtensor.own_part(tensor).copy_(_dtensor.read_weight(reader, name, tensor))

@@ -255,7 +255,7 @@ class XlaEngine:
         self._settle()
         place, cut_dim = self.placement.put, self.placement.cut_dim
         weights = _state.named_state(self.module)
-        _state.check_same_model(reader, {name: tensor.shape for name, tensor in weights.items()})
+        _state.check_same_model(reader, *_state.shapes_and_dtypes(weights))
         state = _state.read_optimizer_state(reader, self.module)
         parameters = dict(self.module.named_parameters())
         for name, old in weights.items():

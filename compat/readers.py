@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..kernel.checkpoint import CheckpointReader, Manifest
+from ..kernel.checkpoint import CheckpointReader, Manifest, Place
 from ..kernel.contract import Flat, Kind, Region, TensorInfo
 from ..kernel.errors import CheckpointMismatch
 
@@ -33,6 +33,12 @@ class Combined:
         """The checkpoint's own."""
         assert self.below is not None
         return self.below.manifest
+
+    @property
+    def folder(self) -> Place:
+        """The checkpoint's own."""
+        assert self.below is not None
+        return self.below.folder
 
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted."""

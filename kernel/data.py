@@ -49,6 +49,8 @@ __all__ = [
     "through_epochs",
 ]
 
+LARGEST = 1 << 62
+"""What is counted stays below; nobody lives to see more."""
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
@@ -69,11 +71,13 @@ class Position:
         return {"epoch": self.epoch, "samples": self.samples, **state}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Position:
+    def from_json(cls, value: Any) -> Position:
         """Raises `DataError` for anything but what `to_json` returns."""
+        if not isinstance(value, Mapping):
+            raise DataError(f"not a data position: {value!r:.200}")
         counts = [value.get("epoch"), value.get("samples")]
         if (
-            any(type(count) is not int or count < 0 for count in counts)
+            not all(type(count) is int and 0 <= count < LARGEST for count in counts)
             or value.keys() - {"epoch", "samples", "state"}
             or not isinstance(value.get("state", {}), Mapping)
         ):

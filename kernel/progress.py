@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Session
-from .data import Position
+from .data import LARGEST, Position
 from .errors import CheckpointDamaged, DataError
 
-__all__ = ["Progress", "Window"]
+__all__ = ["Progress", "Window", "stored_metrics"]
 
 
 @dataclass
@@ -35,16 +35,29 @@ class Progress:
         return {**asdict(self), "position": self.position.to_json()}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Progress:
-        """Raises `CheckpointDamaged` for anything but what `to_json` returns."""
+    def from_json(cls, value: Mapping[str, Any], where: str = "the checkpoint") -> Progress:
+        """Raises `CheckpointDamaged`, naming `where`, for anything but what `to_json` returns."""
         try:
             position = Position.from_json(value["position"])
             counts = {name: value[name] for name in asdict(cls()) if name != "position"}
-        except (KeyError, TypeError, ValueError, DataError) as error:
-            raise CheckpointDamaged(f"the checkpoint's progress is malformed: {error!r}") from error
-        if any(type(count) is not int or count < 0 for count in counts.values()):
-            raise CheckpointDamaged(f"the checkpoint's counts must be whole numbers: {counts}")
+        except (KeyError, DataError) as error:
+            raise CheckpointDamaged(f"{where}: its progress is malformed: {error!r}") from error
+        if not all(type(count) is int and 0 <= count < LARGEST for count in counts.values()):
+            raise CheckpointDamaged(f"{where}: its counts must be whole numbers: {counts!r:.200}")
+        if max(counts["applied"], counts["skipped"]) > counts["step"]:
+            raise CheckpointDamaged(f"{where}: more updates than steps: {counts!r:.200}")
         return cls(**counts, position=position)
+
+
+def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:
+    """The metrics of a checkpoint's step. Raises `CheckpointDamaged`, naming `where`, for what are
+    none."""
+    metrics = state.get("metrics", {})
+    if not isinstance(metrics, dict) or not all(
+        isinstance(value, int | float) for value in metrics.values()
+    ):
+        raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")
+    return metrics
 
 
 class Window:
@@ -95,13 +108,19 @@ class Window:
         losses = session.exchange(loss if math.isfinite(loss) else None)
         return {"first_step": self.first_step, "losses": losses}
 
-    def restore(self, value: Mapping[str, Any], session: Session) -> None:
-        """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`."""
-        try:
-            self.first_step = int(value["first_step"])
-            losses = [math.nan if loss is None else float(loss) for loss in value["losses"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointDamaged(f"the checkpoint's window is malformed: {error!r}") from error
+    def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
+        """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
+        `where`, for anything else."""
+        match value:
+            case {"first_step": int(first_step), "losses": [_, *_] as told} if (
+                type(first_step) is int
+                and 0 <= first_step <= self.first_step
+                and all(loss is None or type(loss) is float for loss in told)
+            ):
+                losses = [math.nan if loss is None else loss for loss in told]
+            case _:
+                raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
+        self.first_step = first_step
         world = session.world
         same = len(losses) == world.num_feeders
         self._losses = losses[world.feeder_index] if same else math.fsum(losses) / len(losses)

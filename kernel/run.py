@@ -49,7 +49,7 @@ from .events import (
     Warned,
 )
 from .memory import Memory, ran_out
-from .progress import Window
+from .progress import Window, stored_metrics
 from .requests import Requests
 from .resume import differences, find_checkpoint
 from .saves import Saves
@@ -216,7 +216,7 @@ class Run:
         manifest, notes = self._restore(path)
         step = self.training.progress.step
         self.first_step, self.resumed_from = step, path
-        if metrics := manifest.state.get("metrics"):
+        if metrics := stored_metrics(manifest.state, str(path)):
             self.evaluated_at = step
             self.metrics = {
                 name: {
@@ -234,7 +234,7 @@ class Run:
         reader = CheckpointReader(path)
         notes: tuple[str, ...] = ()
         seeded = self.training.restore(reader)
-        self.spikes.restore(reader.manifest.state.get("spikes"))
+        self.spikes.restore(reader.manifest.state.get("spikes"), str(path))
         step = self.training.progress.step
         if self.saves is not None:
             self.saves.is_saved(step)

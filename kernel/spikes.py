@@ -7,7 +7,7 @@ they are reduced over ranks together, so every rank finds the same spikes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import closing
 from itertools import islice
 from typing import Any, NamedTuple
@@ -105,9 +105,9 @@ class Spikes:
             "roll_backs": self.roll_backs,
         }
 
-    def restore(self, value: Mapping[str, Any] | None) -> None:
+    def restore(self, value: Any, where: str = "the checkpoint") -> None:
         """Take over what `to_json` returned; what is left out stays so. Raises
-        `CheckpointDamaged`.
+        `CheckpointDamaged`, naming `where`.
         """
         self._history, self._steps, self._losses, self._before = [], [], [], None
         if not value:
@@ -117,7 +117,7 @@ class Spikes:
             self.left_out |= {(int(epoch), int(first)) for epoch, first in value["left_out"]}
             self.roll_backs = max(self.roll_backs, int(value["roll_backs"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise CheckpointDamaged(f"the checkpoint's spikes are malformed: {error!r}") from error
+            raise CheckpointDamaged(f"{where}: its spikes are malformed: {error!r}") from error
 
 
 class Without:

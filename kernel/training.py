@@ -105,12 +105,13 @@ class Training:
         rank, and so the caller has to seed it.
         """
         state: Mapping[str, Any] = reader.manifest.state
-        progress = Progress.from_json(state) if state else Progress()
+        where = str(reader.folder)
+        progress = Progress.from_json(state, where) if state else Progress()
         self.engine.restore(reader)
         self._unsettled, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, Window(progress)
         if window := state.get("window"):
-            self.window.restore(window, self.session)
+            self.window.restore(window, self.session, where)
         return load_rng(reader, self.session)
 
     # --- the loop -------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Manifest:
         need(isinstance(value, dict), "the top level", value)
         need(value.pop("format", None) == _FORMAT, "'format'", value)
         version = value.pop("version", None)
-        if version != _VERSION:
+        if type(version) is not int or version != _VERSION:
             raise CheckpointDamaged(
                 f"{where}: format version {version!r:.200}, and this drivetrain reads {_VERSION}: "
                 "install the drivetrain that wrote it, or a newer one"
@@ -103,8 +103,8 @@ class Manifest:
         need(_natural(sum_of_all), repr(_SUM), sum_of_all)
         names = {item.name for item in fields(cls)}
         need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value))
-        need(_natural(value["step"]), "'step'", value["step"])
-        need(_natural(value["world_size"]), "'world_size'", value["world_size"])
+        need(_natural(value["step"], 10**18), "'step'", value["step"])
+        need(_natural(value["world_size"], 1 << 31), "'world_size'", value["world_size"])
         need(isinstance(value["driver"], str), "'driver'", value["driver"])
         for key in ("state", "settings"):
             need(isinstance(value[key], dict), repr(key), value[key])
@@ -120,8 +120,8 @@ class Manifest:
             # Only names of our own grammar: none can be absolute, or lead out of the folder.
             name = entry["name"]
             need(isinstance(name, str) and bool(FILE_NAME.fullmatch(name)), "a file name", name)
-            need(_natural(entry["num_bytes"]), f"the size of {name}", entry["num_bytes"])
-            need(_natural(entry["crc32"]), f"the CRC-32 of {name}", entry["crc32"])
+            need(_natural(entry["num_bytes"], 1 << 63), f"the size of {name}", entry["num_bytes"])
+            need(_natural(entry["crc32"], 1 << 32), f"the CRC-32 of {name}", entry["crc32"])
         need(
             len({e["name"] for e in entries}) == len(entries), "a repeated name in 'files'", entries
         )
@@ -158,8 +158,8 @@ def write_manifest(folder: Place, manifest: Manifest) -> None:
     storage.sync_folder(folder)
 
 
-def _natural(value: Any) -> bool:
-    return type(value) is int and value >= 0
+def _natural(value: Any, end: int = 1 << 63) -> bool:
+    return type(value) is int and 0 <= value < end
 
 
 def _lists(value: Any, kind: type) -> bool:

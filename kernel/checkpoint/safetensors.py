@@ -113,7 +113,7 @@ def _header(names: list[str], sources: Mapping[str, Source], metadata: Mapping[s
         header[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": (start, end)}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > _MAX_HEADER_BYTES:
+    if len(text) > _MAX_HEADER_BYTES or strict_json.num_items(text) > strict_json.MAX_ITEMS:
         raise ValueError(f"{len(names)} tensors need a header of {len(text)} bytes: too long")
     return len(text).to_bytes(8, "little") + text
 

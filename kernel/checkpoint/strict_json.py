@@ -12,8 +12,11 @@ from typing import Any
 
 from ..errors import CheckpointDamaged
 
-__all__ = ["dump", "parse"]
+__all__ = ["MAX_ITEMS", "dump", "num_items", "parse"]
 
+MAX_ITEMS = 3_000_000
+"""Of objects, lists and what is in them: each takes some hundred bytes when it is parsed, and two
+or three when it is written."""
 _FLOAT = "$float"
 
 
@@ -28,8 +31,10 @@ def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
     """The value in `raw`; `where` names its file in errors.
 
     Raises `CheckpointDamaged` for anything but strict UTF-8 JSON: duplicate keys, NaN, Infinity,
-    numbers that overflow, and nesting beyond `max_depth` are all refused.
+    numbers that overflow, nesting beyond `max_depth` and more than `MAX_ITEMS` are all refused.
     """
+    if (items := num_items(raw)) > MAX_ITEMS:
+        raise CheckpointDamaged(f"{where}: holds about {items} items, and {MAX_ITEMS} are read")
     try:
         value = json.loads(
             raw.decode("utf-8"),
@@ -41,6 +46,11 @@ def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: not valid JSON: {error}") from error
     return value
+
+
+def num_items(raw: bytes) -> int:
+    """At most so many objects, lists and things in them are in such text."""
+    return sum(map(raw.count, (b",", b"[", b"{")))
 
 
 def _pack(value: Any, where: str) -> Any:

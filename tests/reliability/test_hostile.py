@@ -1,0 +1,66 @@
+"""Whatever a checkpoint holds, it is read or refused: in bounded time and memory, and nothing in it
+is run."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .hostile import NAME, SECONDS, Case, corpus, open_all, sound
+from .runs import FORKSERVER
+
+CASES = {case.name: case for case in corpus(Path("canary"))}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What opening each of them came to, in one process whose memory is bounded."""
+    root = tmp_path_factory.mktemp("hostile")
+    report, canary = root / "report", root / "canary"
+    base = sound(root / "base")
+    process = FORKSERVER.Process(target=open_all, args=(base, root / "w", canary, report))
+    process.start()
+    process.join(400)
+    lines = report.read_text().splitlines() if report.exists() else []
+    rows = [json.loads(line) for line in lines]
+    next_one = [*CASES, "the end"][len(rows)]
+    assert process.exitcode == 0, f"ended with {process.exitcode} at {next_one!r}"
+    return {row["name"]: row for row in rows}
+
+
+def test_there_are_hundreds_of_them() -> None:
+    names = [case.name for case in corpus(Path("canary"))]
+    assert len(names) == len(set(names)) > 600
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_it_is_refused_by_an_error_of_ours(case: Case, told: dict[str, Any]) -> None:
+    row = told[case.name]
+    acts = {name: row[name] for name in ("list", "read", "verify", "resume", "resume blindly")}
+    assert not [said for said in acts.values() if said.startswith("NOT OURS")]
+    refused = row["list"] if case.trusted_by_name else row["resume"]
+    assert refused, "it was resumed from"
+    assert refused.startswith(("Checkpoint", "StorageFailed")), refused
+    assert case.told in refused
+    assert NAME in refused or "manifest" in refused or "checkpoint" in refused
+    assert len(refused) < 3000, "an error is to be read"
+    assert row["seconds"] < SECONDS
+    assert not row["canary"], "code in it was run"
+
+
+def test_the_canary_sings(tmp_path: Path) -> None:
+    """What the pickles would do, if anything loaded them: else the test above proves nothing."""
+    import pickle  # house: pickle
+
+    from .hostile import pickles
+
+    canary = tmp_path / "canary"
+    for name, raw in pickles(canary).items():
+        if not name.startswith("torch"):
+            pickle.loads(raw)  # noqa: S301
+            assert canary.exists(), name
+            os.rmdir(canary)
