@@ -247,7 +247,11 @@ def test_weights_are_those_of_one_process(construct: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "arguments"), [("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9})]
+    ("optimizer", "arguments"),
+    [
+        ("AdamW", {"fused": True}),
+        pytest.param("SGD", {"momentum": 0.9}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_checkpoint_goes_round_bit_by_bit(
     optimizer: str, arguments: dict[str, Any], tmp_path: Path
@@ -278,8 +282,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("stage", "variant"),
+    [
+        pytest.param(stage, variant, marks=pytest.mark.slow if stage == 2 and alike else [])
+        for stage in (2, 3)
+        for variant in VARIANTS
+        for alike in [variant not in ("fp32", "fp16 weights")]
+    ],
+)
 def test_not_a_number_on_one_rank_changes_nothing_on_any(
     variant: str, stage: int, tmp_path: Path
 ) -> None:
