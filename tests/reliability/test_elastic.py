@@ -1,0 +1,142 @@
+"""Machines come, go and are cut off: the run goes on with those that are there, or says why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drivetrain.kernel import fit
+from drivetrain.kernel.events import Logged
+
+from .machines import Machine, Machines, free_port, listens, namespaces_allowed, two_networks
+
+STEPS = 30
+NAMESPACES = namespaces_allowed()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    found = Machines(tmp_path)
+    yield found
+    found.close()
+
+
+def uninterrupted(folder: Path) -> dict[int, tuple[float, float]]:
+    """The curve of the same recipe in one process."""
+    from drivetrain.cli.recipe_file import load_recipe_file
+
+    loaded = load_recipe_file(folder / "small.py")
+    events: list[Logged] = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, Logged):
+            events.append(event)
+
+    recipe = loaded.build(loaded.config)
+    fit(recipe, loaded.settings, backend="cpu", observers=[observe])
+    return {event.step: (event.loss, event.grad_norm) for event in events}
+
+
+def assert_same_curve(machines: Machines) -> None:
+    whole, curve = uninterrupted(machines.folder), machines.curve()
+    assert list(whole) == sorted(curve) == list(range(1, STEPS + 1))
+    for step, figures in whole.items():
+        assert curve[step] == pytest.approx(figures, rel=1e-6), step
+
+
+def elastic(machines: Machines, backend: str, port: str, nodes: str, *more: str) -> Machine:
+    """A machine with one rank of as many as come."""
+    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    machine = machines.start(
+        f"--backend={backend}", "--nproc=1", f"--nnodes={nodes}", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
+        "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.1", *more,
+        SECONDS="0.03",
+    )  # fmt: skip
+    while not listens(port):  # whoever is first holds the store that all meet at
+        assert machine.process.poll() is None, machine.text
+        time.sleep(0.05)
+    return machine
+
+
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_three_of_four_go_on(machines: Machines, backend: str) -> None:
+    """The global batch of 8 is cut into 2, 2, 2, 2 first, then into 3, 3, 2."""
+    port = free_port()
+    four = [elastic(machines, backend, port, "3:4") for _ in range(4)]
+    machines.wait_for_step(7)
+    four[3].send(signal.SIGKILL)
+    assert [machine.end(180) for machine in four[:3]] == [0, 0, 0], four[0].text
+    assert machines.world_sizes == [4, 3]
+    (resumed,) = machines.events("resumed")
+    assert resumed["step"] >= 6
+    assert "world size was 4, is 3" in resumed["notes"]
+    assert_same_curve(machines)
+
+
+@pytest.mark.slow
+def test_one_that_comes_later_is_taken_in(machines: Machines) -> None:
+    port = free_port()
+    first = elastic(machines, "ddp", port, "1:2")
+    machines.wait_for_step(5)
+    second = elastic(machines, "ddp", port, "1:2", "--resume=auto")
+    assert [first.end(180), second.end(180)] == [0, 0], first.text
+    assert machines.world_sizes == [1, 2]
+    assert_same_curve(machines)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_started_anew(machines: Machines) -> None:
+    machine = machines.start("--backend=ddp", "--nproc=2", "--max-restarts=1", SECONDS="0.05")
+    machines.wait_for_step(7)
+    os.kill(machine.all_processes[-1], signal.SIGKILL)
+    assert machine.end(180) == 0, machine.text
+    assert machines.world_sizes == [2, 2]
+    assert_same_curve(machines)
+
+
+def two(machines: Machines, address: str, port: str, within: tuple[tuple[str, ...], ...]) -> None:
+    for number, prefix in enumerate(within):
+        machines.start(
+            "--backend=ddp", "--nproc=1", "--nnodes=2", f"--node-rank={number}",
+            f"--master-addr={address}", f"--master-port={port}", "--steps=100000",
+            within=prefix, SECONDS="0.03",
+        )  # fmt: skip
+    machines.wait_for_step(5)
+
+
+@pytest.mark.skipif(not NAMESPACES, reason="networks of one's own are not allowed here")
+def test_a_partition_is_named_on_both_sides(machines: Machines) -> None:
+    with two_networks() as (within, part):
+        two(machines, "10.77.0.1", "29500", within)
+        part()
+        parted = time.monotonic()
+        first, second = machines.started
+        assert [first.end(90), second.end(90)] == [1, 1]
+        assert time.monotonic() - parted < 90
+        assert "rank 1 stands still after" in first.text
+        assert "the store at 10.77.0.1:29500" in second.text
+        assert "does not answer; rank 1 waits in" in second.text
+        machines.close()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        pytest.param(1, marks=[pytest.mark.slow] * NAMESPACES),
+    ],
+)
+def test_a_machine_that_stands_still_is_named(machines: Machines, number: int) -> None:
+    """All of its processes are stopped, and its connections stay open."""
+    two(machines, "127.0.0.1", free_port(), ((), ()))
+    stopped, other = machines.started[number], machines.started[1 - number]
+    stopped.send(signal.SIGSTOP)
+    assert other.end(90) == 1
+    said = "does not answer; rank 1 waits in" if number == 0 else "rank 1 stands still after"
+    assert said in other.text
