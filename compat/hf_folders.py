@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..kernel.data import Position
-from ..kernel.errors import CheckpointMismatch
+from ..kernel.errors import CheckpointDamaged, CheckpointMismatch
 from ..kernel.progress import Progress
 from .names import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCALER_NAME, SCHEDULER_NAME
+from .unpickling import read_pickled
 
 __all__ = [
     "load_random_state",
@@ -44,14 +45,24 @@ def saved_optimizer(folder: Path) -> dict[str, Any] | None:
     """The optimizer's state; None unless it and the schedule's are both there."""
     for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
         if (folder / name).is_file() and (folder / SCHEDULER_NAME).is_file():
-            state: dict[str, Any] = _load(folder / name)
-            return state
+            return _sound_optimizer(folder / name)
     return None
+
+
+def _sound_optimizer(path: Path) -> dict[str, Any]:
+    match read_pickled(path):
+        case {"state": dict(states), "param_groups": list(groups)} as saved if all(
+            isinstance(state, dict) for state in states.values()
+        ) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+            return dict(saved)
+    raise CheckpointDamaged(f"{path}: holds no optimizer's state")
 
 
 def read_schedule(folder: Path) -> dict[str, Any]:
     """The state of the learning rate schedule."""
-    state: dict[str, Any] = _load(folder / SCHEDULER_NAME)
+    state = read_pickled(folder / SCHEDULER_NAME)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointDamaged(f"{folder / SCHEDULER_NAME}: holds no schedule's state")
     return state
 
 
@@ -100,8 +111,14 @@ _SCALER = {"scale": "loss_scale", "_growth_tracker": "loss_scale_good_steps"}
 def read_scaler(folder: Path) -> dict[str, Tensor]:
     """The loss scaler's state as drivers name it; empty where there is none."""
     path = folder / SCALER_NAME
-    saved = _load(path) if path.is_file() else {}
-    return {ours: torch.tensor(saved[theirs]) for theirs, ours in _SCALER.items() if saved}
+    saved = read_pickled(path) if path.is_file() else {}
+    if saved == {}:
+        return {}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(name), int | float) for name in _SCALER
+    ):
+        raise CheckpointDamaged(f"{path}: holds no loss scaler's state")
+    return {ours: torch.tensor(saved[theirs]) for theirs, ours in _SCALER.items()}
 
 
 def save_scaler(folder: Path, state: Mapping[str, Tensor]) -> None:
@@ -155,13 +172,16 @@ def load_random_state(folder: Path, rank: int, world_size: int) -> bool:
             path,
         )
         return False
-    states = _load(path)
-    random.setstate(states["python"])
-    if "numpy" in sys.modules:
-        import numpy as np
+    states = read_pickled(path, _numpy_globals())
+    try:
+        random.setstate(states["python"])
+        if "numpy" in sys.modules:
+            import numpy as np
 
-        np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["cpu"])
+            np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path}: holds no state of generators: {error!r:.200}") from error
     for device in _available_devices():
         if device in states:
             _set_device_state(device, states[device])
@@ -196,13 +216,8 @@ def _random_file(rank: int, world_size: int) -> str:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def _load(path: Path) -> Any:
-    """What a file holds: tensors, numbers, and numpy's arrays of them."""
-    with torch.serialization.safe_globals(_numpy_globals()):
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-
 def _numpy_globals() -> list[Any]:
+    """What arrays of numbers are made of."""
     import numpy as np
 
     rebuild: Any = np.zeros(0).__reduce__()[0]

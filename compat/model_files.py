@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..kernel.checkpoint.safetensors import Source, TensorFile, write
-from ..kernel.errors import CheckpointError
+from ..kernel.errors import CheckpointDamaged, CheckpointError
 from .inspection import is_peft_model
+from .unpickling import read_pickled
 
 __all__ = [
     "adapters_in",
@@ -77,11 +77,13 @@ def unsound(folder: Path) -> str | None:
 def _files_of_index(index: Path) -> list[Path]:
     """The shards of an index. Raises `CheckpointError` when it, or one of them, is not as such."""
     try:
-        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        parts = list(dict.fromkeys(by_name.values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: is no index of weights: {error!r}") from error
-    for part in parts:
-        if Path(part).name != part or not (index.parent / part).is_file():
+    for part in parts or [None]:
+        named = isinstance(part, str) and Path(part).name == part
+        if not named or not (index.parent / part).is_file():
             raise CheckpointError(f"{index}: its part {part!r} is not beside it")
     return [index.parent / part for part in sorted(parts)]
 
@@ -107,8 +109,12 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         file = TensorFile(path.resolve())
         return {name: file.read(name) for name in file.entries}
-    weights: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
-    return weights
+    weights = read_pickled(path)
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
+        raise CheckpointDamaged(f"{path}: holds no weights by their names")
+    return dict(weights)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:

@@ -96,7 +96,7 @@ def problem_with(folder: Path) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     if (folder / MANIFEST).is_file():
-        return _bad_pieces(folder)
+        return _bad_pieces(folder) or _bad_state(folder)
     if any(_OWN_FILES.fullmatch(path.name) for path in folder.iterdir()):
         return f"its {MANIFEST} is missing, so it was never finished"
     if not has_weights(folder):

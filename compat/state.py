@@ -117,9 +117,22 @@ class TrainerState:
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:
         """Read what `save_to_json` wrote, here or in transformers. Fields that this version does
-        not know are named in a warning; fields that the file lacks keep their defaults.
+        not know are named in a warning; fields that the file lacks keep their defaults. Raises
+        ValueError for a file that holds no state.
         """
-        stored = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        try:
+            stored = json.loads(Path(json_path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{json_path} is no JSON: {error}") from error
+        if not isinstance(stored, dict):
+            raise ValueError(f"{json_path} holds no state: {stored!r:.200}")
+        for name in ("global_step", "max_steps"):
+            value = stored.get(name, 0)
+            if type(value) is not int or not -1 <= value < 1 << 62:
+                raise ValueError(f"{json_path}: {name} is {value!r:.200}")
+        for name, kind in (("log_history", list), ("stateful_callbacks", dict)):
+            if not isinstance(stored.get(name) or kind(), kind):
+                raise ValueError(f"{json_path}: {name} is {stored[name]!r:.200}")
         known = {item.name for item in dataclasses.fields(cls)}
         if strangers := sorted(stored.keys() - known):
             _log.warning("%s: unknown fields are left out: %s", json_path, ", ".join(strangers))
