@@ -73,8 +73,8 @@ class Memory:
         """
         own = isinstance(data, Batches)
         less = -(-size // 2) if size > 1 and not own else None
-        rank = f"rank {self.world.rank}: " if self.world.size > 1 else ""
-        found = f"{rank}out of memory in {doing} with {key}={size} ({cause})"
+        where = f"{doing} on rank {self.world.rank}" if self.world.size > 1 else doing
+        found = f"out of memory in {where} with {key}={size} ({cause})"
         if less is None or self.settings.out_of_memory == "stop":
             to_do = "let your loader make smaller batches. Or " if own else ""
             if less is not None:
