@@ -78,17 +78,19 @@ def train(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
     out: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
+            metavar="FOLDER|URL",
             help="The run folder: metrics, report, configuration, checkpoints. By default "
-            "runs/<recipe>-<time>, or the folder of the run that is resumed.",
+            "runs/<recipe>-<time>, or the folder of the run that is resumed. At a URL, such as "
+            "s3://bucket/run, the checkpoints; the rest is written to runs/ and copied there.",
             show_default=False,
         ),
     ] = None,
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|PATH",
+            metavar="auto|PATH|URL",
             help="Go on from a run folder or a checkpoint; auto: from the newest checkpoint in "
             "--out, or anew when there is none. Without a recipe, the resumed run's recipe and "
             "--set values are used.",
@@ -127,6 +129,7 @@ def train(
     from .failure import told
 
     with told(debug=debug):
+        from ..kernel.checkpoint import place
         from .choices import parse_pairs
         from .launch import Launch
         from .train import TrainRequest
@@ -149,7 +152,7 @@ def train(
             recipe=recipe,
             backend=backend,
             given=parse_pairs(set_ or (), {"steps": steps, "epochs": epochs, "seed": seed}),
-            out=out,
+            out=None if out is None else place(out),
             resume=resume,
             launch=Launch(nproc, nnodes, given),
             stop_after=stop_after,
@@ -160,8 +163,12 @@ def train(
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CheckpointPath = Annotated[
-    Path,
-    typer.Argument(help="A checkpoint folder, or a run folder (its newest complete checkpoint)."),
+    str,
+    typer.Argument(
+        metavar="PATH|URL",
+        help="A checkpoint, or a run (its newest complete checkpoint): a folder, or a URL such as "
+        "s3://bucket/run.",
+    ),
 ]
 
 
@@ -234,9 +241,10 @@ def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) ->
     with told(debug=debug):
         from rich.console import Console
 
+        from ..kernel.checkpoint import place
         from .checkpoints import inspect, locate, show
 
-        record = inspect(locate(path))
+        record = inspect(locate(place(path)))
         if json:
             _print_json(record)
         else:
@@ -246,7 +254,10 @@ def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) ->
 @checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first")
 def verify(
     path: Annotated[
-        Path, typer.Argument(help="A checkpoint folder, or a run folder (all its checkpoints).")
+        str,
+        typer.Argument(
+            metavar="PATH|URL", help="A checkpoint, or a run (all its checkpoints): folder or URL."
+        ),
     ],
     debug: Debug = False,
 ) -> None:
@@ -254,9 +265,10 @@ def verify(
     from .failure import say, told
 
     with told(debug=debug):
+        from ..kernel.checkpoint import place
         from .checkpoints import verify
 
-        checkpoints, problems = verify(path)
+        checkpoints, problems = verify(place(path))
         for problem in problems:
             say(problem, label="damaged:", style="bold red")
         if problems:
@@ -277,10 +289,10 @@ def export(
     from .failure import told
 
     with told(debug=debug):
-        from ..kernel.checkpoint import export_weights
+        from ..kernel.checkpoint import export_weights, place
         from .checkpoints import locate
 
-        typer.echo(f"weights written to {export_weights(locate(path), folder)}")
+        typer.echo(f"weights written to {export_weights(locate(place(path)), folder)}")
 
 
 @checkpoint.command(
@@ -290,16 +302,21 @@ def export(
 )
 def import_(
     folder: Annotated[Path, typer.Argument(help="A folder with safetensors weights.")],
-    run: Annotated[Path, typer.Argument(help="The run folder to put a checkpoint of step 0 in.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The run folder, or URL, to put a checkpoint of step 0 in."
+        ),
+    ],
     debug: Debug = False,
 ) -> None:
     """Make a checkpoint that any driver starts from out of safetensors weights."""
     from .failure import told
 
     with told(debug=debug):
-        from ..kernel.checkpoint import CHECKPOINTS, import_weights
+        from ..kernel.checkpoint import CHECKPOINTS, import_weights, place
 
-        target = import_weights(folder, run / CHECKPOINTS)
+        target = import_weights(folder, place(run) / CHECKPOINTS)
         typer.echo(f"checkpoint written to {target}")
 
 

@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,8 +15,18 @@ from typing import Any
 
 import torch
 
+from ..kernel.checkpoint import Place
+from ..kernel.errors import StorageFailed
 from .choices import Resolved
-from .folder import CONFIG, METRICS, REPORT, SAMPLE, write_atomically
+from .folder import (
+    CONFIG,
+    METRICS,
+    REPORT,
+    SAMPLE,
+    copy_records,
+    records_folder,
+    write_atomically,
+)
 from .records import Record, history, plain, read_records
 from .report import Outcome, render
 from .watch import append_to
@@ -50,12 +61,17 @@ def configuration(
 class Keeper:
     """A sink. Nothing is written before the run has started."""
 
-    folder: Path
+    run: Place
     config: Record
     onward: Callable[[Mapping[str, Any], str], str]
     """From the record of the start, and the reason of the end, to the command that goes on."""
     sample: str = ""
     started: Record | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return records_folder(self.run)
 
     def sink(self, record: Record) -> None:
         """Keep a record; at an evaluation and at the end, renew the report."""
@@ -71,6 +87,9 @@ class Keeper:
                 self.write_report(Outcome(f"running: step {of_total(step, total)}"))
         if event == "run_ended":
             self._end(record)
+        if event in ("saved", "evaluated", "run_ended"):
+            with suppress(StorageFailed):  # the checkpoints are what counts, and are told of
+                copy_records(self.run)
 
     def command(self, reason: str) -> str:
         """What to type to go on after an end for that reason."""

@@ -6,9 +6,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from ..kernel.checkpoint import Place
 from ..kernel.contract import Driver, Plan
 from ..kernel.errors import DrivetrainError
 from ..kernel.registry import find_driver, known_backends
@@ -16,7 +16,7 @@ from ..kernel.registry import find_driver, known_backends
 __all__ = ["onward"]
 
 
-def onward(folder: Path, started: Mapping[str, Any], reason: str) -> str:
+def onward(folder: Place, started: Mapping[str, Any], reason: str) -> str:
     """For a run that finished, the same run on another driver, and longer; else the same again."""
     words = ["--resume", str(folder)]
     backend, ranks, total = started["backend"], started["world"]["size"], started["total_steps"]

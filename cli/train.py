@@ -14,7 +14,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from torch import nn
 
-from ..kernel.checkpoint import CHECKPOINTS
+from ..kernel.checkpoint import CHECKPOINTS, Place, place, storage_of
 from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
 from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
@@ -40,7 +40,7 @@ class TrainRequest:
     recipe: Path | None
     backend: str | None
     given: Mapping[str, Any]
-    out: Path | None
+    out: Place | None
     resume: str | None
     launch: Launch
     stop_after: str | None = None
@@ -56,9 +56,9 @@ class _Job:
     resumed: Mapping[str, Any]
     """What the earlier run was given, where no recipe is given now."""
     resumed_backend: str | None
-    out: Path
+    out: Place
     out_is_default: bool
-    resume: Path | str | None
+    resume: Place | str | None
 
 
 def train(request: TrainRequest) -> int:
@@ -95,13 +95,15 @@ def _fill_gaps(request: TrainRequest) -> _Job:
     earlier, resume = _earlier(request)
     config = earlier.config if earlier is not None and request.recipe is None else {}
     recipe = request.recipe or Path(config.get("recipe") or DEFAULT_RECIPE)
-    out, out_is_default = request.out, False
+    out: Place | None = request.out
+    out_is_default = False
     if out is None and earlier is None and request.launch.nnodes not in (None, "1", "1:1"):
         raise OutputError("the machines must agree on a run folder; give --out")
     if out is None:
         out_is_default = earlier is None
         out = earlier.folder if earlier is not None else default_folder(recipe, _run_label())
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and (out / CHECKPOINTS).is_dir():
+    started_anew = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    if started_anew and storage_of(out).is_folder(out / CHECKPOINTS):
         resume = "auto"  # the launcher started the ranks anew: go on from the newest checkpoint
     return _Job(
         recipe=recipe,
@@ -114,12 +116,12 @@ def _fill_gaps(request: TrainRequest) -> _Job:
     )
 
 
-def _earlier(request: TrainRequest) -> tuple[Earlier | None, Path | str | None]:
+def _earlier(request: TrainRequest) -> tuple[Earlier | None, Place | str | None]:
     """The run that is gone on with, and where its state is taken from."""
     if request.resume is None:
         return None, None
     if request.resume != "auto":
-        earlier = find_earlier(Path(request.resume))
+        earlier = find_earlier(place(request.resume))
         return earlier, earlier.source
     if request.out is None:
         raise OutputError(

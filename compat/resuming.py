@@ -63,6 +63,8 @@ class ResumingMixin:
         if not resume_from_checkpoint:
             return None
         session, path = self.place.session, str(resume_from_checkpoint)
+        if "://" in path:
+            raise ValueError(f"Can't resume from {path}: it is a URL; copy it to a folder")
         if resume_from_checkpoint is True:
             path = _newest_unaltered(session, self.args.output_dir)
         elif problems := _altered(session, path):

@@ -46,6 +46,11 @@ _NEW_NAMES = {
 def settle(args: Any) -> None:
     """Bring all fields to their final values, and check them. Raises `ArgumentError`."""
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
+    if "://" in args.output_dir:
+        raise ArgumentError(
+            f"output_dir={args.output_dir!r} is a URL: give a folder, or save to URLs by "
+            "drivetrain.kernel"
+        )
     for name in args._VALID_DICT_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and value.startswith("{"):

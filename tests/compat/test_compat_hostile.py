@@ -16,6 +16,7 @@ import pytest
 import torch
 from built_alike import both
 
+from drivetrain.compat.arguments import TrainingArguments
 from drivetrain.kernel.errors import DrivetrainError
 
 HF = {"checkpoint_format": "hf", "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -233,3 +234,15 @@ def test_weights_that_are_none(folder: Path, kind: str) -> None:
     SHARDS[kind](folder / "model.safetensors")
     said = resume(folder)
     assert NAME in said and ("model.safetensors" in said or "no weights" in said)
+
+
+def test_urls_are_refused_and_become_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ours = both(tmp_path / "run")[0]
+    with pytest.raises(ValueError, match="output_dir='s3://bucket/run' is a URL"):
+        TrainingArguments(output_dir="s3://bucket/run", use_cpu=True)
+    with pytest.raises(ValueError, match="s3://bucket/run: it is a URL; copy it to a folder"):
+        ours.trainer().train(resume_from_checkpoint="s3://bucket/run")
+    assert not (tmp_path / "s3:").exists()

@@ -14,7 +14,9 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from drivetrain.cli.app import app
 from drivetrain.kernel import fit
 from drivetrain.kernel.checkpoint import (
     CheckpointReader,
@@ -304,3 +306,50 @@ def test_a_folder_and_a_url_hold_the_same_bytes(proxy: Proxy, out: Url, tmp_path
     fs = fsspec.filesystem("s3", use_listings_cache=False)
     for path in folder.glob("*.safetensors"):
         assert fs.cat_file(f"{out}/checkpoints/{folder.name}/{path.name}") == path.read_bytes()
+
+
+RECIPE = """
+import torch
+from typer.testing import CliRunner
+from drivetrain.kernel import Recipe, Settings
+
+inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+def loss(module, batch):
+    return (module(batch[0]) - batch[1]).square().sum()
+
+
+recipe = Recipe(model=lambda: torch.nn.Linear(4, 1), loss=loss, train_data=data)
+settings = Settings(epochs=3, global_batch=8, log_every=1)
+"""
+
+
+def test_the_command_line_takes_urls(
+    proxy: Proxy, out: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.py").write_text(RECIPE)
+
+    def drivetrain(*words: str, code: int = 0) -> str:
+        done = CliRunner().invoke(app, [*words])
+        assert done.exit_code == code, done.output
+        return done.output
+
+    train = ("train", "my.py", "--backend", "cpu", "--out", str(out))
+    drivetrain(*train, "--steps", "3")
+    assert steps(out) == [3]
+    there = storage_of(out).names(out)
+    assert there == ["checkpoints", "config.json", "metrics.jsonl", "report.html"]
+    assert "is not empty" in drivetrain(*train, "--steps", "3", code=2)
+    drivetrain("train", "--resume", str(out), "--steps", "5")
+    assert steps(out) == [3, 5]
+    assert "step 5" in drivetrain("checkpoint", "inspect", str(out))
+    assert "complete and unaltered" in drivetrain("checkpoint", "verify", str(out))
+    drivetrain("checkpoint", "export", str(out), "exported")
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+    drivetrain("checkpoint", "import", "exported", f"{out}-start")
+    assert steps(Url(f"{out}-start")) == [0]
+    assert "install s3fs" in drivetrain("train", "my.py", "--out", "s4://b/run", code=2)
+    assert not (tmp_path / "s3:").exists() and not (tmp_path / "s4:").exists()
