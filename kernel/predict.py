@@ -9,7 +9,15 @@ left out (law 5). Nothing of training changes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -78,9 +86,6 @@ class _Part(NamedTuple):
     repeats: int
     ends_group: bool
 
-    def indices(self) -> Tensor:
-        return torch.arange(self.offset, self.offset + self.num_samples)
-
 
 def _chunks(
     session: Session,
@@ -140,7 +145,7 @@ class _Pending:
         """All feeders' outputs, by sample; called by all ranks."""
         mine = {path: self._on_host(tensors) for path, tensors in self.tensors.items()}
         widths = _widths(session, mine)
-        indices = session.gather(torch.cat([part.indices() for part in self.parts]))
+        indices = session.gather(_indices(self.parts))
         in_order = bool((indices.diff() > 0).all())
         order = slice(None) if in_order else indices.argsort()
         gathered = [
@@ -152,7 +157,22 @@ class _Pending:
     def _on_host(self, tensors: list[Tensor]) -> Tensor:
         """The rows that count. They are picked on the host, where no new shape is compiled."""
         counted = zip(tensors, self.parts, strict=True)
-        return join([tensor.cpu()[: part.num_samples] for tensor, part in counted], self.padding)
+        rows = [
+            # a view costs as much as a small copy
+            host if len(host := tensor.cpu()) == part.num_samples else host[: part.num_samples]
+            for tensor, part in counted
+        ]
+        return join(rows, self.padding)
+
+
+def _indices(parts: Sequence[_Part]) -> Tensor:
+    """Of the samples of these parts, most of which follow one another."""
+    runs: list[list[int]] = []
+    for part in parts:
+        if not runs or runs[-1][1] != part.offset:
+            runs.append([part.offset, part.offset])
+        runs[-1][1] += part.num_samples
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
 
 
 def _widths(session: Session, tensors: Mapping[str, Tensor]) -> dict[str, int]:
