@@ -103,7 +103,7 @@ def find_checkpoint(
         )
     for name, reason in (*torn, *damaged):
         tell(f"{place(name).name} is left out, and kept: {reason}")
-    if automatic and session.world.rank == 0 and storage_of(folder).renames:
+    if automatic and session.world.rank == 0:
         with contextlib.suppress(OSError):  # where nothing can be written, nothing is replaced
             for name, _ in damaged:
                 set_aside(place(name))

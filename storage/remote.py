@@ -40,6 +40,7 @@ class FsspecStorage:
 
     renames = False
     short_bytes = 1 << 20
+    long_bytes = RANGE_BYTES * RANGES_AT_ONCE
     stays_open = True
 
     def __init__(self, scheme: str, patience: Patience | None = None) -> None:
@@ -226,7 +227,7 @@ class _Object:
             offset = self._within_window(start, len(target))
             target[:] = self._window[offset : offset + len(target)]
             return
-        step = RANGE_BYTES * RANGES_AT_ONCE
+        step = self.storage.long_bytes
         for begin in range(0, len(target), step):
             self.storage.fetch(self.path, start + begin, target[begin : begin + step])
 

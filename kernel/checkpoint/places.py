@@ -104,6 +104,8 @@ class Storage(Protocol):
     Where it is not, a checkpoint is there once its manifest is."""
     short_bytes: int
     """Reading so much costs about as much as reading a byte."""
+    long_bytes: int
+    """Reading more at a time is no faster."""
     stays_open: bool
     """Whether a file may be read from after it was closed, since nothing was held open."""
 

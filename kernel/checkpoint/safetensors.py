@@ -187,10 +187,11 @@ class TensorFile:
 
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through a fixed buffer."""
-        crc, buffer = 0, memoryview(bytearray(min(_CHUNK_BYTES, self.size)))
+        step = storage_of(self.path).long_bytes
+        crc, buffer = 0, memoryview(bytearray(min(step, self.size)))
         with self.open() as file:
-            for start in range(0, self.size, _CHUNK_BYTES):
-                chunk = buffer[: min(_CHUNK_BYTES, self.size - start)]
+            for start in range(0, self.size, step):
+                chunk = buffer[: min(step, self.size - start)]
                 file.read_into(start, chunk)
                 crc = zlib.crc32(chunk, crc)
         return crc

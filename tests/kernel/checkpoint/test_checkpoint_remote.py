@@ -258,6 +258,22 @@ def test_a_file_that_is_missing_or_short_is_named_and_skipped(frail: type[Frail]
         CheckpointReader(ROOT / "checkpoint-000009")
 
 
+def test_a_damaged_one_is_left_out_and_kept(frail: type[Frail]) -> None:
+    store = CheckpointStore(ROOT)
+    for step in (1, 2):
+        save(store, step, run_of(1.0))
+    key = next(k for k in frail.store if "000002/weights-00001" in k)
+    frail.store[key].getbuffer()[-1] ^= 1
+    told: list[str] = []
+    (found,) = on_ranks(
+        1, lambda session: find_checkpoint(session, "auto", ROOT.parent, tell=told.append)
+    )
+    assert found == ROOT / "checkpoint-000001"
+    assert "checkpoint-000002 is left out, and kept: " in told[0] and "CRC-32" in told[0]
+    save(store, 2, run_of(2.0))
+    assert folders() == ["checkpoint-000001", "checkpoint-000002", "checkpoint-000002.damaged"]
+
+
 def test_a_rank_reads_the_bytes_that_it_needs(frail: type[Frail]) -> None:
     tensor = torch.arange(4 << 20, dtype=torch.float32).view(1024, -1)
     reader = CheckpointReader(save(CheckpointStore(ROOT), 1, [[piece("w", tensor)]]))
