@@ -279,12 +279,15 @@ def _listed(value: ast.expr, tree: ast.Module) -> list[str]:
 
 
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"})
+LOADERS = frozenset({"torch.load", "torch.serialization.load"})
+UNPICKLING = frozenset({"load_checkpoint", "read_pickle"})
+"""Methods of DeepSpeed's engine, which loads with weights_only=False, and of pandas."""
 PICKLE_ESCAPE = "# house: pickle"
 """On a line of a test that plants a pickle to see it refused."""
 
 
 def pickle_breaches(path: str, text: str) -> list[str]:
-    """Imports of pickle and its kin, and `torch.load` that would run what it reads."""
+    """Imports of pickle and its kin, and calls that would run what they read."""
     lines = text.splitlines()
     found = []
 
@@ -297,10 +300,16 @@ def pickle_breaches(path: str, text: str) -> list[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Call) and dotted(node.func).endswith(
+            ("import_module", "import__")
+        ):
+            names = [word.value for word in node.args if isinstance(word, ast.Constant)]
         else:
             names = []
-        for name in names:
+        for name in map(str, names):
+            if name in LOADERS:
+                complain(node, f"imports {name}: say torch.load, which this test looks at")
             if name.partition(".")[0] in PICKLES:
                 complain(node, f"imports {name}")
         if isinstance(node, ast.Call):
@@ -308,8 +317,12 @@ def pickle_breaches(path: str, text: str) -> list[str]:
             safe = [v for v in weights_only if isinstance(v, ast.Constant) and v.value is True]
             if weights_only and not safe:
                 complain(node, "weights_only must be the literal True")
-            elif dotted(node.func) == "torch.load" and not safe:
-                complain(node, "torch.load without weights_only=True")
+            elif dotted(node.func) in LOADERS and not safe:
+                complain(node, f"{dotted(node.func)} without weights_only=True")
+            elif isinstance(node.func, ast.Attribute) and node.func.attr in UNPICKLING:
+                complain(node, f"{node.func.attr} unpickles")
+            if any(word.arg == "allow_pickle" for word in node.keywords):
+                complain(node, "allow_pickle")
     return found
 
 
