@@ -5,7 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,15 +51,25 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_box(tensor: DTensor) -> Box:
-    """Where `own_part` lies. Ranks hold equal chunks along a dimension, the last ones less."""
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_shard():
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            chunk = -(-sizes[dim] // tensor.device_mesh.size(axis))
-            start = min(chunk * tensor.device_mesh.get_local_rank(axis), sizes[dim])
-            offsets[dim] += start
-            sizes[dim] = min(chunk, sizes[dim] - start)
+    """Where `own_part` lies."""
+    mesh = tensor.device_mesh
+    cuts = [
+        (placement.dim, mesh.get_local_rank(axis), mesh.size(axis))  # type: ignore[attr-defined]
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard()
+    ]
+    return chunk_of(tuple(tensor.shape), cuts)
+
+
+def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """The part that is left after each cut: along a dimension, the n-th of so many chunks. Chunks
+    are equal, the last ones less."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, number, num_chunks in cuts:
+        chunk = -(-sizes[dim] // num_chunks)
+        start = min(chunk * number, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
     return Box(tuple(offsets), tuple(sizes))
 
 

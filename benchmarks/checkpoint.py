@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain.kernel.checkpoint.host import memory
+
 from .harness import Benchmark, Column, Measured, peak_bytes, reset_peak, timed
 
 LAYERS = 24
@@ -111,8 +113,6 @@ def _fsync(path: Path) -> None:
 
 
 def _write(state: State, folder: Path) -> None:
-    from drivetrain.kernel.checkpoint.host import memory
-
     with open(folder / "raw", "wb", buffering=0) as file:
         for tensor in state.tensors().values():
             view = memory(tensor.contiguous())
@@ -244,16 +244,14 @@ def _fill(state: State, found: dict[str, Tensor]) -> None:
 
 
 def _read(state: State, folder: Path) -> None:
-    size = (folder / "raw").stat().st_size
+    for parameter in state.module.parameters():
+        moments = {key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        state.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
     with open(folder / "raw", "rb", buffering=0) as file:
-        for parameter in state.module.parameters():
-            file.readinto(parameter.detach().view(-1).view(torch.uint8).numpy())
-            state.optimizer.state[parameter] = {
-                key: torch.empty_like(parameter) for key in ("exp_avg", "exp_avg_sq")
-            }
-            for moment in state.optimizer.state[parameter].values():
-                file.readinto(moment.view(-1).view(torch.uint8).numpy())
-        assert size - file.tell() <= 8 * LAYERS  # the counts of steps
+        for tensor in state.tensors().values():
+            view = memory(tensor)
+            while view:
+                view = view[file.readinto(view) :]
 
 
 def _kernel_load(state: State, folder: Path) -> None:

@@ -91,6 +91,7 @@ def keep(name: str, record: Mapping[str, Any]) -> None:
 
 def page() -> str:
     """The text of docs/performance.md, of all records that there are."""
+    from . import scale
     from .suite import BENCHMARKS
 
     sections = [HEAD]
@@ -103,4 +104,6 @@ def page() -> str:
                 f"## {benchmark.title}\n\n{benchmark.about}\n\n{table(benchmark, record)}\n"
                 f"{where(record)}\n{shown}\n"
             )
+    if (path := RECORDS / "scale.json").exists():
+        sections.append(scale.section(json.loads(path.read_text())))
     return "\n".join(sections)

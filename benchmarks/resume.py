@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -73,9 +75,7 @@ def kernel(length: int) -> tuple[Run, Callable[[Path, int], None]]:
 
     def move(folder: Path, samples: int) -> None:
         (path,) = folder.glob("checkpoints/*/manifest.json")
-        manifest = json.loads(path.read_text())
-        manifest["state"]["position"]["samples"] = samples
-        path.write_text(json.dumps(manifest))
+        _move_manifest(path, samples)
 
     return run, move
 
@@ -124,16 +124,27 @@ def _as_transformers(
         return watch.seconds
 
     def move(folder: Path, samples: int) -> None:
-        for path in folder.rglob("*.json"):
-            value = json.loads(path.read_text())
-            if path.name == "trainer_state.json":
-                value["global_step"] = samples // BATCH
-            if path.name == "manifest.json":
-                value["state"]["position"]["samples"] = samples
-                value["state"]["step"] = value["state"]["applied"] = samples // BATCH
-            path.write_text(json.dumps(value))
+        for path in folder.rglob("manifest.json"):
+            _move_manifest(path, samples)
+        for path in folder.rglob("trainer_state.json"):
+            state = json.loads(path.read_text())
+            path.write_text(json.dumps(state | {"global_step": samples // BATCH}))
 
     return run, move
+
+
+def _move_manifest(path: Path, samples: int) -> None:
+    """As if so many samples of the epoch had been trained on."""
+    from drivetrain.kernel.checkpoint import read_manifest
+    from drivetrain.kernel.checkpoint.manifest import write_manifest
+
+    manifest = read_manifest(path.parent)
+    state = json.loads(json.dumps(dict(manifest.state)))
+    state["position"]["samples"] = samples
+    if "trainer_state.json" in os.listdir(path.parent.parent):  # which is told of steps
+        state["step"] = state["applied"] = samples // BATCH
+    path.unlink()
+    write_manifest(path.parent, dataclasses.replace(manifest, state=state))
 
 
 CANDIDATES: dict[str, Callable[[], tuple[Run, Callable[[Path, int], None], int]]] = {

@@ -95,8 +95,15 @@ class LocalStorage:
         """See `Storage`."""
         found = []
         for name in names:
-            with self.open(folder / name) as file:
-                found.append(file.size)
+            try:
+                seen = os.lstat(folder / name)
+            except OSError as error:
+                raise CheckpointDamaged(
+                    f"{folder / name}: cannot be opened: {error.strerror}"
+                ) from error
+            if not stat.S_ISREG(seen.st_mode):
+                raise CheckpointDamaged(f"{folder / name}: not a regular file")
+            found.append(seen.st_size)
         return found
 
     def exists(self, path: Path) -> bool:

@@ -22,7 +22,7 @@ from .safetensors import DTYPES, is_shape
 __all__ = ["FEW", "INDEX", "Index", "Known", "Run"]
 
 INDEX = "index.json"
-FEW = 16
+FEW = 8
 _FORMAT = "drivetrain-index"
 _VERSION = 1
 _CODES = {dtype: code for code, dtype in DTYPES.items()}

@@ -14,6 +14,7 @@ from .index import FEW, INDEX, Index
 from .lookup import index_of, read_index
 from .manifest import FileEntry
 from .places import Place, storage_of
+from .uncollected import uncollected
 from .writer import RNG
 
 __all__ = ["join_level", "num_levels"]
@@ -41,13 +42,14 @@ def join_level(
         (entry for entry in below if rank <= entry.part < rank + width),
         key=lambda entry: entry.part,
     )
-    if level == 1:
-        index = index_of(place, mine, leave_out=f"{RNG}/")
-    else:
-        index = Index()
-        for entry in mine:
-            index.join(read_index(place, entry, num_parts))
-            storage_of(place).remove(place / entry.name)
+    with uncollected():
+        if level == 1:
+            index = index_of(place, mine, leave_out=f"{RNG}/")
+        else:
+            index = Index()
+            for entry in mine:
+                index.join(read_index(place, entry, num_parts))
+                storage_of(place).remove(place / entry.name)
     last = level == num_levels(num_parts)
     name, raw = INDEX if last else f"index-{rank:05d}-{level}.json", index.to_bytes()
     storage_of(place).create(place / name, lambda: [memoryview(raw)])

@@ -14,6 +14,7 @@ from .index import INDEX, Index, Known, Run
 from .manifest import FileEntry, Manifest
 from .places import Place, read_small
 from .safetensors import Entry, TensorFile, is_shape
+from .uncollected import uncollected
 from .writer import PARTS
 
 __all__ = ["Lookup", "Stored", "index_of", "read_index"]
@@ -55,7 +56,8 @@ class Lookup:
         if INDEX not in self._files:
             return self.in_headers(kind)
         if self._index is None:
-            self._index = read_index(self.folder, self._files[INDEX], len(self._files))
+            with uncollected():
+                self._index = read_index(self.folder, self._files[INDEX], len(self._files))
         return self._index.kinds[kind]
 
     def in_headers(self, kind: Kind) -> Mapping[str, Known]:
@@ -84,9 +86,10 @@ class Lookup:
         key = kind, part
         if key not in self._opened:
             found: dict[str, list[Stored]] = {}
-            for entry in self._parts.get(key, ()):
-                for name, pieces in _by_name(self.folder, entry).items():
-                    found.setdefault(name, []).extend(pieces)
+            with uncollected():
+                for entry in self._parts.get(key, ()):
+                    for name, pieces in _by_name(self.folder, entry).items():
+                        found.setdefault(name, []).extend(pieces)
             self._opened[key] = found
         return self._opened[key]
 

@@ -61,24 +61,32 @@ class CheckpointReader:
         Raises `CheckpointMismatch` for an unknown name or a region outside the tensor, and
         `CheckpointDamaged` when the stored pieces leave a gap or overlap.
         """
-        stored, known = self._known(kind, name)
-        dtype, shape = known.info.dtype, known.info.shape
-        try:
-            regions.check(region, shape)
-        except ValueError as error:
-            raise CheckpointMismatch(f"{self.folder}: {kind} {name!r}: {error}") from error
-        pieces = self._lookup.pieces(kind, stored, known, region)
         # All is found before any of it gets memory: a forged shape must not ask for the moon.
-        wanted = [
-            (box, before, self._overlaps(f"{kind} {name!r}", pieces, box))
-            for box, before in regions.boxes(region, shape)
-        ]
+        known, wanted = self.plan(kind, name, region)
+        dtype, shape = known.info.dtype, known.info.shape
         result = regions.result_shape(region, shape)
         out = host_bytes(num_bytes(dtype, result))
         for box, before, found in wanted:
             start, size = before * dtype.itemsize, math.prod(box.sizes) * dtype.itemsize
             self._fill(found, box, out[start : start + size].view(*box.sizes, dtype.itemsize))
         return out.view(dtype).view(result)
+
+    def plan(
+        self, kind: Kind, name: str, region: Region | None = None
+    ) -> tuple[Known, list[tuple[Box, int, list[_Overlap]]]]:
+        """What is known of a tensor, and, for each box of the region, how many of its elements are
+        before it and what of which pieces lies in it. Reads headers only; raises as `read` does."""
+        stored, known = self._known(kind, name)
+        shape = known.info.shape
+        try:
+            regions.check(region, shape)
+        except ValueError as error:
+            raise CheckpointMismatch(f"{self.folder}: {kind} {name!r}: {error}") from error
+        pieces = self._lookup.pieces(kind, stored, known, region)
+        return known, [
+            (box, before, self._overlaps(f"{kind} {name!r}", pieces, box))
+            for box, before in regions.boxes(region, shape)
+        ]
 
     def own(self, kind: Kind, part: int, prefix: str) -> dict[str, Tensor]:
         """The whole tensors that rank `part` wrote under names with that prefix, without it."""

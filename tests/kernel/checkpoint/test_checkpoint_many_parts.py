@@ -94,7 +94,7 @@ def test_a_rank_opens_one_file_for_its_random_state(folder: Path, opened: list[s
 
 
 def test_few_ranks_write_no_index(tmp_path: Path) -> None:
-    folder = save(CheckpointStore(tmp_path), 1, [pieces_of(rank, 16) for rank in range(16)])
+    folder = save(CheckpointStore(tmp_path), 1, [pieces_of(rank, 8) for rank in range(8)])
     assert not list(folder.glob("index*"))
     assert bits(CheckpointReader(folder).read("weights", "flat")) == bits(FLAT)
 
