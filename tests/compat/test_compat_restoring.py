@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import random
 import zipfile
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from built_alike import both, losses
+
+from drivetrain.kernel.checkpoint import read_manifest
 
 HF = {"checkpoint_format": "hf", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
@@ -80,12 +83,11 @@ def test_a_device_s_random_state_that_does_not_fit(
 def test_a_random_state_of_another_number_of_ranks(tmp_path: Path, caplog: Any) -> None:
     ours, _ = both(tmp_path)
     ours.trainer(**{**HF, "checkpoint_format": "drivetrain"}).train()
-    manifest = ours.folder / "checkpoint-2" / "manifest.json"
-    text = manifest.read_text()
-    assert '"world_size": 1' in text
-    manifest.write_text(text.replace('"world_size": 1', '"world_size": 2'))
+    folder = ours.folder / "checkpoint-2"
+    of_two = dataclasses.replace(read_manifest(folder), world_size=2)
+    (folder / "manifest.json").write_bytes(of_two.to_bytes())
     trainer = ours.trainer(**{**HF, "save_strategy": "no"})
     with caplog.at_level(logging.INFO, logger="drivetrain.compat"):
-        trainer.train(resume_from_checkpoint=str(manifest.parent))
+        trainer.train(resume_from_checkpoint=str(folder))
     assert "holds no random state for this rank" in caplog.text
     assert trainer.state.global_step == 4
