@@ -115,14 +115,14 @@ def test_altered_structure_is_read_or_refused(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_altered_structure_is_read_or_refused_many_times(name: str) -> None:
-    try_out(name, 20_000)
+    try_out(name, 3_000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_altered_bytes_are_read_or_refused(name: str) -> None:
     dice, sound = random.Random(0), SEEDS[name]()
-    for _ in range(50_000):
+    for _ in range(10_000):
         raw = bytearray(sound)
         for _ in range(dice.randint(1, 8)):
             raw[dice.randrange(len(raw))] = dice.randrange(256)
