@@ -92,6 +92,10 @@ class Manifest:
         need(len(raw) <= _MAX_BYTES, f"size in bytes (at most {_MAX_BYTES})", len(raw))
         value = strict_json.parse(raw, where)
         need(isinstance(value, dict), "the top level", value)
+        try:
+            strict_json.dump(value)  # which has keys of its own
+        except TypeError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
         need(value.pop("format", None) == _FORMAT, "'format'", value)
         version = value.pop("version", None)
         if type(version) is not int or version != _VERSION:

@@ -353,6 +353,8 @@ def _manifest_values() -> Iterator[Case]:
     for floats in ("NaN", "1", 1, None, "infinity"):
         value = {"$float": floats}
         yield Case(f"manifest: a float {floats!r}", put("state", "x", value=value), "manifest.json")
+    reserved = put("state", "$x", value=1)
+    yield Case("manifest: a key that is reserved", reserved, "manifest.json")
     sealed = text_of_manifest(lambda text: text.replace('"driver": "cpu"', '"driver": "cpv"'))
     yield Case("manifest: altered under its sum", sealed, "manifest.json")
 
