@@ -41,6 +41,8 @@ class RemoveColumnsCollator:
         if unused and self.logger and self.model_name and not self.message_logged:
             tell_unused(self.logger, unused, self.model_name, self.description)
             self.message_logged = True
+        if not unused:
+            return dict(feature)  # the usual case, for each sample
         return {name: value for name, value in feature.items() if name in self.signature_columns}
 
 

@@ -36,6 +36,8 @@ class Word(str, Enum):
 
     def __eq__(self, other: object) -> bool:
         """As strings; a foreign enum of the same name need not be made of strings."""
+        if type(other) is type(self):
+            return self is other  # the usual case, several times a step
         if isinstance(other, Enum) and type(other).__name__ == type(self).__name__:
             return bool(self.value == other.value)
         return str.__eq__(self, other) is True

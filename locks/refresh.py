@@ -30,7 +30,8 @@ HEADER = (
 )
 
 # The two worlds that torch divides the extras into. Together they must name every extra.
-NEWEST = [f"--extra={name}" for name in ("deepspeed", "hf", "remote", "search", "test", "trackers")]
+EXTRAS = ("bench", "deepspeed", "hf", "remote", "search", "test", "trackers")
+NEWEST = [f"--extra={name}" for name in EXTRAS]
 TORCH28 = ["--all-extras"]
 README_COMMANDS = ["--extra=test"]
 
