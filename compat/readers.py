@@ -44,6 +44,17 @@ class Combined:
         """All names of that kind, sorted."""
         return sorted({*self._stored(kind), *self._at_hand(kind)})
 
+    def own(self, kind: Kind, part: int, prefix: str) -> dict[str, Tensor]:
+        """See `CheckpointReader.own`; what is at hand is everybody's."""
+        below = self.below if kind in self.kinds else None
+        stored = {} if below is None else below.own(kind, part, prefix)
+        at_hand = {
+            name.removeprefix(prefix): self.read(kind, name)
+            for name in self._at_hand(kind)
+            if name.startswith(prefix)
+        }
+        return at_hand | stored
+
     def info(self, kind: Kind, name: str) -> TensorInfo:
         """See `contract.Reader`."""
         if (tensor := self._tensor(kind, name)) is not None:
