@@ -174,6 +174,7 @@ class _Stores:
         work.until(lambda: bool(saving.written))
         with timed() as committing:
             saving.finish()
+        self.store.wait()  # until the checkpoint before has been removed
         return copying.wall + committing.wall, work
 
 
