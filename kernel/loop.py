@@ -13,12 +13,8 @@ from torch import nn
 
 from .checkpoint import Url, place, storage_of
 from .contract import Recipe
-from .errors import (
-    RecipeError,
-)
-from .events import (
-    Observer,
-)
+from .errors import RecipeError
+from .events import Observer
 from .memory import with_remembered
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests

@@ -18,9 +18,9 @@ from .checkpoint import (
     is_checkpoint,
     list_checkpoints,
     place,
+    storage_of,
 )
 from .checkpoint.catalog import set_aside
-from .checkpoint.places import storage_of
 from .contract import Session
 from .errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageFailed
 from .settings import Settings
