@@ -3,22 +3,23 @@
     python -m benchmarks.scale [--document] [--models 70B] [--layouts fsdp] [--sizes 4096,1024]
 
 Real metadata and no tensor data: the files that the measured ranks open have their headers, and the
-bytes of the tensors are holes. What one rank does is measured in a process of its own, with the
-library's own code: at a save, the ranks that join the index (rank 0 does the most); at a resume,
-the first, the middle and the last rank of another world, which read the manifest and the index,
-compare the model, and find for all that they hold the bytes of the files in which it lies.
+bytes of the tensors are holes. What one rank does is measured in a process of its own, which has
+imported what a run has when it saves or resumes, with the library's own code: at a save, the ranks
+that join the index (rank 0 does the most); at a resume, the first, the middle and the last rank of
+another world, which read the manifest and the index, compare the model, and find for all that they
+hold the bytes of the files in which it lies.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -27,8 +28,24 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from drivetrain.backends import _dtensor, _state
+from drivetrain.kernel.checkpoint import (
+    CheckpointReader,
+    FileEntry,
+    Manifest,
+    list_checkpoints,
+    regions,
+    safetensors,
+    writer,
+)
+from drivetrain.kernel.checkpoint.index import FEW, Index, Run
+from drivetrain.kernel.checkpoint.index_tree import join_level, num_levels
+from drivetrain.kernel.checkpoint.manifest import file_name, write_manifest
+from drivetrain.kernel.contract import Box, Flat, Piece, TensorInfo
+
+from . import report
 from .counting import Files, bytes_read
-from .harness import ANSWER, ROOT, machine, peak_bytes, reset_peak, timed
+from .harness import machine, peak_bytes, reset_peak, timed
 
 Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -97,8 +114,6 @@ def held(model: str, layout: str, rank: int, size: int) -> Iterator[Held]:
 
 
 def _chunks(shapes: dict[str, Shape], rank: int, size: int, num_shards: int) -> Iterator[Held]:
-    from drivetrain.backends import _dtensor, _state
-
     num_shards = min(num_shards, size)
     replica, shard = divmod(rank, num_shards)
     turn = 0
@@ -135,8 +150,6 @@ def _flat_of_all(shapes: dict[str, Shape], rank: int, size: int) -> Iterator[Hel
 
 
 def _zero(name: str, shape: Shape, start: int, stop: int) -> Iterator[Held]:
-    from drivetrain.kernel.contract import Flat
-
     if start < stop:
         yield Held("weights", name, shape, Flat(start, stop))
         for key in MOMENTS:
@@ -149,8 +162,6 @@ def _zero(name: str, shape: Shape, start: int, stop: int) -> Iterator[Held]:
 
 def index_by_rule(model: str, layout: str, size: int, low: int, high: int) -> Any:
     """What joining the headers of the parts from `low` to below `high` gives; a test compares."""
-    from drivetrain.kernel.checkpoint.index import Index
-
     index, shapes = Index(), MODELS[model].shapes
     num_shards = min(SHARDS, size) if layout == "hsdp" else size
     total, begin = sum(map(math.prod, shapes.values())), 0
@@ -193,9 +204,6 @@ def _stretch(begin: int, length: int, part: int) -> list[tuple[int, int, Any, An
 
 
 def _add(index: Any, name: str, key: str, shape: Shape, runs: Any, low: int, high: int) -> None:
-    from drivetrain.kernel.checkpoint.index import Run
-    from drivetrain.kernel.contract import Box, Flat, TensorInfo
-
     kept = []
     for first, count, offset, size in runs:
         begin, stop = max(first, low), min(first + count, high)
@@ -227,10 +235,6 @@ def _nothing(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 def pieces(model: str, layout: str, rank: int, size: int) -> list[Any]:
     """What a rank saves; the random state has data."""
-    from drivetrain.kernel.checkpoint import regions
-    from drivetrain.kernel.checkpoint.writer import RNG
-    from drivetrain.kernel.contract import Piece
-
     found = [
         Piece(
             each.kind,
@@ -244,15 +248,12 @@ def pieces(model: str, layout: str, rank: int, size: int) -> list[Any]:
     ]
     for name, length in (("torch", 5056), ("python", 2504), ("numpy", 2504)):
         part = _nothing((length,), torch.uint8)
-        found.append(Piece("state", f"{RNG}/{rank}/{name}", part, (length,)))
+        found.append(Piece("state", f"{writer.RNG}/{rank}/{name}", part, (length,)))
     return found
 
 
 def write_headers(folder: Path, model: str, layout: str, size: int, rank: int) -> Any:
     """A rank's files: names, sizes and no sums, as `write_pieces` has them, with holes for data."""
-    from drivetrain.kernel.checkpoint import safetensors, writer
-    from drivetrain.kernel.checkpoint.manifest import file_name
-
     written, all_pieces = [], pieces(model, layout, rank, size)
     for kind in ("weights", "optimizer", "state"):
         if chosen := [piece for piece in all_pieces if piece.kind == kind]:
@@ -270,40 +271,31 @@ def write_headers(folder: Path, model: str, layout: str, size: int, rank: int) -
 # --- one rank, in a process of its own ------------------------------------------------------------
 
 
-def save(folder: Path, model: str, layout: str, size: int, rank: int) -> dict[str, float]:
-    """The metadata's part of a save: what this rank writes, the index, and on rank 0 the manifest.
-    Ranks that have had their turn at a level have left their indexes there.
+def save(folder: Path, model: str, layout: str, size: int) -> dict[str, float]:
+    """The metadata's part of a save, of rank 0: what it writes, the index, and the manifest. Ranks
+    that have had their turn at a level have left there the indexes that it reads.
     """
-    from drivetrain.kernel.checkpoint import FileEntry, Manifest, writer
-    from drivetrain.kernel.checkpoint.index_tree import join_level, num_levels
-    from drivetrain.kernel.checkpoint.manifest import write_manifest
-
     told = json.loads((folder.parent / "files.json").read_text())
 
     def act() -> None:
-        mine = pieces(model, layout, rank, size)
+        mine = pieces(model, layout, 0, size)
         for kind in ("weights", "optimizer", "state"):
             writer._lay_out([piece for piece in mine if piece.kind == kind])
         entries = tuple(FileEntry(*each[:3]) for each in told["files"])  # as ranks exchange them
         below = entries
         for level in range(1, num_levels(size) + 1):
-            made = join_level(folder, below, level, rank, size)
-            if made is None:
-                return
+            made = join_level(folder, below, level, 0, size)
+            assert made is not None
             others = tuple(FileEntry(*each) for each in told["levels"][level - 1])
-            below = (FileEntry(*made), *(entry for entry in others if entry.part != rank))
-        if rank == 0:
-            index = below if below is not entries else ()
-            write_manifest(folder, Manifest(1, (*entries, *index), world_size=size))
+            below = (FileEntry(*made), *others)
+        index = below if below is not entries else ()
+        write_manifest(folder, Manifest(1, (*entries, *index), world_size=size))
 
     return _counted(folder, act)
 
 
 def resume(folder: Path, model: str, layout: str, size: int, rank: int) -> dict[str, float]:
     """Everything of a resume but reading tensors and comparing checksums, which read the data."""
-    from drivetrain.backends import _state
-    from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints
-
     planned = {"pieces": 0, "bytes": 0}
 
     def act() -> None:
@@ -336,15 +328,12 @@ def _counted(folder: Path, act: Any) -> dict[str, float]:
     }
 
 
-def apart(what: str, *arguments: Any) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.scale", "--one", what]
-    command += ["--arguments", json.dumps([str(each) for each in arguments])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-    if done.returncode or not answers:
-        raise SystemExit(f"{what} {arguments} failed:\n{done.stdout}\n{done.stderr}")
-    found: dict[str, float] = json.loads(answers[-1].removeprefix(ANSWER))
-    return found
+def apart(act: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
+    """In a process that has imported what this one has, and done nothing yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([_dtensor.__name__, typer.__name__])  # what takes seconds
+    with context.Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        return pool.apply(act, arguments)
 
 
 # --- one crossing ---------------------------------------------------------------------------------
@@ -366,9 +355,9 @@ def cross(crossing: Crossing) -> dict[str, Any]:
         folder = Path(temporary, "run", "checkpoint-000001")
         folder.mkdir(parents=True)
         headers = _write_files(folder, crossing, ranks)
-        saved = apart("save", folder, model, layout, size, 0)
+        saved = apart(save, folder, model, layout, size)
         (folder.parent / "files.json").unlink()
-        resumed = [apart("resume", folder, model, layout, crossing.readers, rank) for rank in ranks]
+        resumed = [apart(resume, folder, model, layout, crossing.readers, rank) for rank in ranks]
         sizes = {path.name: path.stat().st_size for path in folder.glob("*.json")}
     return {
         **asdict(crossing),
@@ -384,10 +373,6 @@ def cross(crossing: Crossing) -> dict[str, Any]:
 def _write_files(folder: Path, crossing: Crossing, ranks: list[int]) -> float:
     """What the measured ranks open: headers, and the indexes of others; all else is holes. Returns
     the mean length of the headers of a rank."""
-    from drivetrain.kernel.checkpoint.index import FEW
-    from drivetrain.kernel.checkpoint.index_tree import num_levels
-    from drivetrain.kernel.checkpoint.manifest import file_name
-
     model, layout, size = crossing.model, crossing.layout, crossing.writers
     index, parts = index_by_rule(model, layout, size, 0, size), set(range(min(FEW, size)))
     for rank in ranks:
@@ -408,10 +393,11 @@ def _write_files(folder: Path, crossing: Crossing, ranks: list[int]) -> float:
     levels: list[list[Any]] = []
     for level in range(1, num_levels(size)):
         levels.append([])
-        for rank in range(0, size, FEW**level):
-            raw = index_by_rule(model, layout, size, rank, min(rank + FEW**level, size)).to_bytes()
-            name = f"index-{rank:05d}-{level}.json"
-            if rank:  # that of rank 0 is measured
+        width = FEW**level
+        for rank in range(width, size, width):  # that of rank 0 is measured
+            name, raw = f"index-{rank:05d}-{level}.json", b""
+            if rank < FEW * width:  # rank 0 reads it
+                raw = index_by_rule(model, layout, size, rank, min(rank + width, size)).to_bytes()
                 (folder / name).write_bytes(raw)
             levels[-1].append((name, len(raw), zlib.crc32(raw)))
     told = {"files": files, "levels": [*levels, []]}
@@ -476,18 +462,9 @@ def main(
     ),
     document: Annotated[bool, typer.Option(help="Write docs/performance.md.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
-    one: Annotated[str | None, typer.Option(hidden=True)] = None,
-    arguments: Annotated[str, typer.Option(hidden=True)] = "[]",
 ) -> None:
     """Measure what one rank does to save and to resume, and print it."""
-    from . import report
-
     torch.set_num_threads(1)
-    if one is not None:
-        folder, model, layout, size, rank = json.loads(arguments)
-        act = {"save": save, "resume": resume}[one]
-        print(f"{ANSWER}{json.dumps(act(Path(folder), model, layout, int(size), int(rank)))}")
-        return
     first, second = map(int, sizes.split(","))
     record: dict[str, Any] = {
         "benchmark": "scale",
@@ -495,15 +472,18 @@ def main(
         "crossings": [],
         "growth": [],
     }
-    todo = [
-        (each, "crossings")
-        for each in crossings(models.split(","), layouts.split(","), [first, second])
-    ]
     curve = [int(each) for each in growth.split(",") if each]
-    todo += [(Crossing("70B", "fsdp", each, each // 4), "growth") for each in curve]
-    for crossing, section in todo:
-        print(f"{crossing}", file=sys.stderr)
-        record[section].append(cross(crossing))
+    todo = {
+        "crossings": crossings(models.split(","), layouts.split(","), [first, second]),
+        "growth": [Crossing("70B", "fsdp", each, each // 4) for each in curve],
+    }
+    done: dict[Crossing, dict[str, Any]] = {}  # the last point of the curve is a crossing, too
+    for section, planned in todo.items():
+        for crossing in planned:
+            if crossing not in done:
+                print(f"{crossing}", file=sys.stderr)
+                done[crossing] = cross(crossing)
+            record[section].append(done[crossing])
     found = record["crossings"] + record["growth"]
     print(report.markdown(COLUMNS, [row(each) for each in found]))
     if document:
@@ -517,8 +497,6 @@ def main(
 def plot(record: dict[str, Any], path: Path) -> None:
     """How what one rank does grows with the number of ranks that wrote."""
     from matplotlib.figure import Figure
-
-    from . import report
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     for axes, (title, key, scale) in zip(
@@ -550,17 +528,16 @@ metadata and no tensor data (the files have holes). Save: what rank 0 does, whic
 layout of its own files, its part of the tree of indexes, and the manifest. Resume: what the first,
 the middle and the last rank of the other world do, the greatest of each: finding the checkpoint
 (rank 0), manifest, index, comparing the model, and finding where in which files all that the rank
-holds lies. Seconds are of the processor, since others may use the machine too; MB is memory above
-what was held before. Beside them: what all ranks read together, the index, and what each rank would
-have to read without one: all headers. What still grows with the ranks is the list of files in the
-manifest, about 110 bytes each. Layouts: `fsdp` over all ranks, `hsdp` over 512 with replicas,
-`zero2` one flat range of everything, `zero3` of each parameter."""
+holds lies; what a run has imported by then is imported. Seconds are of the processor, since others
+may use the machine too; MB is memory above what was held before. Beside them: what all ranks read
+together, the index, and what each rank would have to read without one: all headers. What still
+grows with the ranks is the list of files in the manifest, about 110 bytes each. Layouts: `fsdp`
+over all ranks, `hsdp` over 512 with replicas, `zero2` one flat range of everything, `zero3` of each
+parameter."""
 
 
 def section(record: dict[str, Any]) -> str:
     """Of docs/performance.md."""
-    from . import report
-
     command = report.where({**record, "benchmark": "scale"})
     return (
         f"## Thousands of ranks\n\n{ABOUT}\n\n"

@@ -25,3 +25,11 @@ def test_the_kernel_does_what_the_raw_loop_does() -> None:
 
 def test_a_load_gives_what_was_saved() -> None:
     assert measured("load", "kernel")["bytes"] < 64 << 20  # it compares sums of what it loads
+
+
+def test_the_page_is_what_its_records_give() -> None:
+    code = "from benchmarks import report; assert report.PAGE.read_text() == report.page()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"run `python -m benchmarks page`\n{done.stderr}"

@@ -79,7 +79,7 @@ def test_a_crossing_is_planned_in_whole(
     folder.mkdir(parents=True)
     ranks = [0, readers // 2, readers - 1]
     scale._write_files(folder, scale.Crossing("tiny", layout, writers, readers), ranks)
-    scale.save(folder, "tiny", layout, writers, 0)
+    scale.save(folder, "tiny", layout, writers)
     (folder.parent / "files.json").unlink()
     for rank in ranks:
         told = scale.resume(folder, "tiny", layout, readers, rank)
