@@ -80,7 +80,7 @@ def kernel(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 
     def summed(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         mean: Tensor = module(**batch)["loss"]
-        return mean * len(batch["labels"])
+        return mean * batch["labels"].shape[0]
 
     module = problem.model()
     settings = Settings(
@@ -149,8 +149,9 @@ def accelerate(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     batches, total = _endless(loader), torch.zeros(())
     for step in range(1, steps + 1):
         for _ in range(accumulation):
+            batch = next(batches)  # which tells whether it is the epoch's last, before it is asked
             with accelerator.accumulate(wrapped):
-                loss = wrapped(**next(batches))["loss"]
+                loss = wrapped(**batch)["loss"]
                 accelerator.backward(loss)
                 total += loss.detach() / accumulation
                 if accelerator.sync_gradients:

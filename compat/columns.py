@@ -32,7 +32,16 @@ class RemoveColumnsCollator:
         self.message_logged = False
 
     def __call__(self, features: list[Any]) -> Any:
-        return self.data_collator([self._remove_columns(feature) for feature in features])
+        taken = set(self.signature_columns)
+        return self.data_collator(
+            [
+                # the usual case, for each sample: a copy, since the collator may change it
+                feature.copy()
+                if type(feature) is dict and feature.keys() <= taken
+                else self._remove_columns(feature)
+                for feature in features
+            ]
+        )
 
     def _remove_columns(self, feature: Any) -> Any:
         if not isinstance(feature, dict):
@@ -41,9 +50,7 @@ class RemoveColumnsCollator:
         if unused and self.logger and self.model_name and not self.message_logged:
             tell_unused(self.logger, unused, self.model_name, self.description)
             self.message_logged = True
-        if not unused:
-            return dict(feature)  # the usual case, for each sample
-        return {name: value for name, value in feature.items() if name in self.signature_columns}
+        return {name: value for name, value in feature.items() if name not in unused}
 
 
 def without_unused_columns(

@@ -18,6 +18,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """
     if isinstance(data, Tensor):
         return function(data)
+    if type(data) is dict:  # the usual case; to ask whether it is a `Mapping` takes longer
+        return {key: map_tensors(function, value) for key, value in data.items()}
     if isinstance(data, Mapping):
         return type(data)({key: map_tensors(function, value) for key, value in data.items()})  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -31,6 +33,8 @@ def move(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> A
     """The batch on `device`; floating and complex tensors cast to `dtype`, unless it is None."""
 
     def place(tensor: Tensor) -> Tensor:
+        if dtype is None:
+            return tensor if tensor.device == device else tensor.to(device)
         floating = tensor.is_floating_point() or tensor.is_complex()
         return tensor.to(device=device, dtype=dtype if floating else None)
 

@@ -58,6 +58,8 @@ class ReportingMixin:
     place: Any
     current_flos: float
     _initial_num_input_tokens_seen: int
+    _counted: tuple[Any, int] | None = None
+    """A model, and its parameters outside embeddings."""
 
     def is_world_process_zero(self) -> bool:
         """Of Trainer."""
@@ -123,7 +125,10 @@ class ReportingMixin:
         tokens = inputs.get(self._main_input_name())
         if tokens is None or not hasattr(self.model, "num_parameters"):
             return 0
-        return int(6 * tokens.numel() * self.model.num_parameters(exclude_embeddings=True))
+        if self._counted is None or self._counted[0] is not self.model:
+            # a walk through all parameters, and so not one for each batch
+            self._counted = self.model, self.model.num_parameters(exclude_embeddings=True)
+        return int(6 * tokens.numel() * self._counted[1])
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call, on all ranks, to the state."""

@@ -45,9 +45,9 @@ def reporting_callbacks(args: Any) -> list[Any]:
     """
     names = args.report_to or []
     names = [names] if isinstance(names, str) else list(names)
+    if not names or "none" in names:
+        return []  # and transformers, which takes seconds to import, is not needed
     known = _their_callbacks()
-    if "none" in names:
-        return []
     if "all" in names:
         names = installed_trackers()
     if unknown := [name for name in names if name not in known]:

@@ -27,6 +27,7 @@ from .hub import quiet_uploads
 from .loading import has_length
 from .loss import count_items, is_causal_lm, loss_of
 from .memory_limits import out_of_memory, smaller_batch
+from .modes import TrainMode
 from .outputs import TrainOutput
 from .preparation import make_ready
 from .speed import speed_metrics
@@ -68,6 +69,7 @@ class TrainingMixin:
 
     _training: Training | None = None
     _microstep: Microstep | None = None
+    _mode: TrainMode | None = None
     _last_outcome: Outcome | None = None
     _interrupted: Training | None = None
     """The one that ran out of memory, while another goes on from there."""
@@ -366,7 +368,7 @@ class TrainingMixin:
         self.control = self.callback_handler.on_train_end(self.args, state, self.control)
         self._finish_current_push()
         self._deactivate_neftune(self.model)
-        self._training = None
+        self._training = self._mode = None
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
 
@@ -376,7 +378,9 @@ class TrainingMixin:
         self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
-        model.train()
+        if self._mode is None or self._mode.model is not model:
+            self._mode = TrainMode(model)
+        self._mode.enter()
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
         inputs = self._prepare_inputs(inputs)
@@ -386,8 +390,9 @@ class TrainingMixin:
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.accelerator.empty_cache()
-        if not self._loss_is_scaled(num_items_in_batch):
-            loss = loss / self.current_gradient_accumulation_steps
+        steps = self.current_gradient_accumulation_steps
+        if steps != 1 and not self._loss_is_scaled(num_items_in_batch):
+            loss = loss / steps
         detached: Tensor = self._backward(loss)
         return detached
 
@@ -442,8 +447,9 @@ class TrainingMixin:
 
     def compute_loss_context_manager(self: Any) -> AbstractContextManager[Any]:
         """Around the forward, and around `compute_loss`."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(self.autocast_smart_context_manager())
+        stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
+        if type(precision) is not contextlib.nullcontext:
+            stack.enter_context(precision)
         return stack
 
     def autocast_smart_context_manager(

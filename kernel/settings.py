@@ -57,7 +57,8 @@ class OptimizerSettings:
     """Further keyword arguments of the optimizer's constructor."""
 
     def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer over two groups, with and without decay. Raises `SettingError`."""
+        """The optimizer over two groups, with and without decay; over one where none decays.
+        Raises `SettingError`."""
         module, _, attribute = self.name.rpartition(".")
         try:
             factory = getattr(importlib.import_module(module), attribute)
@@ -67,12 +68,11 @@ class OptimizerSettings:
                 "full dotted name of a torch optimizer, such as torch.optim.SGD"
             ) from error
         trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        decaying = [p for p in trainable if p.dim() >= 2 and self.weight_decay]
+        rest = [p for p in trainable if p.dim() < 2 or not self.weight_decay]
         groups = [
             {"params": chosen, "weight_decay": decay}
-            for chosen, decay in (
-                ([p for p in trainable if p.dim() >= 2], self.weight_decay),
-                ([p for p in trainable if p.dim() < 2], 0.0),
-            )
+            for chosen, decay in ((decaying, self.weight_decay), (rest, 0.0))
             if chosen
         ]
         args = dict(self.args)

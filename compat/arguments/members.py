@@ -64,7 +64,9 @@ class Members:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        expected = None if self._place else backend.expected_device(self)
+        if self._place is not None:
+            return self._place.world.device  # type: ignore[no-any-return]
+        expected = backend.expected_device(self)
         return backend.place_of(self).world.device if expected is None else expected
 
     @property

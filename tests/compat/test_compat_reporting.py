@@ -158,6 +158,17 @@ def test_operations_are_estimated_as_theirs() -> None:
     assert teller.floating_point_ops({"pixels": batch["input_ids"]}) == 0
 
 
+def test_parameters_are_counted_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    teller, batch = Teller(), {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
+    teller.model = tiny_llama()
+    told = teller.floating_point_ops(batch)
+    monkeypatch.setattr(teller.model, "num_parameters", None)
+    assert teller.floating_point_ops(batch) == told > 0
+    teller.model = tiny_llama()
+    teller.model.lm_head = torch.nn.Linear(8, 22, bias=False)
+    assert teller.floating_point_ops(batch) != told
+
+
 @pytest.mark.row("F7")
 def test_the_old_profile_asks_the_model() -> None:
     teller, batch = Teller(profile="4.47"), {"input_ids": torch.ones(2, 3)}

@@ -170,6 +170,33 @@ def test_a_training_step_by_hand(tmp_path: Path, library: Any) -> None:
     assert all(each.grad is not None for each in made.model.parameters())
 
 
+def test_a_layer_in_evaluation_mode_is_back_for_the_next_step(tmp_path: Path, library: Any) -> None:
+    seen: list[bool] = []
+
+    class Freezing(library.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            next(iter(kwargs["model"].children())).eval()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(all(part.training for part in kwargs["model"].modules()))
+
+    trainer(library, tmp_path, max_steps=2, given={"callbacks": [Freezing()]}).train()
+    assert seen == [True, True]
+
+
+def test_a_models_own_train_is_called_for_each_batch(tmp_path: Path, library: Any) -> None:
+    class Counting(Net):
+        calls = 0
+
+        def train(self, mode: bool = True) -> Any:
+            self.calls += mode
+            return super().train(mode)
+
+    made = trainer(library, tmp_path, Counting(), max_steps=3, gradient_accumulation_steps=2)
+    made.train()
+    assert made.model.calls >= 6
+
+
 @pytest.mark.row("L8", "L10")
 def test_gradients_are_there_around_the_step_and_gone_after(tmp_path: Path, library: Any) -> None:
     seen: list[tuple[str, float]] = []

@@ -24,6 +24,29 @@ def test_a_room_names_no_backend(room: str) -> None:
     assert not found, "\n".join(found)
 
 
+def test_training_by_the_drop_in_without_a_tracker_does_not_import_transformers() -> None:
+    script = """
+import sys, tempfile
+import torch
+from drivetrain.compat import Trainer, TrainingArguments
+
+class Net(torch.nn.Linear):
+    def forward(self, x, labels):
+        return {"loss": (super().forward(x) - labels).square().mean()}
+
+with tempfile.TemporaryDirectory() as folder:
+    args = TrainingArguments(output_dir=folder, max_steps=1, use_cpu=True, report_to="none")
+    data = [{"x": torch.ones(2), "labels": torch.ones(1)}] * 8
+    assert Trainer(model=Net(2, 1), args=args, train_dataset=data).train().global_step == 1
+others = {"transformers", "accelerate", "peft", "bitsandbytes"}
+assert not others & set(sys.modules), others & set(sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
     [

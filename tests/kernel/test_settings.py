@@ -82,6 +82,13 @@ def test_vectors_do_not_decay() -> None:
     assert decays == {module.weight: 0.1, module.bias: 0.0}
 
 
+def test_without_decay_there_is_one_group() -> None:
+    module = nn.Linear(3, 3)
+    (group,) = OptimizerSettings().build(module.named_parameters()).param_groups
+    assert group["params"] == [module.weight, module.bias]
+    assert group["weight_decay"] == 0.0
+
+
 def test_any_torch_optimizer_by_its_dotted_name() -> None:
     settings = OptimizerSettings(name="torch.optim.SGD", lr=0.1, args={"momentum": 0.9})
     optimizer = settings.build(nn.Linear(3, 3).named_parameters())
