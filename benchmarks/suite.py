@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checkpoint, packing, predict, resume, start, steps
+from . import checkpoint, defaults, packing, predict, resume, start, steps
 from .harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -14,5 +14,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         *checkpoint.BENCHMARKS,
         *resume.BENCHMARKS,
         *start.BENCHMARKS,
+        *defaults.BENCHMARKS,
     )
 }

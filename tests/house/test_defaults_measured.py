@@ -1,0 +1,47 @@
+"""The benchmarks of defaults: all candidates of one do the same work."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+import torch
+from house_rules import ROOT
+
+HERE = ["optimizer", "clipping", "zero_grad", "fetching", "workers", "inference"]
+
+
+@pytest.fixture
+def defaults(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT)
+    threads = torch.get_num_threads()
+    module = importlib.import_module("benchmarks.defaults")
+    yield {each.name: each for each in module.BENCHMARKS}
+    torch.set_num_threads(threads)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_candidates_do_the_same_work(defaults: Any, name: str) -> None:
+    benchmark = defaults[name]
+    found = {each: benchmark.measure(each, True) for each in benchmark.candidates}
+    sums = [figures["checksum"] for figures in found.values()]
+    assert sums == pytest.approx([sums[0]] * len(sums), rel=1e-6)
+    keys = {column.key for column in benchmark.columns}
+    assert all(keys <= figures.keys() for figures in found.values())
+
+
+@pytest.mark.slow
+def test_views_of_buckets_save_memory(defaults: Any) -> None:
+    measured = defaults["buckets"].rounds(1, True, lambda line: None)["measured"]
+    (views,), (copies,) = measured["views"], measured["copies"]
+    assert 0 < views["bytes"] < copies["bytes"]
+
+
+@pytest.mark.slow
+def test_what_is_compiled_trains_as_what_is_not(defaults: Any) -> None:
+    measured = defaults["compiling"].rounds(1, True, lambda line: None)["measured"]
+    assert list(measured) == ["none", "whole", "blocks"]  # sums of weights were compared
