@@ -49,7 +49,7 @@ class Run:
         offsets, _ = _extent(self.region)
         done = self.count - 1
         if done:
-            offsets = tuple(o + done * by for o, by in zip(offsets, self.by, strict=True))
+            offsets = tuple([o + done * by for o, by in zip(offsets, self.by, strict=True)])
         return self.part + done * self.every, offsets
 
     def with_next(self, other: Run) -> Run | None:
@@ -58,9 +58,10 @@ class Run:
         if type(other.region) is not type(self.region) or _extent(self.region)[1] != sizes:
             return None
         part, end = self.last()
-        every, by = other.part - part, tuple(b - a for a, b in zip(end, offsets, strict=True))
-        steps = {(run.every, run.by) for run in (self, other) if run.count > 1}
-        if every < 1 or min(by, default=0) < 0 or not any(by) or steps - {(every, by)}:
+        every, by = other.part - part, tuple([b - a for a, b in zip(end, offsets, strict=True)])
+        if every < 1 or min(by, default=0) < 0 or not any(by):
+            return None
+        if any(run.count > 1 and (run.every, run.by) != (every, by) for run in (self, other)):
             return None
         return Run(self.part, self.region, self.count + other.count, every, by)
 
@@ -145,14 +146,18 @@ class Index:
             raise CheckpointDamaged(f"{where}: is no index of version {_VERSION}")
         if value.keys() != index.kinds.keys():
             raise CheckpointDamaged(f"{where}: has the keys {sorted(value)!r:.200}")
+        alike: dict[str, Known] = {}  # of a model's layers, each says what the one before said
         for kind, tensors in value.items():
             if not isinstance(tensors, dict):
                 raise CheckpointDamaged(f"{where}: {kind!r} is {tensors!r:.200}")
             for name, item in tensors.items():
-                try:
-                    index.kinds[kind][name] = _known_from_json(item, num_files)
-                except (TypeError, ValueError) as error:
-                    raise CheckpointDamaged(f"{where}: {kind} {name!r}: {error}") from error
+                text = repr(item)
+                if text not in alike:
+                    try:
+                        alike[text] = _known_from_json(item, num_files)
+                    except (TypeError, ValueError) as error:
+                        raise CheckpointDamaged(f"{where}: {kind} {name!r}: {error}") from error
+                index.kinds[kind][name] = Known(alike[text].info, [*alike[text].runs])
         return index
 
 

@@ -93,7 +93,7 @@ class Manifest:
         value = strict_json.parse(raw, where)
         need(isinstance(value, dict), "the top level", value)
         try:
-            strict_json.dump(value)  # which has keys of its own
+            strict_json.check(value)  # which has keys of its own
         except TypeError as error:
             raise CheckpointDamaged(f"{where}: {error}") from error
         need(value.pop("format", None) == _FORMAT, "'format'", value)

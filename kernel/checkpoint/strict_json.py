@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from ..errors import CheckpointDamaged
 
-__all__ = ["MAX_ITEMS", "dump", "num_items", "parse"]
+__all__ = ["MAX_ITEMS", "check", "dump", "num_items", "parse"]
 
 MAX_ITEMS = 3_000_000
 """Of objects, lists and what is in them: each takes some hundred bytes when it is parsed, and two
 or three when it is written."""
 _FLOAT = "$float"
+_STRING = re.compile(rb'"[^"]*"')
+_SQUARE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def dump(value: Any) -> bytes:
@@ -25,6 +29,11 @@ def dump(value: Any) -> bytes:
     that would not come back as it was. Tuples come back as lists."""
     packed = _pack(value, "value")
     return json.dumps(packed, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def check(value: Any) -> None:
+    """Raises the `TypeError` that `dump` would."""
+    _pack(value, "value")
 
 
 def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
@@ -42,7 +51,7 @@ def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
             parse_float=_finite,
             parse_constant=_finite,
         )
-        _check_depth(value, max_depth)
+        _check_depth(raw, max_depth)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{where}: not valid JSON: {error}") from error
     return value
@@ -88,11 +97,12 @@ def _finite(text: str) -> float:
     return value
 
 
-def _check_depth(value: Any, max_depth: int) -> None:
-    level = [value]
+def _check_depth(raw: bytes, max_depth: int) -> None:
+    """Of valid JSON: what is left without strings is brackets in pairs, the innermost beside each
+    other. To look through the text is many times quicker than through the value."""
+    unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
+    brackets = _STRING.sub(b"", unescaped).translate(_SQUARE, _NO_BRACKETS)
     for _ in range(max_depth):
-        below = [v for v in level if isinstance(v, dict | list)]
-        level = [item for v in below for item in (v.values() if isinstance(v, dict) else v)]
-        if not level:
-            return
-    raise ValueError(f"nested deeper than {max_depth} levels")
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise ValueError(f"nested deeper than {max_depth} levels")

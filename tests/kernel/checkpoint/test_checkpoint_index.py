@@ -173,3 +173,11 @@ def test_every_part_of_a_random_cut_is_counted_once() -> None:
     known = index_of((sum(sizes),), held, 3).kinds[WEIGHT]["w"]
     assert sum(run.count for run in known.runs) == len(sizes)
     assert known.parts(None) == sorted(held)
+
+
+def test_tensors_that_lie_alike_are_apart() -> None:
+    raw = changed(("weights", "v"), SOUND["weights"]["w"])
+    first = Index.from_bytes(raw, "index.json", 100)
+    first.kinds[WEIGHT]["v"].add(Run(4, Flat(12, 16)))
+    assert first.kinds[WEIGHT]["v"].parts(None) == [0, 1, 2, 3, 4]
+    assert first.kinds[WEIGHT]["w"].parts(None) == [0, 1, 2, 3]

@@ -120,6 +120,25 @@ def test_hostile_json(raw):
         Manifest.from_bytes(raw, "here")
 
 
+@pytest.mark.parametrize("text", ["[" * 100, "}" * 100, '"[' * 100, "\\" * 3, '\\"[' * 100])
+def test_brackets_in_texts_are_no_nesting(text):
+    state = {"a": text, text: [text, {text: text}]}
+    assert Manifest.from_bytes(Manifest(1, (), state).to_bytes(), "here").state == state
+
+
+@pytest.mark.parametrize("text", ["", "[]", '"', "\\", '\\"'])
+def test_nesting_behind_brackets_in_texts_is_seen(text):
+    def nested(depth):
+        value = 1
+        for _ in range(depth):
+            value = [f"{text}]", value, f"{text}["]
+        return {"a": value}
+
+    assert Manifest.from_bytes(Manifest(1, (), nested(60)).to_bytes(), "here").state == nested(60)
+    with pytest.raises(CheckpointDamaged, match="nested deeper than 64"):
+        Manifest.from_bytes(Manifest(1, (), nested(63)).to_bytes(), "here")
+
+
 def test_any_missing_key():
     for key in document():
         raw = document()
