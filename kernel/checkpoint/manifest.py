@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..contract import Kind
@@ -78,7 +78,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         """Canonical JSON, its own CRC-32 among it. Raises `TypeError` when `state` or `settings`
         hold more than that."""
-        value = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        value = {"format": _FORMAT, "version": _VERSION, **vars(self)}
+        value["files"] = [vars(file) for file in self.files]
         return strict_json.dump({**value, _SUM: zlib.crc32(strict_json.dump(value))})
 
     @classmethod
