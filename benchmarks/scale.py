@@ -528,12 +528,12 @@ metadata and no tensor data (the files have holes). Save: what rank 0 does, whic
 layout of its own files, its part of the tree of indexes, and the manifest. Resume: what the first,
 the middle and the last rank of the other world do, the greatest of each: finding the checkpoint
 (rank 0), manifest, index, comparing the model, and finding where in which files all that the rank
-holds lies; what a run has imported by then is imported. Seconds are of the processor, since others
-may use the machine too; MB is memory above what was held before. Beside them: what all ranks read
-together, the index, and what each rank would have to read without one: all headers. What still
-grows with the ranks is the list of files in the manifest, about 110 bytes each. Layouts: `fsdp`
-over all ranks, `hsdp` over 512 with replicas, `zero2` one flat range of everything, `zero3` of each
-parameter."""
+holds lies; what a run has imported by then is imported, and what ranks tell each other is left out.
+Seconds are of the processor, since others may use the machine too; MB is memory above what was held
+before. Beside them: what all ranks read together, the index, and what each rank would have to read
+without one: all headers. What still grows with the ranks is the list of files in the manifest,
+about 110 bytes each. Layouts: `fsdp` over all ranks, `hsdp` over 512 with replicas, `zero2` one
+flat range of everything, `zero3` of each parameter."""
 
 
 def section(record: dict[str, Any]) -> str:
