@@ -4,8 +4,8 @@
     uv run --extra bench python -m benchmarks step gpt --rounds 5
     uv run --extra bench python -m benchmarks all --document
 
-Peers that are not installed are left out. `--json FILE` keeps every round; `--document` puts the
-records beside docs/performance.md and writes that page.
+Peers that are not installed are left out, and what needs a GPU where there is none. `--json FILE`
+keeps every round; `--document` puts the records beside docs/performance.md and writes that page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def main(
     """Measure the named benchmarks, one after the other."""
     if names == ["list"]:
         for name, benchmark in BENCHMARKS.items():
-            print(f"{name:14} {benchmark.title}")
+            why_not = benchmark.missing()
+            print(f"{name:14} {benchmark.title}{why_not and f' (not here: {why_not})'}")
         return
     if names == ["page"]:
         report.PAGE.write_text(report.page())
@@ -39,6 +40,12 @@ def main(
     chosen = list(BENCHMARKS) if names == ["all"] else names
     if unknown := set(chosen) - set(BENCHMARKS):
         raise typer.BadParameter(f"{', '.join(unknown)}; known: {', '.join(BENCHMARKS)}")
+    not_here = {} if quick and not document else _not_here(chosen)
+    if names != ["all"] and not_here:
+        raise typer.BadParameter("; ".join(f"{name}: {why}" for name, why in not_here.items()))
+    for name, why in not_here.items():
+        _tell(f"{name} is left out: {why}")
+        chosen.remove(name)
     records: dict[str, Any] = {}
     for name in chosen:
         benchmark = BENCHMARKS[name]
@@ -51,6 +58,10 @@ def main(
             report.PAGE.write_text(report.page())
     if json_file is not None:
         json_file.write_text(json.dumps(records, indent=1))
+
+
+def _not_here(names: list[str]) -> dict[str, str]:
+    return {name: why for name in names if (why := BENCHMARKS[name].missing())}
 
 
 def _tell(line: str) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .harness import Benchmark, Column, Measured, peak_bytes, reset_peak, timed
-from .problems import GPT, Batch, Gpt, checksum, collate
+from .harness import Benchmark, Column, Measured, finish, peak_bytes, reset_peak, timed
+from .problems import GPT, Batch, Gpt, checksum, collate, summed_loss
 
 __all__ = ["BENCHMARKS"]
 
@@ -65,17 +65,12 @@ def updates(engine: Any, update: Callable[[], object], quick: bool) -> Measured:
     for _ in range(3 if quick else 15):
         for parameter, grad in zip(engine.parameters, grads, strict=True):
             parameter.grad = grad.clone()
-        _finish()
+        finish()
         with timed() as clock:
             update()
-            _finish()
+            finish()
         seconds.append(clock.wall)
     return {"wall": statistics.median(seconds), "checksum": checksum(engine.module)}
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def measure_optimizer(candidate: str, quick: bool) -> Measured:
@@ -247,10 +242,6 @@ def measure_compiling(candidate: str, quick: bool) -> Measured:
                 block.compile()
         return module
 
-    def loss(module: nn.Module, batch: Batch) -> Tensor:
-        mean: Tensor = module(**batch)["loss"]
-        return mean * len(batch["labels"])
-
     modules: list[nn.Module] = []
     at: list[float] = []
 
@@ -269,7 +260,7 @@ def measure_compiling(candidate: str, quick: bool) -> Measured:
         schedule=ScheduleSettings("constant"),
         data=DataSettings(shuffle=False),
     )
-    recipe = Recipe(kept, loss, train_data=GPT.data(), collate=collate)
+    recipe = Recipe(kept, summed_loss, train_data=GPT.data(), collate=collate)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # nothing is there from an earlier round
         fit(recipe, settings, backend="cpu", observers=[watch])

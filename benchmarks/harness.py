@@ -26,7 +26,7 @@ Measured = dict[str, float]
 """Name of a figure -> its value, in seconds, bytes or counts."""
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ("torch", "transformers", "accelerate", "lightning", "safetensors")
+VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "safetensors")
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Benchmark:
     processes: int = 1
     needs: Mapping[str, str] = field(default_factory=dict)
     """Candidate -> the package that it needs beside drivetrain's own."""
+    missing: Callable[[], str] = str
+    """Tells why nothing can be measured here, but for a look with `--quick`; empty where it can."""
 
     def here(self) -> list[str]:
         """The candidates whose packages are installed."""
@@ -136,8 +138,12 @@ def machine() -> dict[str, Any]:
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    import torch
+
+    device = {"device": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "processor": _processor(),
+        **device,
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "versions": versions,
@@ -173,6 +179,14 @@ def timed() -> Iterator[Clock]:
         yield clock
     finally:
         clock.cpu, clock.wall = time.process_time() - cpu, time.perf_counter() - wall
+
+
+def finish() -> None:
+    """Wait for what is queued on a GPU, where there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def peak_bytes() -> int:

@@ -62,17 +62,30 @@ class Mlp(nn.Module):
 MLP = Problem(Mlp, Rows, batch=8, log_every=500)
 
 
-# --- a GPT of 10 million parameters: the model is most of the work --------------------------------
+# --- a GPT: the model is most of the work ---------------------------------------------------------
 
-VOCABULARY, SEQUENCE, WIDTH, HEADS, LAYERS = 8192, 128, 320, 8, 6
+
+@dataclass(frozen=True)
+class GptSize:
+    """By default 10 million parameters."""
+
+    vocabulary: int = 8192
+    sequence: int = 128
+    width: int = 320
+    heads: int = 8
+    layers: int = 6
+
+
+SMALL = GptSize()
 
 
 class Tokens(torch.utils.data.Dataset[Batch]):
     """Random sequences; what they say does not change how long a step takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: GptSize = SMALL) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(VOCABULARY, (512, SEQUENCE + 1), generator=generator)
+        shape = (512, size.sequence + 1)
+        self.tokens = torch.randint(size.vocabulary, shape, generator=generator)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -82,32 +95,33 @@ class Tokens(torch.utils.data.Dataset[Batch]):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.first_norm, self.second_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        qkv = self.qkv(self.first_norm(x)).view(batch, length, 3, HEADS, WIDTH // HEADS)
+        batch, length, width = x.shape
+        qkv = self.qkv(self.first_norm(x)).view(batch, length, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.second_norm(x))))
 
 
 class Gpt(nn.Module):
     """Its forward returns the mean cross-entropy under `loss`."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: GptSize = SMALL) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(SEQUENCE, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.sequence, size.width)
+        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
@@ -120,6 +134,12 @@ class Gpt(nn.Module):
 GPT = Problem(Gpt, Tokens, batch=8, log_every=10)
 
 PROBLEMS = {"mlp": MLP, "gpt": GPT}
+
+
+def summed_loss(module: nn.Module, batch: Batch) -> Tensor:
+    """The loss as the kernel takes it: a sum over samples, of which it makes the mean."""
+    mean: Tensor = module(**batch)["loss"]
+    return mean * len(batch["labels"])
 
 
 def checksum(module: nn.Module) -> float:

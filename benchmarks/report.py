@@ -21,6 +21,11 @@ taken inside a round: [least-greatest]. The load beside a machine's name is that
 measurement began (the average over a minute; 0 is a quiet machine): where it is not near 0, read
 ratios and not absolutes.
 """
+NO_GPU = """## On a GPU
+
+No figure on this page was taken on a GPU, and none is claimed: `gpu` is written for one card, and
+has run nowhere but in small, on a CPU, to try its code.
+"""
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -41,10 +46,12 @@ def where(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     size = " --quick" if record.get("quick") else ""
     rounds = f"{record['rounds']} rounds of " if "rounds" in record else ""
+    device = f"{machine['device']}, " if "device" in machine else ""
     return (
-        f"{rounds}`python -m benchmarks {record['benchmark']}{size}`: {machine['processor']}, "
-        f"{machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, load "
-        f"{machine['load_before']:.1f}; {versions}.\n"
+        f"{rounds}`python -m benchmarks {record['benchmark']}{size}`: {device}"
+        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB, "
+        f"load {machine['load_before']:.1f}; {versions}.\n"
     )
 
 
@@ -94,7 +101,7 @@ def page() -> str:
     from . import scale
     from .suite import BENCHMARKS
 
-    sections = [HEAD]
+    sections, waiting = [HEAD], []
     for name, benchmark in BENCHMARKS.items():
         path = RECORDS / f"{name}.json"
         if path.exists():
@@ -104,6 +111,12 @@ def page() -> str:
                 f"## {benchmark.title}\n\n{benchmark.about}\n\n{table(benchmark, record)}\n"
                 f"{where(record)}\n{shown}\n"
             )
+        else:
+            waiting.append(f"- `{name}`: {benchmark.title}\n")
     if (path := RECORDS / "scale.json").exists():
         sections.append(scale.section(json.loads(path.read_text())))
+    if waiting:
+        sections.append(f"## Not measured yet\n\n{''.join(waiting)}")
+    if not (RECORDS / "gpu.json").exists():
+        sections.append(NO_GPU)
     return "\n".join(sections)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checkpoint, defaults, packing, predict, resume, start, steps
+from . import checkpoint, defaults, gpu, packing, predict, resume, start, steps
 from .harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -15,5 +15,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         *resume.BENCHMARKS,
         *start.BENCHMARKS,
         *defaults.BENCHMARKS,
+        *gpu.BENCHMARKS,
     )
 }

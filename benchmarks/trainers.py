@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .problems import Problem, collate, plain
+from .problems import Problem, collate, plain, summed_loss
 
 RATE, CLIP = 1e-3, 1.0
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -78,10 +78,6 @@ def kernel(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         ScheduleSettings,
     )
 
-    def summed(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        mean: Tensor = module(**batch)["loss"]
-        return mean * batch["labels"].shape[0]
-
     module = problem.model()
     settings = Settings(
         steps=steps,
@@ -93,7 +89,9 @@ def kernel(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         schedule=ScheduleSettings("constant"),
         data=DataSettings(shuffle=False),
     )
-    recipe = Recipe(model=lambda: module, loss=summed, train_data=problem.data(), collate=collate)
+    recipe = Recipe(
+        model=lambda: module, loss=summed_loss, train_data=problem.data(), collate=collate
+    )
     backend = "ddp" if WORLD > 1 else "cpu"
     fit(recipe, settings, backend=backend, observers=[lambda event: None])
     return module

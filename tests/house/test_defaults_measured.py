@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from house_rules import ROOT
 
 HERE = ["optimizer", "clipping", "zero_grad", "fetching", "workers", "inference"]
 
 
 @pytest.fixture
-def defaults(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT)
-    threads = torch.get_num_threads()
-    module = importlib.import_module("benchmarks.defaults")
-    yield {each.name: each for each in module.BENCHMARKS}
-    torch.set_num_threads(threads)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+def defaults(benchmark_module: Callable[[str], Any]) -> Any:
+    return {each.name: each for each in benchmark_module("defaults").BENCHMARKS}
 
 
 @pytest.mark.parametrize("name", HERE)

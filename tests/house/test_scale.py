@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from house_rules import ROOT
 
 from drivetrain.kernel.checkpoint.index import Index
 from drivetrain.kernel.checkpoint.lookup import index_of
@@ -20,14 +18,11 @@ TINY = {"layers": 2, "width": 48, "hidden": 100, "key_value_width": 20, "vocabul
 
 
 @pytest.fixture
-def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(ROOT)
-    module = importlib.import_module("benchmarks.scale")
+def scale(benchmark_module: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = benchmark_module("scale")
     monkeypatch.setitem(module.MODELS, "tiny", module.Model(**TINY))
     monkeypatch.setattr(module, "SHARDS", 8)
-    yield module
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+    return module
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "zero2", "zero3"])
