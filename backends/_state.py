@@ -156,13 +156,22 @@ def restore_replicated(
     state = read_optimizer_state(reader, module)
     with torch.no_grad():
         for name, tensor in tensors.items():
-            tensor.copy_(reader.read("weights", name))
+            load_weights(reader, name, tensor)
     if state:
         load_optimizer_state(optimizer, state)
     stored = reader.names("state")
     for name, tensor in scale_tensors(loss_scale).items():
         if name in stored:
             tensor.copy_(reader.read("state", name))
+
+
+def load_weights(reader: Reader, name: str, tensor: Tensor) -> None:
+    """Into a whole tensor: straight from the file where it lies as it is stored."""
+    same = reader.info("weights", name).dtype == tensor.dtype
+    if same and tensor.is_cpu and tensor.is_contiguous():
+        reader.read("weights", name, out=tensor)
+    else:
+        tensor.copy_(reader.read("weights", name))
 
 
 def read_optimizer_state(

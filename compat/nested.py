@@ -32,7 +32,7 @@ def nested_map(function: Callable[..., Any], *nests: Any) -> Any:
     if isinstance(first, torch.Tensor) and len(nests) == 1:
         return function(first)
     containers = (Mapping, list, tuple)
-    if any(
+    if len(nests) > 1 and any(
         isinstance(n, containers) != isinstance(first, containers)
         or (isinstance(first, containers) and type(n) is not type(first))
         for n in nests

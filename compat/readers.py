@@ -61,18 +61,21 @@ class Combined:
             return TensorInfo(tensor.dtype, tuple(tensor.shape))
         return self._reader(kind, name).info(kind, name)
 
-    def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
+    def read(
+        self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `contract.Reader`."""
         tensor = self._tensor(kind, name)
         if tensor is None:
-            return self._reader(kind, name).read(kind, name, region)
+            return self._reader(kind, name).read(kind, name, region, out)
         if isinstance(region, Flat):
-            return tensor.flatten()[region.start : region.stop].cpu()
-        for dim, (start, size) in enumerate(
-            zip(region.offsets, region.sizes, strict=True) if region else ()
-        ):
-            tensor = tensor.narrow(dim, start, size)
-        return tensor.cpu()
+            tensor = tensor.flatten()[region.start : region.stop]
+        else:
+            for dim, (start, size) in enumerate(
+                zip(region.offsets, region.sizes, strict=True) if region else ()
+            ):
+                tensor = tensor.narrow(dim, start, size)
+        return tensor.cpu() if out is None else out.copy_(tensor)
 
     def _stored(self, kind: Kind) -> Sequence[str]:
         return self.below.names(kind) if self.below and kind in self.kinds else ()

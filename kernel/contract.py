@@ -323,10 +323,13 @@ class Reader(Protocol):
         """The dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
         ...
 
-    def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
-        """A new CPU tensor with the stored dtype: the whole (global shape), a box (its sizes) or
-        a flat range (one-dimensional). Raises `CheckpointMismatch` for an unknown name or a
-        region outside the tensor, `CheckpointDamaged` when stored pieces leave a gap.
+    def read(
+        self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """A CPU tensor with the stored dtype: the whole (global shape), a box (its sizes) or a
+        flat range (one-dimensional). A new one, or `out`: a contiguous one of that dtype and shape,
+        which is then written to. Raises `CheckpointMismatch` for an unknown name, a region outside
+        the tensor, or another `out`; `CheckpointDamaged` when stored pieces leave a gap.
         """
         ...
 

@@ -21,8 +21,12 @@ def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     _collect(outputs, "", found)
-    if num_rows and all(tensor.shape[:1] == (num_rows,) for tensor in found.values()) and found:
-        return found
+    if num_rows and found:  # the usual case, for each batch
+        for tensor in found.values():
+            if tensor.ndim == 0 or tensor.shape[0] != num_rows:
+                break
+        else:
+            return found
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in found.values()}
     if len(sizes) != 1 or None in sizes or num_rows not in {None, *sizes}:
         shapes = {path: tuple(tensor.shape) for path, tensor in found.items()}
@@ -37,12 +41,12 @@ def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
 def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
     if isinstance(value, Tensor):
         found[path] = value
+    elif isinstance(value, (list, tuple)):  # asked before what takes longer to find out
+        for index, part in enumerate(value):
+            _collect(part, f"{path}.{index}" if path else str(index), found)
     elif isinstance(value, Mapping):
         for key, part in value.items():
             _collect(part, f"{path}.{key}" if path else str(key), found)
-    elif isinstance(value, (list, tuple)):
-        for index, part in enumerate(value):
-            _collect(part, f"{path}.{index}" if path else str(index), found)
     elif value is not None:
         raise RecipeError(
             f"the output {path!r} is a {type(value).__name__}; outputs are tensors, or dicts, "

@@ -55,21 +55,31 @@ class CheckpointReader:
         """Its dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
         return self._known(kind, name)[1].info
 
-    def read(self, kind: Kind, name: str, region: Region | None = None) -> Tensor:
-        """A new host tensor with the stored dtype: the whole, a box, or a flat range (1-d).
+    def read(
+        self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """A host tensor with the stored dtype: the whole, a box, or a flat range (1-d). A new one,
+        or `out`, a contiguous one of that dtype and shape.
 
-        Raises `CheckpointMismatch` for an unknown name or a region outside the tensor, and
-        `CheckpointDamaged` when the stored pieces leave a gap or overlap.
+        Raises `CheckpointMismatch` for an unknown name, a region outside the tensor or another
+        `out`, and `CheckpointDamaged` when the stored pieces leave a gap or overlap.
         """
         # All is found before any of it gets memory: a forged shape must not ask for the moon.
         known, wanted = self.plan(kind, name, region)
         dtype, shape = known.info.dtype, known.info.shape
         result = regions.result_shape(region, shape)
-        out = host_bytes(num_bytes(dtype, result))
+        if out is None:
+            out = host_bytes(num_bytes(dtype, result)).view(dtype).view(result)
+        elif (out.dtype, tuple(out.shape)) != (dtype, result):
+            raise CheckpointMismatch(
+                f"{self.folder}: {kind} {name!r} is {dtype} {result}, and is to be read into "
+                f"{out.dtype} {tuple(out.shape)}"
+            )
+        raw = out.detach().view(-1).view(torch.uint8)
         for box, before, found in wanted:
             start, size = before * dtype.itemsize, math.prod(box.sizes) * dtype.itemsize
-            self._fill(found, box, out[start : start + size].view(*box.sizes, dtype.itemsize))
-        return out.view(dtype).view(result)
+            self._fill(found, box, raw[start : start + size].view(*box.sizes, dtype.itemsize))
+        return out
 
     def plan(
         self, kind: Kind, name: str, region: Region | None = None

@@ -222,8 +222,8 @@ class WeightsAlone:
     def info(self, kind: Kind, name: str) -> TensorInfo:
         return self.reader.info(kind, name)
 
-    def read(self, kind: Kind, name: str, region: Region | None = None) -> Any:
-        return self.reader.read(kind, name, region)
+    def read(self, kind: Kind, name: str, region: Region | None = None, out: Any = None) -> Any:
+        return self.reader.read(kind, name, region, out)
 
 
 def restore(

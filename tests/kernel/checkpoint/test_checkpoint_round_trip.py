@@ -54,7 +54,19 @@ def test_any_region_of_any_cut(buffer_bytes, data):
             assert bits(reader.read("weights", name)) == bits(tensor)
             for _ in range(3):
                 region = data.draw(regions(tuple(tensor.shape)))
-                assert bits(reader.read("weights", name, region)) == bits(cut(tensor, region))
+                wanted = cut(tensor, region)
+                assert bits(reader.read("weights", name, region)) == bits(wanted)
+                into = torch.zeros_like(wanted, memory_format=torch.contiguous_format)
+                assert reader.read("weights", name, region, out=into) is into
+                assert bits(into) == bits(wanted)
+
+
+@pytest.mark.parametrize("out", [torch.full((2, 3), 7.0), torch.full((3, 2), 7.0).half()])
+def test_what_does_not_fit_is_not_written_to(tmp_path, out):
+    reader = CheckpointReader(save(CheckpointStore(tmp_path), 1, [[piece("w", torch.ones(3, 2))]]))
+    with pytest.raises(CheckpointMismatch, match=r"float32 \(3, 2\), and is to be read into"):
+        reader.read("weights", "w", out=out)
+    assert bool((out == 7).all())
 
 
 def test_a_region_costs_its_own_size_and_a_buffer(tmp_path):
