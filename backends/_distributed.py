@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
-from . import _feeding, _forks, _memory, _rng, _watch
+from . import _feeding, _forks, _memory, _model, _rng, _watch
 
 
 @contextmanager
@@ -106,28 +106,56 @@ def choose_device(choice: str) -> torch.device:
     return torch.device("cuda", local_rank())
 
 
-@contextmanager
-def _naming(call: str, rank: int, patient: bool = False) -> Iterator[None]:
+class _Naming(AbstractContextManager[None]):
+    """Makes `CollectiveFailed` of the errors that `is_meant` picks. A class, since it is entered a
+    few times in a step, and a generator takes three times as long."""
+
+    __slots__ = ("_call", "_inside", "_is_meant", "_rank", "_waiting")
+
+    def __init__(
+        self,
+        call: str,
+        rank: int,
+        patient: bool,
+        is_meant: Callable[[BaseException], bool],
+        inside: AbstractContextManager[Any] = _model.NO_CONTEXT,
+    ) -> None:
+        self._call, self._rank, self._is_meant, self._inside = call, rank, is_meant, inside
+        self._waiting = _watch.waiting(call, patient)
+
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+        self._inside.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._inside.__exit__(kind, error, trace)
+        self._waiting.__exit__(kind, error, trace)
+        if error is not None and self._is_meant(error):
+            raise _collective_failed(self._call, self._rank, error) from error
+
+
+def _naming(call: str, rank: int, patient: bool = False) -> AbstractContextManager[None]:
     """Around a call that does nothing but talk to other ranks; `patient`: they may idle."""
-    try:
-        with _watch.waiting(call, patient):
-            yield
-    except (RuntimeError, ValueError) as error:  # DistError is a RuntimeError
-        raise _collective_failed(call, rank, error) from error
+    return _Naming(call, rank, patient, lambda error: isinstance(error, (RuntimeError, ValueError)))
 
 
-@contextmanager
-def naming_collectives(call: str, rank: int, patient: bool = False) -> Iterator[None]:
+def naming_collectives(
+    call: str,
+    rank: int,
+    patient: bool = False,
+    inside: AbstractContextManager[Any] = _model.NO_CONTEXT,
+) -> AbstractContextManager[None]:
     """Around work that also talks to other ranks: failures of that become `CollectiveFailed`, all
-    others stay as they are. gloo reports a peer that is gone as a plain RuntimeError.
+    others stay as they are. `inside`: entered too.
     """
-    try:
-        with _watch.waiting(call, patient):
-            yield
-    except RuntimeError as error:
-        if isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error):
-            raise _collective_failed(call, rank, error) from error
-        raise
+    return _Naming(call, rank, patient, _is_of_a_collective, inside)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo reports a peer that is gone as a plain RuntimeError."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
 def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:

@@ -29,10 +29,14 @@ def replicated_layout(
     if compute != plan.precision.params:
         casts = (f"matrix products in {compute}; the casts of the weights are kept in a forward",)
         cast_bytes = sum(p.numel() * compute.itemsize for p in parameters if p.dim() >= 2)
+    gradients = [p.nbytes for p in parameters if p.requires_grad]
+    accumulates = plan.micro_batch is not None and plan.micro_batch < plan.global_batch
+    # from the second microbatch on a gradient is there twice until it has been added
+    added_bytes = max(gradients, default=0) if accumulates else 0
     return Layout(
         parameter_bytes=sum(t.nbytes for t in (*parameters, *model.buffers())),
-        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        gradient_bytes=sum(gradients),
         optimizer_bytes=sum(state_bytes.values()),
-        transient_bytes=cast_bytes,
+        transient_bytes=cast_bytes + added_bytes,
         notes=(*tied, *casts, *notes),
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +75,9 @@ class DdpEngine:
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _model.NO_CONTEXT if last else self.module.no_sync()
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         call = "a forward, which takes over the buffers of rank 0"
-        with naming_collectives(call, self.world.rank), self._autocast():
-            yield
+        return naming_collectives(call, self.world.rank, inside=self._autocast())
 
     def backward(self, loss: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):

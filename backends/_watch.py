@@ -89,16 +89,16 @@ class Watch:
         for thread in self._threads:
             thread.join(1.0)
 
-    @contextlib.contextmanager
-    def waiting(self, call: str, patient: bool) -> Iterator[None]:
-        """Around what needs the other ranks. `patient`: where they may idle."""
+    def enter(self, call: str, patient: bool) -> tuple[str, float, bool]:
+        """The main thread begins what needs the other ranks; the answer is for `leave`."""
         before = self._call, self._since, self._patient
         self._since, self._patient = time.monotonic(), patient
         self._call = call
-        try:
-            yield
-        finally:
-            self._call, self._since, self._patient = before
+        return before
+
+    def leave(self, before: tuple[str, float, bool]) -> None:
+        """It is back in what it did before."""
+        self._call, self._since, self._patient = before
 
     # --- the thread that talks --------------------------------------------------------------
 
@@ -272,9 +272,22 @@ def _fatal_errors_placed() -> Iterator[None]:
         faulthandler.disable()
 
 
+class _Waiting(contextlib.AbstractContextManager[None]):
+    __slots__ = ("_before", "_call", "_patient", "_watch")
+
+    def __init__(self, watch: Watch, call: str, patient: bool) -> None:
+        self._watch, self._call, self._patient = watch, call, patient
+
+    def __enter__(self) -> None:
+        self._before = self._watch.enter(self._call, self._patient)
+
+    def __exit__(self, *raised: object) -> None:
+        self._watch.leave(self._before)
+
+
 def waiting(call: str, patient: bool = False) -> contextlib.AbstractContextManager[None]:
     """Around a call that needs the other ranks. `patient`: they may idle meanwhile."""
-    return _open[-1].waiting(call, patient) if _open else _NOTHING
+    return _Waiting(_open[-1], call, patient) if _open else _NOTHING
 
 
 def count_step() -> None:

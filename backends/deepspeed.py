@@ -208,10 +208,8 @@ class ZeroEngine:
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _model.NO_CONTEXT
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        with self._named("gathering weights in a forward"), self._autocast():
-            yield
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._named("gathering weights in a forward", self._autocast())
 
     def backward(self, loss: Tensor) -> None:
         with self._named("gathering weights or summing gradients in a backward"):
@@ -283,8 +281,10 @@ class ZeroEngine:
             for part, hooks in theirs:
                 vars(part).update(hooks)
 
-    def _named(self, call: str) -> AbstractContextManager[None]:
-        return naming_collectives(call, self.world.rank)
+    def _named(
+        self, call: str, inside: AbstractContextManager[Any] = _model.NO_CONTEXT
+    ) -> AbstractContextManager[None]:
+        return naming_collectives(call, self.world.rank, inside=inside)
 
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and its references to it."""

@@ -168,11 +168,9 @@ class FsdpEngine:
             root.set_is_last_backward(last)
         yield
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         self._initialise()
-        with self._named("gathering weights in a forward"), self._autocast():
-            yield
+        return self._named("gathering weights in a forward", self._autocast())
 
     def backward(self, loss: Tensor) -> None:
         with self._named("gathering weights or averaging gradients in a backward"):
@@ -279,8 +277,10 @@ class FsdpEngine:
             for name in self.buffers:
                 dist.broadcast(module.get_buffer(name), src=0)
 
-    def _named(self, call: str) -> AbstractContextManager[None]:
-        return naming_collectives(call, self.world.rank)
+    def _named(
+        self, call: str, inside: AbstractContextManager[Any] = _model.NO_CONTEXT
+    ) -> AbstractContextManager[None]:
+        return naming_collectives(call, self.world.rank, inside=inside)
 
 
 driver = FsdpDriver()
