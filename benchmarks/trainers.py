@@ -32,6 +32,15 @@ def _loader(problem: Problem, sampler: Any = None) -> DataLoader[Any]:
     return DataLoader(problem.data(), batch_size=problem.batch, collate_fn=collate, sampler=sampler)
 
 
+def _sampler(problem: Problem) -> Any:
+    """This rank's share of the data, in order; None for the whole."""
+    from torch.utils.data import DistributedSampler
+
+    # told, since Lightning makes the process group after the loader
+    shared = {"num_replicas": WORLD, "rank": RANK, "shuffle": False}
+    return DistributedSampler(problem.data(), **shared) if WORLD > 1 else None
+
+
 def _endless(loader: Any) -> Iterator[Any]:
     while True:
         yield from loader
@@ -45,14 +54,13 @@ def _log(step: int, total: Tensor, every: int) -> None:
 def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     """What one writes by hand."""
     module = problem.model()
-    wrapped, sampler = module, None
+    wrapped = module
     if WORLD > 1:
         if not torch.distributed.is_initialized():
             torch.distributed.init_process_group("gloo")
         wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-        sampler = torch.utils.data.DistributedSampler(problem.data(), shuffle=False)
     optimizer = _optimizer(module)
-    batches, total = _endless(_loader(problem, sampler)), torch.zeros(())
+    batches, total = _endless(_loader(problem, _sampler(problem))), torch.zeros(())
     for step in range(1, steps + 1):
         for index in range(accumulation):
             batch = next(batches)
@@ -227,7 +235,8 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Tell()],
-    ).fit(module, _loader(problem))
+        use_distributed_sampler=False,  # its own shuffles
+    ).fit(module, _loader(problem, _sampler(problem)))
     return module.model
 
 
