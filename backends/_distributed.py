@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
 from ..kernel.errors import BackendUnavailable, CollectiveFailed
-from . import _feeding, _forks, _memory, _model, _rng, _watch
+from . import _board, _feeding, _forks, _memory, _model, _rng, _watch
 
 
 @contextmanager
@@ -228,6 +228,19 @@ def keep_for_a_while(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _add_up(values: Sequence[float]) -> Callable[[], list[float]]:
+    """Begin to; the answer waits for the sums over ranks."""
+    sums = keep_for_a_while(torch.tensor(values, dtype=torch.float64))
+    work = dist.all_reduce(sums, async_op=True)
+    assert work is not None
+
+    def wait() -> list[float]:
+        work.wait()
+        return sums.tolist()
+
+    return wait
+
+
 class ProcessGroupSession:
     """`Session` over the default process group; `build` makes the driver's own engine."""
 
@@ -236,6 +249,8 @@ class ProcessGroupSession:
     ) -> None:
         self.plan, self.world, self._build = plan, world, build
         self._device = world.device
+        self._board: _board.Board | None = None
+        self._board_opened = False
 
     def seed(self, value: int) -> None:
         _rng.seed_all(value)
@@ -251,17 +266,24 @@ class ProcessGroupSession:
         if self.world.size == 1:
             return lambda: list(values)
         _watch.count_step()
-        sums = keep_for_a_while(torch.tensor(values, dtype=torch.float64))
+        board = self._shared_board() if len(values) <= _board.MOST else None
+        begin = _add_up if board is None else board.show
         with self._named("starting to add up the step's counts"):
-            work = dist.all_reduce(sums, async_op=True)
+            sums = begin(values)
 
         def wait() -> list[float]:
-            assert work is not None
             with self._named("adding up the step's counts"):
-                work.wait()
-            return sums.tolist()
+                return sums()
 
         return wait
+
+    def _shared_board(self) -> _board.Board | None:
+        """Opened by the first tally, which all ranks begin."""
+        if not self._board_opened:
+            world, timeout = self.world, self.plan.timeout_seconds
+            self._board = _board.opened(world.rank, world.size, timeout, self.exchange)
+            self._board_opened = True
+        return self._board
 
     def exchange(self, value: Any) -> list[Any]:
         encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
