@@ -98,7 +98,8 @@ BENCHMARKS = [
     _steps(
         "ddp",
         "The same on 2 processes, DDP over gloo",
-        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {WORK}",
+        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {WORK} Nor do its "
+        "ranks agree on anything but gradients.",
         MLP,
         accumulation=1,
         steps=1500,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import profiler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from .dealing import (
     Dealer,
@@ -89,10 +91,17 @@ class RankLoader(DataLoader[Any]):
         self.end_of_dataloader = False
         self.active.append(self)
         try:
-            batches = islice(super().__iter__(), self.skipped_stream_batches, None)
+            batches: Iterator[Any] = super().__iter__()
+            if isinstance(self.dataset, IterableDataset):  # of which it counts what it was asked
+                batches = islice(batches, self.skipped_stream_batches, None)
+            else:
+                batches = _quick(batches)
+            device = self.device
+            if device is not None and device.type == "cpu":
+                device = None  # where collated batches are
             for batch, is_last in _with_last(batches):
                 self.end_of_dataloader = is_last
-                yield batch if self.device is None else move(batch, self.device)
+                yield batch if device is None else move(batch, device)
             self.epoch += 1
         finally:
             self.active.remove(self)
@@ -252,6 +261,21 @@ def _workers(loader: DataLoader[Any]) -> dict[str, Any]:
         " pin_memory pin_memory_device prefetch_factor timeout worker_init_fn"
     )
     return {name: getattr(loader, name) for name in names.split()}
+
+
+def _quick(batches: Any) -> Iterator[Any]:
+    """The same batches of a DataLoader's iterator. Where it fetches them itself, it is asked behind
+    the range that it opens around each for a profiler, while there is none."""
+    if not isinstance(batches, _SingleProcessDataLoaderIter):
+        yield from batches
+        return
+    fetch: Callable[[], Any] = batches._next_data
+    while True:
+        try:
+            batch = next(batches) if profiler._is_profiler_enabled else fetch()
+        except StopIteration:
+            return
+        yield batch
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

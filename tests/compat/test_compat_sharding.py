@@ -250,3 +250,12 @@ def test_what_cannot_be_dealt_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         shard(loader, PAIR[0], **options)
+
+
+def test_a_profiler_sees_the_loader_from_when_it_is_there() -> None:
+    loader = iter(shard(DataLoader(range(8), batch_size=2), ALONE))
+    assert next(loader).tolist() == [0, 1]
+    with torch.profiler.profile() as profile:
+        assert next(loader).tolist() == [2, 3]
+    assert any("DataLoader" in event.name for event in profile.events())
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
