@@ -1,6 +1,6 @@
 """What is on without being asked for, each beside what could be on in its place.
 
-docs/decisions/0018-speed-by-default.md says what follows from the figures. The first candidate of
+docs/decisions/0017-speed-by-default.md says what follows from the figures. The first candidate of
 each benchmark is what drivetrain does; ratios are to it.
 """
 

@@ -1,4 +1,4 @@
-"""What decision 18 says is on is on, and what it keeps off for safety is off."""
+"""What decision 17 says is on is on, and what it keeps off for safety is off."""
 
 from __future__ import annotations
 
