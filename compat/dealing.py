@@ -16,7 +16,7 @@ from itertools import chain, cycle, islice
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
 __all__ = [
     "Dealer",
@@ -202,7 +202,13 @@ class LaterBatches(Sampler[list[int]]):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return islice(iter(self.batch_sampler), self.num_skipped, None)
+        inner = self.batch_sampler
+        if type(inner) is not BatchSampler:
+            return islice(iter(inner), self.num_skipped, None)
+        # its samples are skipped, which is quicker than to make batches of them
+        samples = islice(iter(inner.sampler), self.num_skipped * inner.batch_size, None)
+        batches = chunks(samples, inner.batch_size)
+        return (each for each in batches if len(each) == inner.batch_size or not inner.drop_last)
 
     def __len__(self) -> int:
         return max(0, len(self.batch_sampler) - self.num_skipped)

@@ -259,3 +259,12 @@ def test_a_profiler_sees_the_loader_from_when_it_is_there() -> None:
         assert next(loader).tolist() == [2, 3]
     assert any("DataLoader" in event.name for event in profile.events())
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("count", [1, 6, 7, 20])
+def test_what_is_skipped_is_skipped_by_samples_as_by_batches(count: int, drop_last: bool) -> None:
+    loader = DataLoader(range(count), batch_size=3, drop_last=drop_last)
+    everything = batches(loader)
+    for skipped in range(len(everything) + 2):
+        assert batches(skip_first_batches(loader, skipped)) == everything[skipped:]
