@@ -18,9 +18,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
     """
     if isinstance(data, Tensor):
         return function(data)
-    if type(data) is dict:  # the usual case; to ask whether it is a `Mapping` takes longer
-        return {key: map_tensors(function, value) for key, value in data.items()}
-    if isinstance(data, Mapping):
+    # a dict is the usual case; to ask whether it is a `Mapping` takes longer
+    if type(data) is dict or isinstance(data, Mapping):
         return type(data)({key: map_tensors(function, value) for key, value in data.items()})  # type: ignore[call-arg]
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(map_tensors(function, value) for value in data))
