@@ -166,12 +166,14 @@ def set_aside(folder: Place) -> None:
     storage.sync_folder(folder.parent)
 
 
-def retire(folder: Place) -> None:
-    """Delete a checkpoint so that a kill leaves it whole or not listed."""
+def retire(folder: Place) -> Place:
+    """Take a checkpoint off the list; returns what is to be removed. A kill at any time leaves it
+    whole or not listed. Where folders cannot be renamed it is listed until it is removed."""
     storage, removing = storage_of(folder), hidden_path(folder, "removing")
-    if storage.renames:
-        storage.rename(folder, removing)
-    storage.remove(removing if storage.renames else folder)
+    if not storage.renames:
+        return folder
+    storage.rename(folder, removing)
+    return removing
 
 
 def _is_taken(folder: Place) -> bool:

@@ -14,16 +14,15 @@ import errno
 import functools
 import logging
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import Engine, Piece, Session
 from ..errors import SaveFailed, SettingError
 from . import catalog, files
+from .behind import remove_behind, removed, write_behind
 from .host import HostCopies
 from .index_tree import join_level, num_levels
 from .manifest import FileEntry, Manifest, write_manifest
@@ -56,7 +55,6 @@ class CheckpointStore:
         self.root, self.digits = place(root), digits
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
         self._copies = HostCopies()
-        self._retired = _nothing()
 
     def save(
         self,
@@ -69,7 +67,8 @@ class CheckpointStore:
         driver: str = "",
         beside: Callable[[Path], None] | None = None,
     ) -> Place:
-        """Write the checkpoint of `step`; all ranks call it, and return once it is committed.
+        """Write the checkpoint of `step`; all ranks call it, and return once it is committed. Those
+        that are not kept are off the list then, and deleted behind training.
 
         `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
         called on all ranks with the folder that is being written, to put other files there: they
@@ -84,8 +83,8 @@ class CheckpointStore:
             if beside is not None:  # once all have written: it may call what ranks do together
                 _together(session, saving.folder, lambda: beside(_local(saving.place)))
             saving.commit(written, tidy=beside is None)
-        if session.world.rank == 0:
-            self._retire()
+        if session.world.rank == 0 and (retired := self._retire(saving.folder)):
+            remove_behind(lambda: _remove(retired))
         return saving.folder
 
     def save_behind(
@@ -109,7 +108,7 @@ class CheckpointStore:
             saving = self._begin(
                 manifest, session, lambda: list(self._copies.of(collect(engine, session)))
             )
-        return SavingBehind(saving, self, _behind().submit(saving.write), self._copies.num_bytes)
+        return SavingBehind(saving, self, write_behind(saving.write), self._copies.num_bytes)
 
     def finish(self, behind: SavingBehind) -> Place:
         """Commit what `save_behind` began, once all ranks have written; all ranks call it, when
@@ -119,12 +118,12 @@ class CheckpointStore:
         with self._swept_on_failure(saving.session):
             saving.commit(_together(saving.session, saving.folder, behind.writing.result))
         if saving.session.world.rank == 0:
-            self._retired = _behind().submit(self._retire)
+            remove_behind(lambda: _remove(self._retire(saving.folder)))
         return saving.folder
 
     def wait(self) -> None:
         """Until nothing is going on behind training any more. What was begun is to be finished."""
-        self._retired.result()
+        removed()
 
     def _begin(
         self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
@@ -147,6 +146,7 @@ class CheckpointStore:
         except SaveFailed:
             if session.world.rank == 0:
                 with contextlib.suppress(OSError):
+                    removed()
                     catalog.sweep(self.root)
             raise
 
@@ -156,7 +156,7 @@ class CheckpointStore:
         return ranked[0].folder if ranked else None
 
     def _prepare(self, folder: Place, num_bytes: int) -> None:
-        self._retired.result()  # it sweeps, too, and would take this folder for a torn one
+        removed()
         storage = storage_of(self.root)
         storage.make_folder(self.root)
         catalog.sweep(self.root)
@@ -167,14 +167,16 @@ class CheckpointStore:
             )
         catalog.begin(folder)
 
-    def _retire(self) -> None:
-        # The save has succeeded: what cannot be deleted is a nuisance, and no reason to stop.
+    def _retire(self, folder: Place) -> list[Place]:
+        """Take off the list what need not stay now that `folder` is there, to be removed."""
         try:
-            catalog.sweep(self.root)
-            for found in self.retention.surplus(catalog.list_checkpoints(self.root).complete):
-                catalog.retire(found.folder)
+            replaced = catalog.hidden_path(folder, "replaced")
+            retired = [replaced] if storage_of(folder).exists(replaced) else []
+            complete = catalog.list_checkpoints(self.root).complete
+            return retired + [catalog.retire(f.folder) for f in self.retention.surplus(complete)]
         except OSError as error:
-            _LOG.warning("an old checkpoint could not be removed: %s", error)
+            _cannot_remove(error)
+            return []
 
 
 class _Saving:
@@ -248,21 +250,17 @@ def _manifest(
     return Manifest(step, (), dict(state), dict(settings or {}), driver, size, engine.tied)
 
 
-@functools.cache
-def _behind() -> ThreadPoolExecutor:
-    """One thread, that gives way to training where the system lets threads differ in that."""
-
-    def give_way() -> None:
-        if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-
-    return ThreadPoolExecutor(1, "checkpoint", give_way)
+def _remove(retired: list[Place]) -> None:
+    try:
+        for folder in retired:
+            storage_of(folder).remove(folder)
+    except OSError as error:
+        _cannot_remove(error)
 
 
-def _nothing() -> Future[None]:
-    done: Future[None] = Future()
-    done.set_result(None)
-    return done
+def _cannot_remove(error: OSError) -> None:
+    # The save has succeeded: what cannot be deleted is a nuisance, and no reason to stop.
+    _LOG.warning("an old checkpoint could not be removed: %s", error)
 
 
 def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) -> None:
@@ -274,6 +272,7 @@ def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) ->
     temporary = _local(catalog.writing_place(folder))
 
     def prepare() -> None:
+        removed()
         folder.parent.mkdir(parents=True, exist_ok=True)
         catalog.sweep(folder.parent)
         catalog.begin(folder)

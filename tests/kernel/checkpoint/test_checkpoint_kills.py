@@ -65,12 +65,14 @@ def test_death_at_every_call(tmp_path, monkeypatch, case, late):
             Mortal(patch, lives, late=late)
             try:
                 save(store, step, run_of(2.0, size=1))
+                store.wait()
                 survived = True
             except Died:
                 pass
         found = newest(root)
         assert (contents(found) if found else None) in (old, expected)
         again = save(store, step, run_of(2.0, size=1))
+        store.wait()
         assert contents(again) == expected
         assert not [path for path in root.iterdir() if path.name.startswith(".")]
     assert contents(newest(root)) == expected

@@ -144,6 +144,7 @@ def test_death_at_every_request(frail: type[Frail], case: str, late: bool) -> No
         frail.lives, frail.late = lives, late
         try:
             save(store, step, run_of(2.0, size=1))
+            store.wait()
             survived = True
         except Died:
             pass
@@ -151,6 +152,7 @@ def test_death_at_every_request(frail: type[Frail], case: str, late: bool) -> No
         found = newest(ROOT)
         assert (contents(found) if found else None) in (old, expected)
         again = save(store, step, run_of(2.0, size=1))
+        store.wait()
         assert contents(again) == expected
         complete = {found.folder.name for found in list_checkpoints(ROOT).complete}
         assert set(folders()) == complete, f"left lying: {sorted(Frail.store)}"

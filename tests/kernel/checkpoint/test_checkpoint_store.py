@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -66,6 +67,7 @@ def test_a_step_is_replaced(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1, run_of(1.0))
     path = save(store, 1, run_of(2.0, size=3))
+    store.wait()
     assert entries(tmp_path) == [path.name]
     assert float(CheckpointReader(path).read("weights", "whole")[0, 0]) == 2.0
 
@@ -181,6 +183,7 @@ def test_a_failing_call_is_reported_and_undone(tmp_path, monkeypatch, call, repl
             patch.setattr(os, call, failing)
             try:
                 save(store, step, run_of(2.0, size=1))
+                store.wait()
             except SaveFailed as error:
                 reports.append(str(error))
                 assert not list(tmp_path.glob(".*"))
@@ -211,9 +214,31 @@ def test_an_old_checkpoint_that_cannot_go_does_not_stop_the_run(tmp_path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
         save(store, 2, run_of(2.0))
+        store.wait()
     assert "could not be removed" in caplog.text
     assert steps(tmp_path) == [2]
     save(store, 3, run_of(3.0))
+    store.wait()
+    assert entries(tmp_path) == ["checkpoint-000003"]
+
+
+def test_deleting_an_old_checkpoint_holds_nobody_up(tmp_path, monkeypatch):
+    """It is off the list when the save returns, and deleted before the next one begins."""
+    store, may_go, real = CheckpointStore(tmp_path, keep_last=1), threading.Event(), os.unlink
+
+    def slow(path, **kwargs):
+        assert may_go.wait(60)
+        real(path, **kwargs)
+
+    save(store, 1, run_of(1.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", slow)
+        save(store, 2, run_of(2.0))
+        assert steps(tmp_path) == [2]
+        assert entries(tmp_path) == [".checkpoint-000001.removing", "checkpoint-000002"]
+        may_go.set()
+        save(store, 3, run_of(3.0))
+        store.wait()
     assert entries(tmp_path) == ["checkpoint-000003"]
 
 

@@ -1,0 +1,48 @@
+"""What a process writes and removes while its training goes on: one thread, in order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+__all__ = ["remove_behind", "removed", "write_behind"]
+
+
+class _Behind:
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
+        self.removal: Future[None] | None = None
+
+
+def _give_way() -> None:
+    """To training, where the system lets threads differ in that."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+_BEHIND = _Behind()
+if hasattr(os, "register_at_fork"):  # a thread is not forked, and nobody would do its work
+    os.register_at_fork(after_in_child=_BEHIND.__init__)  # type: ignore[misc]
+
+
+def write_behind(act: Callable[[], Any]) -> Future[Any]:
+    """Its result, or what it raised, is the caller's to ask for."""
+    return _BEHIND.thread.submit(act)
+
+
+def remove_behind(act: Callable[[], None]) -> None:
+    """What it raises is raised by the next `removed`."""
+    _BEHIND.removal = _BEHIND.thread.submit(act)
+
+
+def removed() -> None:
+    """Wait until nothing is being removed: a sweep must not meet it."""
+    if _BEHIND.removal is not None:
+        try:
+            _BEHIND.removal.result()
+        finally:
+            _BEHIND.removal = None
