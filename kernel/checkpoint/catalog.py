@@ -166,9 +166,14 @@ def set_aside(folder: Place) -> None:
     storage.sync_folder(folder.parent)
 
 
-def retire(folder: Place) -> Place:
-    """Take a checkpoint off the list; returns what is to be removed. A kill at any time leaves it
-    whole or not listed. Where folders cannot be renamed it is listed until it is removed."""
+def retire(folder: Place) -> None:
+    """Delete a checkpoint so that a kill leaves it whole or not listed."""
+    storage_of(folder).remove(put_away(folder))
+
+
+def put_away(folder: Place) -> Place:
+    """Take a checkpoint off the list; returns what is left to be removed. Where folders cannot be
+    renamed, it is listed until its removal begins."""
     storage, removing = storage_of(folder), hidden_path(folder, "removing")
     if not storage.renames:
         return folder

@@ -173,7 +173,7 @@ class CheckpointStore:
             replaced = catalog.hidden_path(folder, "replaced")
             retired = [replaced] if storage_of(folder).exists(replaced) else []
             complete = catalog.list_checkpoints(self.root).complete
-            return retired + [catalog.retire(f.folder) for f in self.retention.surplus(complete)]
+            return retired + [catalog.put_away(f.folder) for f in self.retention.surplus(complete)]
         except OSError as error:
             _cannot_remove(error)
             return []

@@ -174,6 +174,7 @@ def test_the_manifest_is_written_last_and_deleted_first(frail: type[Frail]) -> N
         patch.setattr(frail, "request", staticmethod(watch))
         save(store, 1, run_of(1.0))
         save(store, 2, run_of(1.0))
+        store.wait()
     for kind, there in seen:
         for name in {key.partition("/")[0] for key in there}:
             files = [key for key in there if key.startswith(name)]
@@ -196,6 +197,7 @@ def test_what_fails_twice_is_done_the_third_time(frail: type[Frail], kind: str) 
     for step in (1, 2, 2, 3):  # the second of step 2 is a replacement, which copies
         frail.failures[kind] = [ConnectionError("reset"), TimeoutError("late")]
         save(store, step, run_of(float(step)))
+        store.wait()
     frail.failures[kind] = [ConnectionError("reset"), TimeoutError("late")]
     assert float(contents(newest(ROOT))["step"]) == 3
     assert folders() == ["checkpoint-000002", "checkpoint-000003"]
