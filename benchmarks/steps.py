@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Mapping
 from functools import partial
 
 from torch import nn
@@ -21,6 +23,11 @@ LABELS = {
     "hugging_face": "HF Trainer",
     "lightning": "Lightning Trainer",
 }
+SAVING = {
+    **{name: LABELS[name] for name in ("raw", "kernel")},
+    "kernel_saving": "drivetrain kernel, saving",
+    **LABELS,
+}
 NEEDS = {
     "fabric": "lightning",
     "accelerate": "accelerate",
@@ -35,9 +42,10 @@ COLUMNS = (
 
 
 def measure(
-    problem: Problem, accumulation: int, steps: int, candidate: str, quick: bool
+    problem: Problem, accumulation: int, steps: int, blocks: int, candidate: str, quick: bool
 ) -> Measured:
-    """Seconds a step: a long run without a short one, so that starting does not count."""
+    """Seconds a step: a long run without a short one, so that starting does not count; the median
+    of so many blocks of both."""
     train, warm_up = TRAINERS[candidate], max(steps // 10, 2)
     steps = max(steps // 10, 2) if quick else steps
 
@@ -47,24 +55,36 @@ def measure(
         return clock, module
 
     run(warm_up)  # imports, and what is compiled or cached at first
-    short, _ = run(warm_up)
-    long, module = run(warm_up + steps)
+    cpu, wall = [], []
+    for _ in range(blocks):
+        short, _ = run(warm_up)
+        long, module = run(warm_up + steps)
+        cpu.append((long.cpu - short.cpu) / steps)
+        wall.append((long.wall - short.wall) / steps)
     return {
-        "cpu": (long.cpu - short.cpu) / steps,
-        "wall": (long.wall - short.wall) / steps,
+        "cpu": statistics.median(cpu),
+        "wall": statistics.median(wall),
         "checksum": checksum(module),
     }
 
 
 def _steps(
-    name: str, title: str, about: str, problem: Problem, accumulation: int, steps: int, n: int = 1
+    name: str,
+    title: str,
+    about: str,
+    problem: Problem,
+    accumulation: int,
+    steps: int,
+    blocks: int = 3,
+    n: int = 1,
+    labels: Mapping[str, str] = LABELS,
 ) -> Benchmark:
     return Benchmark(
         name,
         title,
         about,
-        LABELS,
-        partial(measure, problem, accumulation, steps),
+        labels,
+        partial(measure, problem, accumulation, steps, blocks),
         COLUMNS,
         plotted="CPU, times raw",
         equal="checksum",
@@ -78,11 +98,12 @@ WORK = (
     "logged; the checksums of the trained weights are equal, or nothing is shown. The raw loop "
     "is what one writes by hand: it neither checks gradients for NaN nor keeps their norm."
 )
+BLOCKS = "A round is the median of three such blocks."
 BENCHMARKS = [
     _steps(
         "step",
         "A step of a tiny MLP",
-        f"Batch 8; 3,000 steps, logged every 500. {WORK}",
+        f"Batch 8; 3,000 steps, logged every 500. {BLOCKS} {WORK}",
         MLP,
         accumulation=1,
         steps=3000,
@@ -90,7 +111,7 @@ BENCHMARKS = [
     _steps(
         "accumulation",
         "The same, accumulating over 4 batches",
-        f"Batch 8, four an update; 1,500 updates, logged every 500. {WORK}",
+        f"Batch 8, four an update; 1,500 updates, logged every 500. {BLOCKS} {WORK}",
         MLP,
         accumulation=4,
         steps=1500,
@@ -98,8 +119,8 @@ BENCHMARKS = [
     _steps(
         "ddp",
         "The same on 2 processes, DDP over gloo",
-        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {WORK} Nor do its "
-        "ranks agree on anything but gradients.",
+        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {BLOCKS} {WORK} "
+        "Nor do its ranks agree on anything but gradients.",
         MLP,
         accumulation=1,
         steps=1500,
@@ -108,9 +129,12 @@ BENCHMARKS = [
     _steps(
         "gpt",
         "A step of a GPT of 10 million parameters",
-        f"Six layers, width 320, sequences of 128 tokens, batch 8; 20 steps. {WORK}",
+        f"Six layers, width 320, sequences of 128 tokens, batch 8; 20 steps. {WORK} Saving: all "
+        "of the state every 10 steps, behind training.",
         GPT,
         accumulation=1,
         steps=20,
+        blocks=1,
+        labels=SAVING,
     ),
 ]

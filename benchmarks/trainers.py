@@ -78,9 +78,12 @@ def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     return module
 
 
-def kernel(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+def kernel(
+    problem: Problem, steps: int, accumulation: int, saved_every: int | None = None
+) -> nn.Module:
     from drivetrain.kernel import Recipe, Settings, fit
     from drivetrain.kernel.settings import (
+        CheckpointSettings,
         DataSettings,
         OptimizerSettings,
         ScheduleSettings,
@@ -96,13 +99,21 @@ def kernel(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         optimizer=OptimizerSettings(lr=RATE),
         schedule=ScheduleSettings("constant"),
         data=DataSettings(shuffle=False),
+        checkpoint=CheckpointSettings(every=saved_every, at_end=False, behind=True),
     )
     recipe = Recipe(
         model=lambda: module, loss=summed_loss, train_data=problem.data(), collate=collate
     )
     backend = "ddp" if WORLD > 1 else "cpu"
-    fit(recipe, settings, backend=backend, observers=[lambda event: None])
+    with tempfile.TemporaryDirectory() as folder:
+        out = folder if saved_every else None
+        fit(recipe, settings, backend=backend, out=out, observers=[lambda event: None])
     return module
+
+
+def kernel_saving(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+    """The whole state every 10 steps, behind training."""
+    return kernel(problem, steps, accumulation, saved_every=10)
 
 
 def compat(problem: Problem, steps: int, accumulation: int) -> nn.Module:
@@ -243,6 +254,7 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 TRAINERS: dict[str, Callable[[Problem, int, int], nn.Module]] = {
     "raw": raw,
     "kernel": kernel,
+    "kernel_saving": kernel_saving,
     "compat": compat,
     "accelerate": accelerate,
     "fabric": fabric,
