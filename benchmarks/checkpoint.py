@@ -86,6 +86,10 @@ class Work:
             self.count += 10
         self.seconds += time.perf_counter() - started
 
+    def for_a_second(self) -> None:
+        stop = time.perf_counter() + 1.0
+        self.until(lambda: time.perf_counter() > stop)
+
     @property
     def rate(self) -> float:
         return self.count / self.seconds if self.seconds else 0.0
@@ -224,8 +228,7 @@ def measure_save(candidate: str, quick: bool) -> Measured:
     save = SAVES[candidate]
     with state_of(512 if quick else 2048) as state, tempfile.TemporaryDirectory() as temporary:
         alone = Work()
-        stop = time.perf_counter() + 1.0
-        alone.until(lambda: time.perf_counter() > stop)
+        alone.for_a_second()
         folder = Path(temporary)
         before = reset_peak()
         save(state, folder)  # the first one makes the buffers that all others use
@@ -237,6 +240,7 @@ def measure_save(candidate: str, quick: bool) -> Measured:
             saved = save(state, folder)
             if candidate.startswith("kernel"):
                 _STORES.wait()
+        alone.for_a_second()
         figures = {
             "still": saved.still,
             "wall": saved.durable,
@@ -331,7 +335,7 @@ def measure_load(candidate: str, quick: bool) -> Measured:
             before = reset_peak()
             with timed() as clock:
                 load(state, folder)
-                _touch(state)  # who maps a file has yet to read it
+                _touch(state)  # who maps a file has yet to read it, and to copy what is written to
             peak = peak_bytes() - before - moments
             if abs(_sum(state) - sums["checksum"]) > 1e-6 * sums["checksum"]:
                 raise SystemExit(f"{candidate} loaded something else: {json.dumps(sums)}")
@@ -339,9 +343,9 @@ def measure_load(candidate: str, quick: bool) -> Measured:
 
 
 def _touch(state: State) -> None:
-    """Every page."""
+    """Write to every page, as the next step does."""
     for tensor in state.tensors().values():
-        tensor.view(-1)[:: 4096 // tensor.element_size()].sum()
+        tensor.view(-1)[:: 4096 // tensor.element_size()].mul_(1)
 
 
 def _sum(state: State) -> float:
@@ -388,8 +392,8 @@ BENCHMARKS = [
         "load",
         "Loading it",
         "Into a model that is there and an optimizer without moments, from a file in the page "
-        "cache, until every page has been touched. MiB more: the most that was held above before, "
-        "less what the moments take.",
+        "cache, until every page has been written to, as a step does. MiB more: the most that "
+        "was held above before, less what the moments take.",
         {
             "read": "floor: plain read",
             "kernel": "drivetrain kernel",

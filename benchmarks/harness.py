@@ -1,7 +1,8 @@
 """Candidates side by side: one process for each candidate and round, in turn (A B C A B C ...).
 
 The machine changes from minute to minute, so ratios are taken inside a round, and what a table
-shows is their median, with the least and the greatest.
+shows is their median and spread. Where a second tells enough, the processes of a round live side by
+side and work in turn, a block each (a b c a b c ...), so that ratios are taken inside seconds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,7 +54,16 @@ class Column:
         middle = f"{statistics.median(values):.{self.digits}f}"
         if not self.ratio or len(values) == 1:
             return middle
-        return f"{middle} [{min(values):.{self.digits}f}-{max(values):.{self.digits}f}]"
+        low, high = spread(values)
+        return f"{middle} [{low:.{self.digits}f}-{high:.{self.digits}f}]"
+
+
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the greatest; of more than 8, the first and the third quartile."""
+    if len(values) <= 8:
+        return min(values), max(values)
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
 
 
 @dataclass(frozen=True)
@@ -64,13 +75,15 @@ class Benchmark:
     about: str
     candidates: Mapping[str, str]
     """Key -> how a table names it; the first one is the base of ratios."""
-    measure: Callable[[str, bool], Measured]
-    """`measure(candidate, quick)`, in a process of its own."""
+    measure: Callable[[str, bool], Measured | Iterator[Measured]]
+    """`measure(candidate, quick)`, in a process of its own; with blocks, without end."""
     columns: tuple[Column, ...]
     plotted: str
     """The title of the column that the plot shows."""
     equal: str = ""
     """A figure that must be the same for all, or they did not do the same work."""
+    blocks: int = 0
+    """How many blocks are a round, after one that does not count; 0: a round is one call."""
     processes: int = 1
     needs: Mapping[str, str] = field(default_factory=dict)
     """Candidate -> the package that it needs beside drivetrain's own."""
@@ -90,32 +103,67 @@ class Benchmark:
         load, started = os.getloadavg()[0], time.time()
         measured: dict[str, list[Measured]] = {name: [] for name in self.here()}
         for number in range(1, count + 1):
-            for name, found in measured.items():
-                told(f"{self.name}: round {number} of {count}, {name}")
-                found.append(self._apart(name, quick))
+            with contextlib.ExitStack() as round_:
+                begun: dict[str, Callable[[], Measured]] = {}
+                for name, found in measured.items():
+                    told(f"{self.name}: round {number} of {count}, {name}")
+                    if self.blocks:
+                        begun[name] = round_.enter_context(self._process(name, quick))
+                        begun[name]()
+                    else:
+                        with self._process(name, quick) as measure:
+                            found.append(measure())
+                for _ in range(self.blocks):
+                    for name, measure in begun.items():
+                        measured[name].append(measure())
         if self.equal:
             _same([each[self.equal] for rounds in measured.values() for each in rounds], measured)
         seconds = time.time() - started
         return {
             "benchmark": self.name,
             "rounds": count,
+            **({"blocks": self.blocks} if self.blocks else {}),
             "quick": quick,
             "machine": machine() | {"load_before": load, "seconds": round(seconds)},
             "measured": measured,
         }
 
-    def _apart(self, candidate: str, quick: bool) -> Measured:
+    @contextlib.contextmanager
+    def _process(self, candidate: str, quick: bool) -> Iterator[Callable[[], Measured]]:
+        """A candidate's process; it measures at each call of what this gives, and waits between."""
         command = [sys.executable]
         if self.processes > 1:
             command += ["-m", "torch.distributed.run", "--standalone"]
             command += [f"--nproc-per-node={self.processes}"]
         command += ["-m", "benchmarks.one", self.name, candidate, *(["--quick"] if quick else [])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        answers = [line for line in done.stdout.splitlines() if line.startswith(ANSWER)]
-        if done.returncode or not answers:
-            raise SystemExit(f"{self.name}: {candidate} failed:\n{done.stdout}\n{done.stderr}")
-        found: Measured = json.loads(answers[-1].removeprefix(ANSWER))
-        return found
+        with tempfile.TemporaryDirectory() as folder, open(f"{folder}/stderr", "w+") as errors:
+            turns = [_pipe(f"{folder}/{rank}") for rank in range(self.processes)]
+            environment = {**os.environ, TURNS: folder}
+            with subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            ) as process:
+
+                def measure() -> Measured:
+                    for turn in turns:
+                        os.write(turn, b"go\n")
+                    said = []
+                    for line in process.stdout or ():
+                        said.append(line)
+                        if line.startswith(ANSWER):
+                            found: Measured = json.loads(line.removeprefix(ANSWER))
+                            return found
+                    errors.seek(0)
+                    output = f"{''.join(said)}\n{errors.read()}"
+                    raise SystemExit(f"{self.name}: {candidate} failed:\n{output}")
+
+                try:
+                    yield measure
+                except BaseException:
+                    process.kill()
+                    raise
+                finally:
+                    for turn in turns:
+                        os.close(turn)
 
     def rows(self, record: Mapping[str, Any]) -> list[list[str]]:
         """The table of a record, without its head."""
@@ -130,6 +178,15 @@ class Benchmark:
 
 ANSWER = "measured: "
 """Begins the line in which a candidate's process tells its figures."""
+TURNS = "BENCHMARK_TURNS"
+"""Names the folder of the pipes that tell a candidate's ranks that it is their turn."""
+
+
+def _pipe(path: str) -> int:
+    """A pipe with a name, to write to. It is opened for both, since else it would wait for who
+    reads it."""
+    os.mkfifo(path)
+    return os.open(path, os.O_RDWR)
 
 
 def machine() -> dict[str, Any]:

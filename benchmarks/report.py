@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .harness import ROOT, Benchmark
+from .harness import ROOT, Benchmark, spread
 
 PAGE = ROOT / "docs" / "performance.md"
 RECORDS = ROOT / "docs" / "performance"
@@ -17,9 +17,11 @@ HEAD = """# Performance
 Written by `uv run --extra bench python -m benchmarks NAME --document`, a section a benchmark, from
 the records in [performance/](performance), which hold every round. Each candidate runs in a process
 of its own, and all take turns in every round; a cell is the median over rounds, and a ratio is
-taken inside a round: [least-greatest]. The load beside a machine's name is that of others when the
-measurement began (the average over a minute; 0 is a quiet machine): where it is not near 0, read
-ratios and not absolutes.
+taken inside a round: [least-greatest]. In rounds of blocks the processes live side by side and take
+turns by blocks; the median is over all blocks, a ratio is taken inside one turn of all, and its
+spread is that of the middle half: [first-third quartile]. The load beside a machine's name is that
+of others when the measurement began (the average over a minute; 0 is a quiet machine): where it is
+not near 0, read ratios and not absolutes.
 """
 NO_GPU = """## On a GPU
 
@@ -46,6 +48,7 @@ def where(record: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     size = " --quick" if record.get("quick") else ""
     rounds = f"{record['rounds']} rounds of " if "rounds" in record else ""
+    rounds += f"{record['blocks']} blocks of " if "blocks" in record else ""
     device = f"{machine['device']}, " if "device" in machine else ""
     return (
         f"{rounds}`python -m benchmarks {record['benchmark']}{size}`: {device}"
@@ -68,13 +71,13 @@ def plot(benchmark: Benchmark, record: Mapping[str, Any], path: Path) -> None:
         if (found := column.values(measured.get(name, []), base[: len(measured.get(name, []))]))
     }
     middle = [statistics.median(each) for each in values.values()]
-    spread = [
-        [m - min(each) for m, each in zip(middle, values.values(), strict=True)],
-        [max(each) - m for m, each in zip(middle, values.values(), strict=True)],
+    error = [
+        [m - spread(each)[0] for m, each in zip(middle, values.values(), strict=True)],
+        [spread(each)[1] - m for m, each in zip(middle, values.values(), strict=True)],
     ]
     figure = Figure(figsize=(7, 0.4 * len(values) + 0.9), layout="constrained")
     axes = figure.add_subplot()
-    axes.barh(list(values), middle, xerr=spread, height=0.6)
+    axes.barh(list(values), middle, xerr=error, height=0.6)
     axes.invert_yaxis()
     axes.set_xlabel(column.title)
     if column.ratio:

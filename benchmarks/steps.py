@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from torch import nn
@@ -42,10 +41,9 @@ COLUMNS = (
 
 
 def measure(
-    problem: Problem, accumulation: int, steps: int, blocks: int, candidate: str, quick: bool
-) -> Measured:
-    """Seconds a step: a long run without a short one, so that starting does not count; the median
-    of so many blocks of both."""
+    problem: Problem, accumulation: int, steps: int, candidate: str, quick: bool
+) -> Iterator[Measured]:
+    """Seconds a step: a long run without a short one, so that starting does not count."""
     train, warm_up = TRAINERS[candidate], max(steps // 10, 2)
     steps = max(steps // 10, 2) if quick else steps
 
@@ -55,17 +53,14 @@ def measure(
         return clock, module
 
     run(warm_up)  # imports, and what is compiled or cached at first
-    cpu, wall = [], []
-    for _ in range(blocks):
+    while True:
         short, _ = run(warm_up)
         long, module = run(warm_up + steps)
-        cpu.append((long.cpu - short.cpu) / steps)
-        wall.append((long.wall - short.wall) / steps)
-    return {
-        "cpu": statistics.median(cpu),
-        "wall": statistics.median(wall),
-        "checksum": checksum(module),
-    }
+        yield {
+            "cpu": (long.cpu - short.cpu) / steps,
+            "wall": (long.wall - short.wall) / steps,
+            "checksum": checksum(module),
+        }
 
 
 def _steps(
@@ -75,7 +70,7 @@ def _steps(
     problem: Problem,
     accumulation: int,
     steps: int,
-    blocks: int = 3,
+    blocks: int = 10,
     n: int = 1,
     labels: Mapping[str, str] = LABELS,
 ) -> Benchmark:
@@ -84,10 +79,11 @@ def _steps(
         title,
         about,
         labels,
-        partial(measure, problem, accumulation, steps, blocks),
+        partial(measure, problem, accumulation, steps),
         COLUMNS,
         plotted="CPU, times raw",
         equal="checksum",
+        blocks=blocks,
         processes=n,
         needs=NEEDS,
     )
@@ -98,43 +94,42 @@ WORK = (
     "logged; the checksums of the trained weights are equal, or nothing is shown. The raw loop "
     "is what one writes by hand: it neither checks gradients for NaN nor keeps their norm."
 )
-BLOCKS = "A round is the median of three such blocks."
 BENCHMARKS = [
     _steps(
         "step",
         "A step of a tiny MLP",
-        f"Batch 8; 3,000 steps, logged every 500. {BLOCKS} {WORK}",
+        f"Batch 8; 1,000 steps a block, logged every 500. {WORK}",
         MLP,
         accumulation=1,
-        steps=3000,
+        steps=1000,
     ),
     _steps(
         "accumulation",
         "The same, accumulating over 4 batches",
-        f"Batch 8, four an update; 1,500 updates, logged every 500. {BLOCKS} {WORK}",
+        f"Batch 8, four an update; 500 updates a block, logged every 500. {WORK}",
         MLP,
         accumulation=4,
-        steps=1500,
+        steps=500,
     ),
     _steps(
         "ddp",
         "The same on 2 processes, DDP over gloo",
-        f"Batch 8 a process; 1,500 steps, logged every 500; figures of rank 0. {BLOCKS} {WORK} "
+        f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} "
         "Nor do its ranks agree on anything but gradients.",
         MLP,
         accumulation=1,
-        steps=1500,
+        steps=1000,
         n=2,
     ),
     _steps(
         "gpt",
         "A step of a GPT of 10 million parameters",
-        f"Six layers, width 320, sequences of 128 tokens, batch 8; 20 steps. {WORK} Saving: all "
-        "of the state every 10 steps, behind training.",
+        f"Six layers, width 320, sequences of 128 tokens, batch 8; 10 steps a block. {WORK} "
+        "Saving: all of the state every 10 steps, behind training.",
         GPT,
         accumulation=1,
-        steps=20,
-        blocks=1,
+        steps=10,
+        blocks=3,
         labels=SAVING,
     ),
 ]

@@ -27,7 +27,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 def host_bytes(size: int) -> Tensor:
     """New host memory, uint8, whatever the default device is, which `torch.empty` would follow."""
-    return torch.frombuffer(bytearray(max(size, 1)), dtype=torch.uint8)[:size]
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
