@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from house_rules import ROOT
@@ -18,9 +21,34 @@ def measured(benchmark: str, candidate: str) -> dict[str, float]:
     return figures
 
 
-def test_the_kernel_does_what_the_raw_loop_does() -> None:
-    ours, raw = measured("step", "kernel"), measured("step", "raw")
-    assert ours["checksum"] == pytest.approx(raw["checksum"], rel=1e-6)
+def some(module: Any, *candidates: str) -> Any:
+    """The benchmark of a step, of these candidates only."""
+    (step,) = (each for each in module.BENCHMARKS if each.name == "step")
+    return dataclasses.replace(step, candidates=dict.fromkeys(candidates, ""), blocks=2)
+
+
+def test_candidates_take_turns_and_do_the_same_work(benchmark_module: Callable[[str], Any]) -> None:
+    benchmark, told = some(benchmark_module("steps"), "raw", "kernel"), []
+    record = benchmark.rounds(1, True, told.append)
+    raw, ours = (record["measured"][name] for name in ("raw", "kernel"))
+    assert (record["blocks"], len(raw), len(ours)) == (2, 2, 2)
+    sums = [block["checksum"] for block in raw + ours]
+    assert sums == pytest.approx(sums[:1] * 4, rel=1e-6)
+    assert all(block["cpu"] > 0 for block in raw + ours)
+
+
+def test_a_candidate_that_fails_ends_all_with_what_it_said(
+    benchmark_module: Callable[[str], Any],
+) -> None:
+    benchmark = some(benchmark_module("steps"), "raw", "nobody")
+    with pytest.raises(SystemExit, match=r"(?s)step: nobody failed:.*KeyError: 'nobody'"):
+        benchmark.rounds(1, True, lambda line: None)
+
+
+def test_a_spread_is_of_all_or_of_the_middle_half(benchmark_module: Callable[[str], Any]) -> None:
+    spread = benchmark_module("harness").spread
+    assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
+    assert spread([*map(float, range(9))]) == (2.0, 6.0)
 
 
 def test_a_load_gives_what_was_saved() -> None:

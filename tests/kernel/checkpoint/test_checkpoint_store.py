@@ -7,6 +7,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,6 +242,37 @@ def test_deleting_an_old_checkpoint_holds_nobody_up(tmp_path, monkeypatch):
         save(store, 3, run_of(3.0))
         store.wait()
     assert entries(tmp_path) == ["checkpoint-000003"]
+
+
+FORKED = """
+import os, signal
+from checkpoint_fakes import run_of, save
+from drivetrain.kernel.checkpoint import CheckpointStore, list_checkpoints
+store = CheckpointStore({root!r}, keep_last=1)
+for step in (1, 2):
+    save(store, step, run_of(1.0))
+store.wait()
+child = os.fork()
+if not child:
+    signal.alarm(60)  # which ends it, if it waits for a thread that it has not got
+    for step in (3, 4):
+        save(store, step, run_of(1.0))
+    store.wait()
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(os.listdir({root!r}))
+"""
+
+
+def test_a_fork_of_a_process_that_has_saved_can_save(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED.format(root=str(tmp_path))],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.strip() == "['checkpoint-000004']", done.stderr
 
 
 def test_what_a_dead_run_left_is_cleared(tmp_path):
