@@ -129,7 +129,7 @@ BENCHMARKS = [
         GPT,
         accumulation=1,
         steps=10,
-        blocks=3,
+        blocks=2,
         labels=SAVING,
     ),
 ]
