@@ -247,7 +247,7 @@ def test_deleting_an_old_checkpoint_holds_nobody_up(tmp_path, monkeypatch):
 FORKED = """
 import os, signal
 from checkpoint_fakes import run_of, save
-from drivetrain.kernel.checkpoint import CheckpointStore, list_checkpoints
+from drivetrain.kernel.checkpoint import CheckpointStore
 store = CheckpointStore({root!r}, keep_last=1)
 for step in (1, 2):
     save(store, step, run_of(1.0))
