@@ -170,7 +170,6 @@ class WholeStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
-        self.zero_grad = optimizer.zero_grad
 
     def step(self) -> None:
         """As the optimizer's own."""

@@ -79,9 +79,9 @@ class DdpEngine:
         call = "a forward, which takes over the buffers of rank 0"
         return naming_collectives(call, self.world.rank, inside=self._autocast())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):
-            _step.backward(loss, self.loss_scale)
+            _step.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
         names = _model.without_gradient(self.own)

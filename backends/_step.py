@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,16 +34,16 @@ class LossScale:
         )
 
 
-def backward(loss: Tensor, loss_scale: LossScale | None) -> None:
-    """Adds the gradient of the loss, scaled if it is to be."""
+def backward(loss: Tensor, weight: Tensor, loss_scale: LossScale | None = None) -> None:
+    """Adds the gradient of `weight * loss`, scaled if it is to be."""
     if loss_scale is not None:
-        loss = loss * loss_scale.scale
-    loss.backward()  # type: ignore[no-untyped-call]
+        weight = weight * loss_scale.scale
+    torch.autograd.backward(loss, weight)  # starts with it: a product would be two operations more
 
 
 def update(
     optimizer: torch.optim.Optimizer,
-    parameters: Iterable[nn.Parameter],
+    parameters: Collection[nn.Parameter],
     max_norm: float | None,
     loss_scale: LossScale | None = None,
 ) -> Outcome:
@@ -51,7 +51,15 @@ def update(
     grads = [p.grad for p in parameters if p.grad is not None]
     if loss_scale is not None:
         loss_scale.unscale(grads)
-    return step_if_finite(optimizer, grads, global_norm(grads), max_norm, loss_scale)
+    outcome = step_if_finite(optimizer, grads, global_norm(grads), max_norm, loss_scale)
+    forget_gradients(parameters)
+    return outcome
+
+
+def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Those of parameters that the optimizer does not have, too: it would leave them to pile up."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def global_norm(grads: Sequence[Tensor]) -> Tensor:
@@ -69,7 +77,7 @@ def step_if_finite(
     max_norm: float | None,
     loss_scale: LossScale | None = None,
 ) -> Outcome:
-    """Clip to `max_norm`, step unless `norm` is not finite, and clear the gradients.
+    """Clip to `max_norm`, and step unless `norm` is not finite. The gradients are left.
 
     `norm` must be equal on all ranks: it decides. On the host it is looked at; on an accelerator
     an optimizer that honours `found_inf` decides on the device, and the answer is fetched behind
@@ -83,7 +91,6 @@ def step_if_finite(
         if max_norm is not None and value > max_norm:
             torch._foreach_mul_(list(grads), max_norm / (value + 1e-6))
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     if loss_scale is not None:
         loss_scale.update(torch.full((), float(not finite)))
     return Outcome(norm, _yes if finite else _no)
@@ -117,7 +124,6 @@ def _step_on_device(
         del device_optimizer.grad_scale, device_optimizer.found_inf
     elif applied():  # this optimizer can only be held back from the host
         optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
     if loss_scale is not None:
         loss_scale.update(overflow)
     return Outcome(norm, applied)

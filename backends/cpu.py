@@ -98,8 +98,8 @@ class CpuEngine:
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _model.NO_CONTEXT
 
-    def backward(self, loss: Tensor) -> None:
-        _step.backward(loss, self.loss_scale)
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        _step.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
         return _model.without_gradient(self.module)

@@ -211,9 +211,9 @@ class ZeroEngine:
     def autocast(self) -> AbstractContextManager[Any]:
         return self._named("gathering weights in a forward", self._autocast())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
         with self._named("gathering weights or summing gradients in a backward"):
-            self.module.backward(loss, scale_wrt_gas=False)
+            self.module.backward(loss * weight, scale_wrt_gas=False)
 
     def unused(self) -> Sequence[str]:
         for hook in self._hooks:

@@ -172,15 +172,16 @@ class FsdpEngine:
         self._initialise()
         return self._named("gathering weights in a forward", self._autocast())
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
         with self._named("gathering weights or averaging gradients in a backward"):
-            _step.backward(loss, self.loss_scale)
+            _step.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
         return _model.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        grads = [_dtensor.own_part(p.grad) for p in self.module.parameters() if p.grad is not None]
+        parameters = list(self.module.parameters())
+        grads = [_dtensor.own_part(p.grad) for p in parameters if p.grad is not None]
         if self.loss_scale is not None:
             self.loss_scale.unscale(grads)
         # each rank's part of the square; every replica of a part counts it once
@@ -189,9 +190,11 @@ class FsdpEngine:
             dist.all_reduce(keep_for_a_while(square))
         norm = (square / self.num_replicas).sqrt().float()
         with self._named("updating the weights"):
-            return _step.step_if_finite(
+            outcome = _step.step_if_finite(
                 self.stepper, grads, norm, self.plan.max_grad_norm, self.loss_scale
             )
+        _step.forget_gradients(parameters)
+        return outcome
 
     def shards(self) -> Iterator[Piece]:
         self._initialise()

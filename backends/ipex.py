@@ -123,6 +123,7 @@ class IpexEngine:
         for name in recomputed:
             if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
                 _model.recompute_activations(self.module, name)
+        self.parameters = list(self.module.parameters())
         self.autocast = _model.autocast(plan, world.device)
 
     def _optimize(self, options: IpexOptions) -> None:
@@ -151,14 +152,14 @@ class IpexEngine:
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return _model.NO_CONTEXT
 
-    def backward(self, loss: Tensor) -> None:
-        _step.backward(loss, None)
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        _step.backward(loss, weight)
 
     def unused(self) -> Sequence[str]:
         return _model.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        return _step.update(self.optimizer, self.module.parameters(), self.plan.max_grad_norm)
+        return _step.update(self.optimizer, self.parameters, self.plan.max_grad_norm)
 
     def shards(self) -> Iterator[Piece]:
         weights = self.module.state_dict()

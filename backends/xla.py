@@ -201,8 +201,8 @@ class XlaEngine:
                 self.placement.keep(parameter.grad, self.placement.cut_dim(parameter))
         _xla.cut_graph()
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        _step.backward(loss, weight)
 
     def unused(self) -> Sequence[str]:
         return _model.without_gradient(self.module)
@@ -220,7 +220,7 @@ class XlaEngine:
             _xla.cut_graph()
         held = self._unsettled = _xla.Held(self.optimizer, norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        _step.forget_gradients(self.parameters)
         held.choose()
         for parameter in self.parameters:
             dim = self.placement.cut_dim(parameter)

@@ -390,10 +390,10 @@ class TrainingMixin:
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.accelerator.empty_cache()
-        steps = self.current_gradient_accumulation_steps
-        if steps != 1 and not self._loss_is_scaled(num_items_in_batch):
-            loss = loss / steps
-        detached: Tensor = self._backward(loss)
+        weight = 1.0
+        if not self._loss_is_scaled(num_items_in_batch):
+            weight /= self.current_gradient_accumulation_steps
+        detached: Tensor = self._backward(loss, weight)
         return detached
 
     def _loss_is_scaled(self: Any, num_items_in_batch: Any) -> bool:
@@ -403,12 +403,13 @@ class TrainingMixin:
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return counted or self.compute_loss_func is not None
 
-    def _backward(self: Any, loss: Tensor) -> Tensor:
-        """Add the gradient of a loss; outside of `train` it is plain `backward`."""
+    def _backward(self: Any, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
         if self._microstep is None:
+            loss = loss * weight
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        detached: Tensor = self._microstep.backward(loss)
+        detached: Tensor = self._microstep.backward(loss, weight)
         return detached
 
     def compute_loss(

@@ -140,9 +140,9 @@ class Microstep(Protocol):
         """Around the forward."""
         ...
 
-    def backward(self, loss: Tensor) -> Tensor:
-        """Adds the gradient of a scalar; returns it detached, and 0 for a microbatch that only
-        keeps its feeder in step with the others.
+    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Adds the gradient of `weight * loss`, a scalar; returns it detached, and 0 for a
+        microbatch that only keeps its feeder in step with the others.
         """
         ...
 
@@ -478,9 +478,10 @@ class Engine(Protocol):
         """Around every forward, in training and in evaluation."""
         ...
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
         """At `update` the gradient is the sum over microbatches, and the mean over feeders, of
-        d(loss)/d(weights) of what was given here (law 1).
+        that of each `weight * loss` (law 1). `weight`: 0-d, without a gradient, of the loss's dtype
+        and on its device; NaN where no rank may apply the update.
         """
         ...
 

@@ -105,14 +105,15 @@ class Stepper:
         )
 
     def backward(self, loss: Tensor, weight: float) -> Tensor:
-        """`loss * weight`, detached, once its gradient has been added."""
+        """`weight * loss`, detached, once its gradient has been added."""
         if loss.element_size() < 4:
             loss = loss.float()  # the weight must not be rounded to bfloat16
-        # a loss that is not finite makes every gradient NaN, so that no rank applies it: the
-        # gradient of an overflowed loss may be finite
-        loss = loss * (loss.detach() * 0.0).add_(weight)
-        self.engine.backward(loss)
-        return loss.detach()
+        value = loss.detach()
+        # a loss that is not finite makes its weight NaN, and so every gradient, so that no rank
+        # applies it: the gradient of an overflowed loss may be finite
+        factor = value.new_full((), weight).add_(value, alpha=0.0)
+        self.engine.backward(loss, factor)
+        return value * factor
 
     def _forward_backward(self, batch: Batch, weight: float) -> Tensor:
         with self.engine.autocast():
@@ -141,8 +142,8 @@ class _Microstep:
     def autocast(self) -> AbstractContextManager[Any]:
         return self.stepper.engine.autocast()
 
-    def backward(self, loss: Tensor) -> Tensor:
-        return self.stepper.backward(loss, self.weight)
+    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        return self.stepper.backward(loss, self.weight * weight)
 
 
 def check_loss(loss: object) -> None:

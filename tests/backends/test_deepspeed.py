@@ -160,7 +160,7 @@ def carry_on(
                     with engine.autocast():
                         loss = summed(engine.module, x) * (world.num_feeders / 44)
                     spoilt = step == nan_at and world.rank == world.size - 1 and not micro
-                    engine.backward(loss * float("nan") if spoilt else loss)
+                    engine.backward(loss, torch.tensor(float("nan") if spoilt else 1.0))
                 total += loss.detach()
             before = pieces(engine) if step == nan_at else []
             outcome = engine.update()

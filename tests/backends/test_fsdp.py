@@ -78,7 +78,7 @@ def step(session: Session, engine: Engine, index: int, rows: int = 12) -> tuple[
     for last, part in enumerate((mine[:1], mine[1:])):
         with engine.microbatch(bool(last)), engine.autocast():
             loss = summed(engine.module, part) * (world.num_feeders / rows)
-        engine.backward(loss)
+        engine.backward(loss, torch.ones(()))
         total += loss.detach().cpu() / world.num_feeders
     for group in engine.param_groups:
         group["lr"] = 0.01

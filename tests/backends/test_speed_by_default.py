@@ -39,7 +39,7 @@ def gradients(engine: Engine) -> list[Tensor | None]:
 
 def train(engine: Engine) -> None:
     with engine.microbatch(last=True):
-        engine.backward(squared(engine.module, torch.ones(2, 4)))
+        engine.backward(squared(engine.module, torch.ones(2, 4)), torch.ones(()))
 
 
 def test_adamw_is_fused(engine: Engine) -> None:

@@ -49,7 +49,9 @@ def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
             for remaining in reversed(range(number)):
                 batch = next(batches)
                 with engine.microbatch(not remaining):
-                    engine.backward(problem.loss(engine.module, batch) * (0.01 + 0.001 * step))
+                    loss = problem.loss(engine.module, batch)
+                    weight = loss.detach().new_full((), 0.01 + 0.001 * step)
+                    engine.backward(loss, weight)
             for group in engine.param_groups:
                 group["lr"] = 0.1 / (step + 1)
             engine.update().applied()

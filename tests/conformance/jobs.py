@@ -33,15 +33,17 @@ def train(
     micro_batch: int | None = None,
     spoil: dict[str, Any] | None = None,
     silent: Sequence[int] = (),
+    left_out: int = 0,
     watch: Sequence[int] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """One update on each group of samples. `spoil`: a factor for the loss of one microbatch of
-    one feeder in one step. `silent`: steps whose losses are multiplied by zero. `watch`: steps
-    after which the state is kept."""
+    one feeder in one step. `silent`: steps whose losses are multiplied by zero. `left_out`:
+    parameters, the last ones, that the optimizer is not given. `watch`: steps after which the
+    state is kept."""
     chosen = PROBLEMS[problem]
     with bench.open(**settings) as session:
-        engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer)))
+        engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer, left_out)))
         states = {"initial": pieces(engine)}
         engine.module.train()
         feeder, feeders = session.world.feeder_index, session.world.num_feeders
@@ -85,9 +87,10 @@ def accumulate(
         with engine.microbatch(index == len(taken) - 1):
             with engine.autocast():
                 loss = problem.loss(engine.module, batch)
-            loss = loss * (factors[index] if counted[index] else 0.0)
-            engine.backward(loss * (session.world.num_feeders / items))
-        total += loss.detach()
+            factor = factors[index] if counted[index] else 0.0
+            value = loss.detach()
+            engine.backward(loss, value.new_full((), factor * session.world.num_feeders / items))
+        total += value * factor
     return float(session.reduce(total)) / items
 
 
@@ -113,11 +116,12 @@ def microbatches(problem: str, dealt: Sequence[Dealt]) -> Iterator[Sample]:
             yield collate([samples[index] for index in part])
 
 
-def optimizer_called(name: str) -> Any:
-    """A factory of that `torch.optim` class, over all parameters alike."""
+def optimizer_called(name: str, left_out: int = 0) -> Any:
+    """A factory of that `torch.optim` class, over all parameters alike but the last few."""
 
     def build(named: Any) -> torch.optim.Optimizer:
         parameters: list[Tensor] = [parameter for _, parameter in named]
+        parameters = parameters[: len(parameters) - left_out]
         made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.0)
         return made
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .cases import check
 from .judge import require_same, require_same_bits
 from .rehearsal import rehearse
@@ -28,14 +30,17 @@ def a_rate_of_zero_moves_nothing(subject: Subject) -> None:
 @check(micro_batch=(None, 2))
 def no_gradient_is_left(subject: Subject, micro_batch: int | None) -> None:
     """An update whose losses are all multiplied by zero has a gradient of exactly zero."""
-    seen = rehearse(
-        subject,
-        "regression",
-        optimizer="SGD",
-        steps=4,
-        micro_batch=micro_batch,
-        silent=[1, 3],
-    )
+    _require_none_left(subject, micro_batch=micro_batch)
+
+
+@check()
+def nor_that_of_what_the_optimizer_is_not_given(subject: Subject) -> None:
+    """Parameters that require a gradient, and that nothing updates."""
+    _require_none_left(subject, left_out=1)
+
+
+def _require_none_left(subject: Subject, **arguments: Any) -> None:
+    seen = rehearse(subject, "regression", optimizer="SGD", steps=4, silent=[1, 3], **arguments)
     require_same(
         "norms of updates without a gradient", [float(seen.norms[i]) for i in (1, 3)], [0.0, 0.0]
     )

@@ -73,8 +73,15 @@ class MeanOfLocalMeans(WrappedSession):
 class SumOverFeeders(WrappedEngine):
     """The gradient is summed over feeders where it should be averaged."""
 
-    def backward(self, loss: Tensor) -> None:
-        self.inner.backward(loss * self.inner.world.num_feeders)
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        self.inner.backward(loss, weight * self.inner.world.num_feeders)
+
+
+class WeightForgotten(WrappedEngine):
+    """Every loss counts as one, whatever it should weigh."""
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        self.inner.backward(loss, torch.ones_like(weight))
 
 
 class DividedByAccumulation(WrappedEngine):
@@ -417,6 +424,7 @@ NO_FAULTS: dict[str, Fault] = {
 FAULTS: dict[str, Fault] = {
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
     "sum over feeders": Fault(SGD, SumOverFeeders),
+    "weight forgotten": Fault(SGD, WeightForgotten),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),

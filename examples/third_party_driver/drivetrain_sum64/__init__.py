@@ -133,8 +133,8 @@ class Sum64Engine:
     def autocast(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        torch.autograd.backward(loss)
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        torch.autograd.backward(loss, weight)
         for parameter in self.module.parameters():
             if parameter.grad is not None:  # the one idea: take it away before the next is added
                 grad, parameter.grad = parameter.grad.double(), None
@@ -154,7 +154,8 @@ class Sum64Engine:
             for parameter, total in self.sums.items():
                 parameter.grad = (total * factor).float()
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            for parameter in self.sums:
+                parameter.grad = None
         self.sums.clear()
         return contract.Outcome(norm, lambda: finite)
 
