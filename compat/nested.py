@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -38,14 +39,14 @@ def nested_map(function: Callable[..., Any], *nests: Any) -> Any:
         for n in nests
     ):
         raise TypeError(f"nests differ: {', '.join(type(n).__name__ for n in nests)}")
-    if isinstance(first, Mapping):
-        return type(first)(  # type: ignore[call-arg]
-            {key: nested_map(function, *(n[key] for n in nests)) for key in first}
-        )
     if isinstance(first, list | tuple):
         parts = [nested_map(function, *leaves) for leaves in zip(*nests, strict=True)]
         named = hasattr(first, "_fields")
         return type(first)(*parts) if named else type(first)(parts)
+    if isinstance(first, Mapping):
+        return type(first)(  # type: ignore[call-arg]
+            {key: nested_map(function, *(n[key] for n in nests)) for key in first}
+        )
     return function(*nests)
 
 
@@ -62,7 +63,11 @@ def map_outputs(function: Callable[..., Any], *nests: Any) -> Any:
 
 def nested_detach(tensors: Any) -> Any:
     """The same tensors outside the graph; what is no tensor stays as it is."""
-    return nested_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, tensors)
+    return nested_map(_detach, tensors)
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
 def nested_numpify(tensors: Any) -> Any:
@@ -102,7 +107,7 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
     else:
         kinds = sorted({type(part).__name__ for part in parts})
         raise TypeError(f"to be joined, all must be tensors or all arrays, not {', '.join(kinds)}")
-    parts = [part.reshape(part.shape or 1) for part in parts]
+    parts = [part if part.ndim else part.reshape(1) for part in parts]
     if parts[0].ndim == 1 or len({part.shape[1] for part in parts}) == 1:
         return join(parts)
     width = max(part.shape[1] for part in parts)
@@ -116,13 +121,15 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
 
 def find_batch_size(tensors: Any) -> int | None:
     """The first dimension of the first leaf that has one, or None."""
+    if isinstance(tensors, torch.Tensor | np.ndarray):
+        return int(tensors.shape[0]) if tensors.ndim else None
     if isinstance(tensors, Mapping):
-        tensors = list(tensors.values())
-    if isinstance(tensors, list | tuple):
-        sizes = (find_batch_size(tensor) for tensor in tensors)
-        return next((size for size in sizes if size is not None), None)
-    if isinstance(tensors, torch.Tensor | np.ndarray) and tensors.ndim > 0:
-        return int(tensors.shape[0])
+        tensors = tensors.values()
+    elif not isinstance(tensors, list | tuple):
+        return None
+    for tensor in tensors:
+        if (size := find_batch_size(tensor)) is not None:
+            return size
     return None
 
 
@@ -156,6 +163,16 @@ def denumpify_detensorize(metrics: Any) -> Any:
     return nested_map(number, metrics)
 
 
+_JOINED_FIRST = 4 << 20
+"""Bytes of small batches that are joined before they are copied: a copy of few costs its call."""
+
+
+def _num_bytes(nest: Any) -> int:
+    sizes: list[int] = []
+    nested_map(lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)), nest)
+    return sum(sizes)
+
+
 class EvalLoopContainer:
     """Collects what evaluation yields batch by batch.
 
@@ -172,7 +189,7 @@ class EvalLoopContainer:
         self.do_nested_concat = do_nested_concat
         self.padding_index = padding_index
         self.lists_of_samples = lists_of_samples
-        self._on_device: list[Any] = []
+        self._on_device: deque[Any] = deque()
         self._on_host: list[Any] = []
 
     def add(self, tensors: Any) -> None:
@@ -181,19 +198,25 @@ class EvalLoopContainer:
 
     def to_cpu_and_numpy(self) -> None:
         """Move what was added to the host, as arrays, and free its device memory."""
-        self._on_host += map(nested_numpify, self._on_device)
-        self._on_device = []
+        waiting, size = self._on_device, 1
+        if self.do_nested_concat and waiting:
+            size = max(1, _JOINED_FIRST // max(1, _num_bytes(waiting[0])))
+        while waiting:
+            some = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+            self._on_host.append(nested_numpify(self._joined(some)))
 
     def get_arrays(self) -> Any:
         """All that was added, as arrays on the host; None if nothing was."""
         self.to_cpu_and_numpy()
         if not self.do_nested_concat:
             return self._on_host or None
-        if len(self._on_host) > 1:  # joined once, so that the cost is linear in the data
-            self._on_host = [self._join(*self._on_host)]
+        if self._on_host:  # joined once, so that the cost is linear in the data
+            self._on_host = [self._joined(self._on_host)]
         return self._on_host[0] if self._on_host else None
 
-    def _join(self, *nests: Any) -> Any:
+    def _joined(self, nests: Sequence[Any]) -> Any:
+        if len(nests) == 1:
+            return nests[0]
         if self.lists_of_samples:
             return map_outputs(self._join_samples, *nests)
         return nested_map(self._join_samples, *nests)
