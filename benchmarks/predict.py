@@ -92,7 +92,8 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
         recipe = Recipe(Classifier, recipe.loss, optimizer=OptimizerSettings().build)
         engine = session.prepare(recipe)
         groups = eval_groups(data, micro_batch=batch, collate=collate)
-        told = predict(session, engine, forward, groups, receive=None if keep else receive)
+        with torch.inference_mode():
+            told = predict(session, engine, forward, groups, receive=None if keep else receive)
     return accuracy(*told) if keep else right / len(data)
 
 
@@ -214,7 +215,8 @@ def _predict(batch: int) -> Benchmark:
         f"predict{batch}",
         f"Predictions of 200,000 samples, batch {batch}",
         "Ten logits and the label of each sample are kept, on the host, and their accuracy is "
-        "told, which is equal for all; `streaming` keeps no more than a chunk. Memory is what is "
+        "told, which is equal for all; `streaming` keeps no more than a chunk. Who "
+        "writes the loop, or calls the kernel, does so under `inference_mode`. Memory is what is "
         "held at most above what was held before; it is also measured for a tenth of the samples.",
         {
             "raw": "raw loop",

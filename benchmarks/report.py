@@ -47,8 +47,8 @@ def where(record: Mapping[str, Any]) -> str:
     machine = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     size = " --quick" if record.get("quick") else ""
-    rounds = f"{record['rounds']} rounds of " if "rounds" in record else ""
-    rounds += f"{record['blocks']} blocks of " if "blocks" in record else ""
+    counts = [(record[name], name) for name in ("rounds", "blocks") if name in record]
+    rounds = "".join(f"{n} {name.removesuffix('s') if n == 1 else name} of " for n, name in counts)
     device = f"{machine['device']}, " if "device" in machine else ""
     return (
         f"{rounds}`python -m benchmarks {record['benchmark']}{size}`: {device}"

@@ -77,15 +77,15 @@ def join(parts: Sequence[Tensor], padding: float, width: int = 0) -> Tensor:
     is filled up with `padding`. Raises `RecipeError` where a later dimension differs.
     """
     first = parts[0]
-    if any(part.shape[2:] != first.shape[2:] or part.dim() != first.dim() for part in parts):
+    beyond = {part.shape[1:] for part in parts}
+    if len({(len(shape), shape[1:]) for shape in beyond}) > 1:
         shapes = sorted({tuple(part.shape) for part in parts})
         raise RecipeError(
             f"outputs of shapes {shapes} cannot be joined: sizes may differ in the first two "
             "dimensions only"
         )
-    if first.dim() > 1:
-        width = max(width, *(part.shape[1] for part in parts))
-    if first.dim() == 1 or all(part.shape[1] == width for part in parts):
+    width = max(width, *(shape[0] for shape in beyond if shape), 0)
+    if first.dim() == 1 or (len(beyond) == 1 and first.shape[1] == width):
         return first if len(parts) == 1 else torch.cat(list(parts))
     joined = first.new_full((sum(map(len, parts)), width, *first.shape[2:]), padding)
     row = 0

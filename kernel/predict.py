@@ -159,7 +159,9 @@ class _Pending:
         counted = zip(tensors, self.parts, strict=True)
         rows = [
             # a view costs as much as a small copy
-            host if len(host := tensor.cpu()) == part.num_samples else host[: part.num_samples]
+            host
+            if (host := tensor.cpu()).shape[0] == part.num_samples
+            else host[: part.num_samples]
             for tensor, part in counted
         ]
         return join(rows, self.padding)

@@ -106,8 +106,9 @@ def test_scalars_become_python_numbers() -> None:
 
 @pytest.mark.parametrize("concat", [True, False])
 @pytest.mark.parametrize("every", [1, 2, 9])
-def test_a_container_collects_as_theirs(concat: bool, every: int) -> None:
-    batches = [(torch.rand(2, width), torch.arange(2)) for width in (3, 2, 4)]
+@pytest.mark.parametrize("rows", [2, 100_000])  # of which no more than two batches are joined first
+def test_a_container_collects_as_theirs(concat: bool, every: int, rows: int) -> None:
+    batches = [(torch.rand(rows, width), torch.arange(rows)) for width in (3, 2, 4)]
     made = []
     for library in (compat, trainer_pt_utils):
         container = library.EvalLoopContainer(concat, padding_index=-1)
