@@ -224,8 +224,7 @@ class ZeroEngine:
     def update(self) -> Outcome:
         with self._named("updating the weights"):
             self.module.step()
-        for parameter in self._others:
-            parameter.grad = None
+        _step.forget_gradients(self._others)
         norm = torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32)
         applied = bool(self.module.was_step_applied())
         if self.loss_scale is not None:

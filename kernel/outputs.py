@@ -84,8 +84,9 @@ def join(parts: Sequence[Tensor], padding: float, width: int = 0) -> Tensor:
             f"outputs of shapes {shapes} cannot be joined: sizes may differ in the first two "
             "dimensions only"
         )
-    width = max(width, *(shape[0] for shape in beyond if shape), 0)
-    if first.dim() == 1 or (len(beyond) == 1 and first.shape[1] == width):
+    widths = {shape[0] for shape in beyond if shape}
+    width = max({width, *widths})
+    if widths <= {width}:
         return first if len(parts) == 1 else torch.cat(list(parts))
     joined = first.new_full((sum(map(len, parts)), width, *first.shape[2:]), padding)
     row = 0

@@ -159,13 +159,11 @@ class _Pending:
 
     def _on_host(self, tensors: list[Tensor]) -> Tensor:
         """The rows that count. They are picked on the host, where no new shape is compiled."""
-        counted = zip(tensors, self.parts, strict=True)
+        counted = zip(map(Tensor.cpu, tensors), self.parts, strict=True)
         rows = [
             # a view costs as much as a small copy
-            host
-            if (host := tensor.cpu()).shape[0] == part.num_samples
-            else host[: part.num_samples]
-            for tensor, part in counted
+            host if host.shape[0] == part.num_samples else host[: part.num_samples]
+            for host, part in counted
         ]
         return join(rows, self.padding)
 
