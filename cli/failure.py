@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import typer
 from rich.console import Console
 
-from ..kernel.errors import DrivetrainError
+from ..kernel.errors import DataFailed, DrivetrainError, RecipeError
+from ..kernel.trace import last_line, user_frames
 from .stopping import StoppedEarly
 
 __all__ = [
     "EXIT_INTERRUPTED",
+    "FINISHED",
     "OUTCOMES",
     "PREEMPTED",
     "RESTARTS",
@@ -35,6 +35,8 @@ OUTCOMES = "DRIVETRAIN_OUTCOMES"
 """Environment: the folder where ranks leave word of how they ended; the launcher reads it out."""
 PREEMPTED = "preempted"
 """What a rank that saved and stopped leaves word of; there is nothing to tell."""
+FINISHED = "finished"
+"""What one that did all leaves word of: one that leaves none was ended by its own code."""
 RESTARTS = "DRIVETRAIN_RESTARTS"
 """Environment: set where the launcher may start ranks anew, so that their end is not the run's."""
 
@@ -62,7 +64,7 @@ def told(*, debug: bool = False) -> Iterator[None]:
     """Turn an error into its message and exit code. `debug` lets the traceback through too."""
     try:
         yield
-    except (KeyboardInterrupt, Exception) as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, (typer.Exit, typer.Abort)):
             raise
         code = _exit_code(error)
@@ -102,21 +104,18 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, (DrivetrainError, StoppedEarly)):
+    if isinstance(error, StoppedEarly):
         return str(error)
+    if isinstance(error, DrivetrainError):
+        blamed = error.__cause__ if type(error) in (DataFailed, RecipeError) else None
+        return f"{error}\n{user_frames(blamed) if blamed else ''}".rstrip()
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    return f"{type(error).__name__}: {error}{_place(error.__traceback__)}"
+    frames = user_frames(error) or "--debug shows the traceback"
+    return f"{_title(error)}\n{frames}"
 
 
-def _place(trace: TracebackType | None) -> str:
-    """Where in the user's own code it was raised: the last frame outside of installed packages."""
-    package = str(Path(__file__).resolve().parent.parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(trace)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith((package, sys.base_prefix, "<"))
-    ]
-    place = f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
-    return f"{place}; --debug shows the traceback"
+def _title(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"
+    return last_line(error)

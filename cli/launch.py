@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
-from .failure import OUTCOMES, PREEMPTED, RESTARTS, say
+from .failure import FINISHED, OUTCOMES, PREEMPTED, RESTARTS, say
 
 __all__ = ["Launch", "adopt_slurm", "check_ranks", "is_launched", "launched_as", "run_ranks"]
 
@@ -155,22 +155,30 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
         try:
             run(command)  # type: ignore[no-untyped-call]
-            return 0 if launch.may_restart else _told(folder, 0, 0)
+            return 0 if launch.may_restart else _told(folder, 0, 0, launch.nproc)
         except ChildFailedError as error:
             failed_rank, failure = error.get_first_failure()
-            return _told(folder, failed_rank, failure.exitcode)
+            return _told(folder, failed_rank, failure.exitcode, launch.nproc)
         except SignalException as error:
-            return _told(folder, 0, 128 + int(error.sigval))
+            return _told(folder, 0, 128 + int(error.sigval), launch.nproc)
         finally:
             os.environ.pop(OUTCOMES, None)
             os.environ.pop(RESTARTS, None)
 
 
-def _told(folder: str, failed_rank: int, exit_code: int) -> int:
+def _told(folder: str, failed_rank: int, exit_code: int, nproc: int) -> int:
     """Print what the first rank to fail left word of, or that it died without."""
-    notes = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    words = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    notes = [note for note in words if note["message"] != FINISHED]
     if not notes and not exit_code:
-        return 0
+        if missing := nproc - len(words):
+            say(
+                f"{missing} of {nproc} processes ended with exit code 0 before the run was done: "
+                "something that they call ends them (os._exit, say)",
+                label="error:",
+                style="bold red",
+            )
+        return 1 if missing else 0
     if not notes:
         death = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
         say(f"it ended with {death} and left no message", label=f"error (rank {failed_rank}):")

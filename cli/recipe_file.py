@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-import traceback
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
@@ -26,6 +25,7 @@ from typing import Any
 from ..kernel.contract import Recipe
 from ..kernel.errors import DrivetrainError, RecipeError, SettingError
 from ..kernel.settings import Settings, override
+from ..kernel.trace import last_line
 
 __all__ = ["DEFAULT_RECIPE", "RecipeFile", "load_recipe_file"]
 
@@ -118,7 +118,7 @@ def _default_config(path: Path, module: ModuleType, recipe: Any) -> Any:
     parameters = list(inspect.signature(recipe).parameters)
     if not parameters:
         return None
-    hints = _attempt(lambda: typing.get_type_hints(recipe), f"the types of recipe in {path}")
+    hints = _attempt(lambda: typing.get_type_hints(recipe), f"the types of recipe in {path} raised")
     config_type = hints.get(parameters[0], getattr(module, "Config", None))
     if len(parameters) > 1 or not (isinstance(config_type, type) and is_dataclass(config_type)):
         raise RecipeError(
@@ -129,17 +129,10 @@ def _default_config(path: Path, module: ModuleType, recipe: Any) -> Any:
 
 
 def _attempt(action: Callable[[], Any], what: str) -> Any:
-    """Errors of the user's file become a `RecipeError` that shows the user's part of the trace."""
+    """Errors of the user's file become a `RecipeError` that is caused by them."""
     try:
         return action()
     except DrivetrainError:
         raise
     except Exception as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
-            trace = trace.tb_next
-        shown = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-        raise RecipeError(f"{what}:\n{shown}") from error
-
-
-_OURS = {__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}
+        raise RecipeError(f"{what} {last_line(error)}") from error

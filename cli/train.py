@@ -20,7 +20,7 @@ from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
 from .choices import resolve
 from .deadline import Deadline, parse_duration, set_deadline
-from .failure import PREEMPTED, RESTARTS, note_outcome, rank, world_size
+from .failure import FINISHED, PREEMPTED, RESTARTS, note_outcome, rank, world_size
 from .folder import Earlier, check_folder, default_folder, find_earlier, read_config
 from .keeper import Keeper, configuration, result_record
 from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, run_ranks
@@ -181,7 +181,7 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
                 observers=[watcher, Deadline(), stopping],
                 finish=partial(_sample, recipe_file, keeper),
             )
-        except Exception as error:
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
             if rank() == 0:
                 keeper.fail(f"{type(error).__name__}: {error}")
             raise
@@ -191,6 +191,7 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
 
 def _exit_code(result: Result) -> int:
     if result.reason != "preempted":
+        note_outcome(0, FINISHED)
         return 0
     launched_by_us = note_outcome(EXIT_PREEMPTED, PREEMPTED)
     if launched_by_us and RESTARTS not in os.environ:

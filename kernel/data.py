@@ -126,7 +126,8 @@ class Source(Protocol):
         """The next `num_steps` groups, across epochs; fewer where the data ends. Close it, or drop
         it, to end its workers.
 
-        Raises `DataError` when data cannot be read, or `WorkerFailed` with workers.
+        Raises `DataError` for data that cannot be trained on, `DataFailed` where reading it raised,
+        `WorkerFailed` with workers.
         """
         ...
 

@@ -21,7 +21,8 @@
     |-- StorageFailed              a remote storage did not do as asked, however often it was
     |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
     |-- OutOfMemory                a step does not fit into memory, however it is cut
-    |-- WorkerFailed               a data worker raised or died
+    |-- DataFailed                 the data set, a stream, a loader or `collate` raised
+    |   `-- WorkerFailed           in a data worker, or the worker died
     `-- CollectiveFailed           ranks disagree, or a rank did not arrive in time
 
 Each message says what was wrong, with the value seen, where, and what to do next.
@@ -40,6 +41,7 @@ __all__ = [
     "CheckpointNotFound",
     "CollectiveFailed",
     "DataError",
+    "DataFailed",
     "DrivetrainError",
     "NonFiniteTraining",
     "OutOfMemory",
@@ -147,8 +149,12 @@ class TrainingDiverged(UsageError):
     """The loss spiked again after as many roll-backs as were allowed."""
 
 
-class WorkerFailed(DrivetrainError):
-    """A data worker raised or died; the original traceback is in the message."""
+class DataFailed(DrivetrainError):
+    """The data set, a stream, a loader or `collate` raised; what it raised is the cause."""
+
+
+class WorkerFailed(DataFailed):
+    """The same in a data worker, with the traceback in the message; or a data worker died."""
 
 
 class CollectiveFailed(DrivetrainError):

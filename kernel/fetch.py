@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -17,8 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from .contract import Batch
-from .errors import DataError, WorkerFailed
+from .errors import DataFailed, DrivetrainError, WorkerFailed
 from .order import mix
+from .trace import last_line, user_frames
 
 __all__ = [
     "COLLATE",
@@ -80,7 +80,7 @@ class Fetcher:
         self._isolate_random = isolate_random
 
     def __call__(self, request: Request) -> Microbatch:
-        """Raises `DataError`, caused by the original exception, when that fails."""
+        """Raises `DataFailed`, caused by the original exception, when that fails."""
         if not self._isolate_random:
             return self._microbatch(request, self._plain)
         with generators_kept():
@@ -97,10 +97,8 @@ class Fetcher:
         try:
             batch = fetch(request)
             return Microbatch(batch, request.num_samples, request.offset, request.repeats)
-        except Exception as error:
-            raise DataError(
-                f"{request} could not be fetched: {type(error).__name__}: {error}"
-            ) from error
+        except (Exception, SystemExit) as error:
+            raise DataFailed(f"{request} could not be fetched: {last_line(error)}") from error
 
     def _plain(self, request: Request) -> Batch:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -147,11 +145,16 @@ def generators_kept() -> Iterator[None]:
 class _Failure(NamedTuple):
     """What a worker sends in place of a result: some exceptions cannot be pickled."""
 
+    kind: type[DrivetrainError]
     message: str
 
     @classmethod
-    def of(cls, error: DataError) -> _Failure:
-        return cls(f"{error}\n\n{''.join(traceback.format_exception(error.__cause__))}")
+    def of(cls, error: BaseException) -> _Failure:
+        if isinstance(error, DrivetrainError) and not isinstance(error, DataFailed):
+            return cls(type(error), str(error))
+        raised = error.__cause__ if isinstance(error, DataFailed) and error.__cause__ else error
+        told = str(error) if isinstance(error, DataFailed) else last_line(error)
+        return cls(WorkerFailed, f"in a data worker: {told}\n{user_frames(raised)}")
 
 
 class _WorkerSide:
@@ -163,7 +166,7 @@ class _WorkerSide:
     def __getitem__(self, request: Request) -> Microbatch | _Failure:
         try:
             return self._fetcher.in_worker(request)
-        except DataError as error:
+        except (DataFailed, KeyboardInterrupt) as error:  # the process that trains is interrupted
             return _Failure.of(error)
 
 
@@ -176,7 +179,7 @@ class _OneWorkerSide(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._read()
-        except DataError as error:
+        except (Exception, SystemExit) as error:
             yield _Failure.of(error)
 
 
@@ -260,11 +263,12 @@ def _receive(
                     if not worker.is_alive()
                 ]
                 raise WorkerFailed(
-                    f"data worker {' '.join(died) or 'communication'} failed: {error}. "
-                    "Exit code -9 is often the kernel out of memory: use fewer workers."
+                    f"data worker {' '.join(died) or 'communication'} failed: {last_line(error)}. "
+                    "Exit code -9 is often the kernel out of memory: use fewer workers; 0 is code "
+                    "that ended it (os._exit)"
                 ) from error
             if isinstance(result, _Failure):
-                raise WorkerFailed(f"in a data worker: {result.message}")
+                raise result.kind(result.message)
             yield result
     finally:
         # Not left to `__del__`: a traceback may keep the iterator alive.

@@ -44,7 +44,7 @@ def fit(
     on every rank.
 
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
-    `WorkerFailed` and `CollectiveFailed`.
+    `DataFailed` and `CollectiveFailed`; what else the recipe raises comes through unchanged.
     """
     if recipe.train_data is None:
         raise RecipeError("the recipe has no train_data; give it a data set or a stream")

@@ -18,10 +18,11 @@ from torch import Tensor
 from .contract import Batch, Session
 from .cut import steps_per_epoch
 from .data import Group, Microbatch, Position, length_of, through_epochs
-from .errors import DataError, SettingError
+from .errors import DataError, DataFailed, SettingError
 from .fetch import generators_kept, seed_generators
 from .order import mix
 from .stream import OPENING, tell_epoch
+from .trace import last_line
 
 __all__ = ["Batches", "ReadyLoader", "count_rows"]
 
@@ -219,10 +220,10 @@ class _Pass:
             self._number += 1
         except StopIteration:
             self._ended = True
-        except Exception as error:
-            raise DataError(
+        except (Exception, SystemExit) as error:
+            raise DataFailed(
                 f"batch {self._number} of epoch {self._epoch} could not be read from the loader: "
-                f"{type(error).__name__}: {error}"
+                f"{last_line(error)}"
             ) from error
 
     @contextmanager

@@ -25,9 +25,10 @@ from torch.utils.data import default_collate
 from .contract import Batch
 from .cut import Part, steps_per_epoch
 from .data import Dealing, Group, Microbatch, Position, length_of, through_epochs
-from .errors import DataError, SettingError
+from .errors import DataError, DataFailed, SettingError
 from .fetch import COLLATE, from_one_worker, generators_kept, seed_generators
 from .order import mix
+from .trace import last_line
 
 __all__ = ["OPENING", "ReadAgain", "StreamLoader", "tell_epoch"]
 
@@ -130,10 +131,10 @@ class StreamLoader(Dealing):
         collate: Callable[[list[Any]], Batch] = self.collate or default_collate
         try:
             batch = collate(samples[start:stop] * repeats)
-        except Exception as error:
-            raise DataError(
+        except (Exception, SystemExit) as error:
+            raise DataFailed(
                 f"the {stop - start} samples from offset {offset} of epoch {position.epoch} could "
-                f"not be collated: {type(error).__name__}: {error}"
+                f"not be collated: {last_line(error)}"
             ) from error
         return Microbatch(batch, num_samples, offset, repeats)
 
@@ -191,10 +192,10 @@ class _Pass:
             return True, next(self._iterator)
         except StopIteration:
             return False, None
-        except Exception as error:
-            raise DataError(
+        except (Exception, SystemExit) as error:
+            raise DataFailed(
                 f"sample {offset} of epoch {self._epoch} could not be read from the stream: "
-                f"{type(error).__name__}: {error}"
+                f"{last_line(error)}"
             ) from error
 
     def _skip(self, num_samples: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -73,6 +74,7 @@ def child(arguments: tuple[str, ...], folder: Path, environment: dict[str, str])
         os.dup2(handle, number)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = ["drivetrain", *arguments]
+    multiprocessing.set_start_method("fork", force=True)  # as in a process that nobody served
     from drivetrain.cli import main
 
     main()

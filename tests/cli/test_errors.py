@@ -26,6 +26,8 @@ def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
         ("def recipe():\n    return 3", "it must be a Recipe"),
         ("def recipe(a, b): ...", "must take nothing, or one dataclass"),
         ("1 / 0", "1 / 0"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("import nowhere_at_all", 'bad.py", line 1'),
         ("def recipe():\n    return 1 / 0", "line 2, in recipe"),
         ("settings = 3\ndef recipe(): ...", "it must be a drivetrain.kernel.settings.Settings"),
         (
@@ -81,15 +83,61 @@ def test_a_folder_that_cannot_be_written(drive: Drive, recipe: Path, out: str) -
     assert out.partition("/run")[0] in ran.stderr
 
 
-def test_an_error_in_the_user_s_code_names_the_line(drive: Drive, recipe: Path) -> None:
+def test_an_error_in_the_user_s_code_is_shown_from_there_on(drive: Drive, recipe: Path) -> None:
     text = recipe.read_text().replace('batch["y"]', 'batch["z"]')
     recipe.write_text(text)
     ran = drive("train", recipe, "--out", "run")
     assert ran.code == 1
-    assert "KeyError: 'z'" in ran.stderr
-    assert "small.py:" in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert "Traceback" in drive("train", recipe, "--out", "run2", "--debug").stderr
+    first, title, frame, *_ = ran.stderr.splitlines()
+    assert first == "error: KeyError: 'z'"
+    assert title == "Traceback (most recent call last):"
+    assert frame.endswith('small.py", line 31, in <lambda>')
+    assert "step.py" not in ran.stderr  # our own frames are not the user's concern
+    assert "step.py" in drive("train", recipe, "--out", "run2", "--debug").stderr
+
+
+LEAVES = '__import__("sys").exit(3) or'
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import torch", "import torch, sys; sys.exit(3)"),
+        ("model=lambda:", f"model=lambda: {LEAVES}"),
+        ("module, batch:", f"module, batch: {LEAVES}"),
+        ('return "a <sample>"', f"return {LEAVES} 0"),
+    ],
+    ids=["loading", "model", "loss", "sample"],
+)
+def test_sys_exit_in_a_recipe_is_an_error(
+    drive: Drive, recipe: Path, before: str, after: str
+) -> None:
+    recipe.write_text(recipe.read_text().replace(before, after))
+    ran = drive("train", recipe, "--out", "run")
+    assert ran.code == 1
+    assert "error: sys.exit(3) was called" in ran.stderr
+    assert 'small.py", line' in ran.stderr
+
+
+@pytest.mark.parametrize("fails", ["raise OSError('gone')", "import sys; sys.exit(3)"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_fails_is_the_same_with_and_without_workers(
+    drive: Drive, recipe: Path, fails: str, workers: int
+) -> None:
+    text = recipe.read_text().replace("        return {", f"        {fails}\n        return {{")
+    recipe.write_text(text)
+    ran = drive("train", recipe, "--out", "run", "--set", f"data.workers={workers}")
+    assert ran.code == 1
+    assert "(from offset 0 of epoch 0) could not be fetched: " in ran.stderr
+    assert 'small.py", line 25, in __getitem__' in ran.stderr
+    assert "fetch.py" not in ran.stderr
+
+
+def test_ranks_that_leave_in_silence_have_not_finished(drive: Drive, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "\nimport os\nif 'RANK' in os.environ: os._exit(0)\n")
+    ran = drive("train", recipe, "--out", "run", "--nproc", 2)
+    assert ran.code == 1
+    assert "2 of 2 processes ended with exit code 0" in ran.stderr
 
 
 def test_an_error_on_one_rank_is_told_once_with_its_rank(drive: Drive, recipe: Path) -> None:

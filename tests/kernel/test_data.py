@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -29,7 +30,7 @@ from drivetrain.kernel.data import (
     eval_groups,
     steps_per_epoch,
 )
-from drivetrain.kernel.errors import DataError, SettingError, WorkerFailed
+from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
 from drivetrain.kernel.order import Order, sequential, shuffled
 
 quickly = settings(deadline=None, max_examples=60)
@@ -491,9 +492,25 @@ def test_the_death_of_a_worker_is_raised_where_the_data_is_asked_for() -> None:
 
 def test_an_exception_without_workers_is_the_cause() -> None:
     loader = Loader(Broken(12), global_batch=4, micro_batch=2, order=sequential)
-    with pytest.raises(DataError, match=r"samples \[4, 5\].*no such picture") as caught:
+    with pytest.raises(DataFailed, match=r"samples \[4, 5\].*no such picture") as caught:
         read(loader, Position(), 3)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+class Leaves(Squares):
+    """Ends the process that it is in."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 4:
+            sys.exit(0)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_that_calls_sys_exit_fails(workers: int) -> None:
+    loader = Loader(Leaves(12), global_batch=4, micro_batch=2, order=sequential, workers=workers)
+    with pytest.raises(DataFailed, match=r"samples \[4, 5\].*SystemExit: 0"):
+        read(loader, Position(), 3)
 
 
 class Stream(IterableDataset[int]):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from drivetrain.kernel.data import ENDLESS, Position
-from drivetrain.kernel.errors import DataError, SettingError
+from drivetrain.kernel.errors import DataError, DataFailed, SettingError
 from drivetrain.kernel.ready import Batches, ReadyLoader, count_rows
 from drivetrain.kernel.sources import open_source
 
@@ -175,12 +175,17 @@ def broken() -> Iterator[Tensor]:
         ([torch.zeros(0)], Position(), "holds no samples"),
         ([], Position(), "holds no samples"),
         ([torch.zeros(1)], Position(0, 3), "3 batches.*ends after 1"),
-        (broken(), Position(), "batch 1 of epoch 0.*no such file"),
     ],
 )
 def test_what_cannot_be_read_is_named(loader: Any, start: Position, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(Batches(loader), start)
+
+
+def test_a_loader_that_raises_is_the_cause() -> None:
+    with pytest.raises(DataFailed, match=r"batch 1 of epoch 0.*no such file") as caught:
+        read(Batches(broken()), Position())
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_who_never_had_a_batch_is_named() -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 from drivetrain.kernel.data import ENDLESS, Group, Microbatch, Position
-from drivetrain.kernel.errors import DataError, SettingError, WorkerFailed
+from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
 from drivetrain.kernel.stream import StreamLoader
 
 quickly = settings(deadline=None, max_examples=50)
@@ -252,7 +252,7 @@ def test_an_exception_in_the_worker_arrives_with_its_traceback() -> None:
 
 
 def test_an_exception_is_the_cause() -> None:
-    with pytest.raises(DataError, match=r"sample 5 of epoch 0.*no such line") as caught:
+    with pytest.raises(DataFailed, match=r"sample 5 of epoch 0.*no such line") as caught:
         read(loader(Broken(9)))
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -261,7 +261,7 @@ def test_what_cannot_be_collated_is_named() -> None:
     def collate(samples: list[Any]) -> Any:
         raise ValueError("ragged")
 
-    with pytest.raises(DataError, match=r"3 samples from offset 0 of epoch 0.*ragged"):
+    with pytest.raises(DataFailed, match=r"3 samples from offset 0 of epoch 0.*ragged"):
         read(loader(Plain(9), global_batch=3, collate=collate))
 
 
@@ -285,9 +285,10 @@ def test_a_state_that_is_not_json_is_refused_by_its_key(state: Any, place: str) 
         read(loader(Odd(9)), Position(), 1)
 
 
-def test_a_stream_that_became_shorter_is_refused() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_became_shorter_is_refused(workers: int) -> None:
     with pytest.raises(DataError, match=r"8 samples of epoch 0 were consumed.*ends after 5"):
-        read(loader(Plain(5)), Position(0, 8))
+        read(loader(Plain(5), workers=workers), Position(0, 8))
 
 
 @pytest.mark.parametrize(
