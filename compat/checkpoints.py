@@ -23,6 +23,7 @@ from torch import nn
 from ..kernel.agreement import plain
 from ..kernel.checkpoint import CheckpointStore, save_folder
 from ..kernel.contract import Engine, Piece
+from ..kernel.data import length_of
 from . import hf_folders
 from .arguments.backend import settings
 from .enums import SaveStrategy
@@ -110,6 +111,7 @@ class CheckpointMixin(ResumingMixin):
 
     def _write_kernel_checkpoint(self: Any, run_dir: Path, step: int) -> None:
         state, engine = self._training.state(), self.place.engine
+        state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
         if self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler.state_dict()

@@ -16,6 +16,7 @@ from ..kernel.checkpoint import CheckpointReader, load_rng, read_manifest
 from ..kernel.checkpoint.catalog import set_aside
 from ..kernel.checkpoint.manifest import MANIFEST
 from ..kernel.contract import Session
+from ..kernel.data import Position, length_of
 from ..kernel.errors import CheckpointMismatch
 from ..kernel.progress import Window
 from ..kernel.resume import damage, differences
@@ -190,10 +191,12 @@ class ResumingMixin:
         self._load_trainer_state(folder)
         if (folder / MANIFEST).is_file():
             reader: Any = CheckpointReader(folder)
+            stored = reader.manifest.state
             self._say_differences(reader)
             if frozen := self._frozen_names():
                 reader = Combined(reader, weights=self._weights_now(frozen))
             training.restore(reader)
+            self._say_other_length(training.progress.position, stored)
         else:
             training.progress = hf_folders.progress_at(self.state.global_step, training.data)
             training.window = Window(training.progress)
@@ -240,6 +243,22 @@ class ResumingMixin:
         size = self.place.session.world.size
         for each in differences(reader.manifest, settings(self.args), self.place.driver.name, size):
             _LOG.info("resuming: %s", each)
+
+    def _say_other_length(self: Any, position: Position, state: Mapping[str, Any]) -> None:
+        """Warn where a begun epoch goes on in the order of other data, as with HF's Trainer."""
+        then, now = state.get("data_length"), length_of(self.train_dataset)
+        skips = position.samples and not self.args.ignore_data_skip
+        if None in (then, now) or then == now or not skips:
+            return
+        _LOG.warning(
+            "train_dataset had %.20s samples, and has %s, in another order. As many batches of "
+            "epoch %s are skipped as were trained on: some samples come twice in it, and some not "
+            "at all. To begin that epoch anew set ignore_data_skip=True; a recipe of drivetrain "
+            "finishes it in the order in which it was begun",
+            then,
+            now,
+            position.epoch,
+        )
 
     def _load_callback_state(self: Any) -> None:
         """With `restore_callback_states_from_checkpoint`, put callbacks as they were in the place

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
-__all__ = ["Part", "cut", "cut_to_size", "fitting_size", "share", "steps_per_epoch"]
+__all__ = ["Part", "cut", "cut_to_size", "fitting_size", "share", "steps_left", "steps_per_epoch"]
 
 
 class Part(NamedTuple):
@@ -80,3 +81,16 @@ def _fill(num_samples: int, size: int) -> list[int]:
 def steps_per_epoch(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
     """The number of groups in an epoch that is read from its start."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
+
+
+def steps_left(
+    length: int, taken: int, left: int, global_batch: int, drop_last: bool, part: float
+) -> int:
+    """The number of groups in what is `left` of an epoch, or of that part of it, of which `taken`
+    of its `length` were consumed.
+    """
+    steps = steps_per_epoch(left, global_batch, drop_last)
+    if part == 1:
+        return steps
+    wanted = ceil(part * steps_per_epoch(length, global_batch, drop_last))
+    return min(steps, max(0, wanted - ceil(taken / global_batch)))

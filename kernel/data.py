@@ -23,13 +23,14 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import islice, tee
+from itertools import chain, islice, tee
 from typing import Any, NamedTuple, Protocol
 
 from torch.utils.data import IterableDataset, default_collate
 
+from .begun import Begun, Present
 from .contract import Batch
-from .cut import Part, cut, cut_to_size, steps_per_epoch
+from .cut import Part, cut, cut_to_size, steps_left, steps_per_epoch
 from .errors import DataError, SettingError
 from .fetch import Fetcher, Microbatch, Request, from_workers
 from .order import Order, OrderFunction, ReadAhead, sequential, shuffled
@@ -38,6 +39,7 @@ __all__ = [
     "ENDLESS",
     "Dealing",
     "Group",
+    "InOwnOrder",
     "Loader",
     "Microbatch",
     "Position",
@@ -51,6 +53,8 @@ __all__ = [
 
 LARGEST = 1 << 62
 """What is counted stays below; nobody lives to see more."""
+FEWEST_LEFT = 1000
+"""One in so many samples that an epoch was begun with; finding them takes so many times longer."""
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
@@ -122,6 +126,28 @@ class Source(Protocol):
         """None where only reading tells."""
         ...
 
+    def begun(self, position: Position) -> dict[str, Any]:
+        """What the epoch of `position` was begun with, for a checkpoint (JSON types)."""
+        ...
+
+    def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
+        """Finish the epoch of `position` as it was `begun`. Raises `ValueError` for what `begun`
+        did not return, and `DataError` for data that are not those.
+        """
+        ...
+
+    def going_on(self, position: Position) -> str:
+        """How a begun epoch goes on where the data have another length, in words."""
+        ...
+
+    def length_at(self, position: Position) -> int | None:
+        """What `samples` comes to in that epoch; None where only reading tells."""
+        ...
+
+    def steps_left(self, position: Position, part: float = 1.0) -> int | None:
+        """In its epoch, or that part of it; None where only reading tells."""
+        ...
+
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """The next `num_steps` groups, across epochs; fewer where the data ends. Close it, or drop
         it, to end its workers.
@@ -134,6 +160,45 @@ class Source(Protocol):
     def where(self, position: Position, num_samples: int) -> str:
         """Where the samples of a group are to be found, in words."""
         ...
+
+
+class InOwnOrder:
+    """A source of what comes in an order of its own: an epoch is whatever that gives."""
+
+    epoch_length: int | None
+    drop_last: bool
+
+    @property
+    def _group_length(self) -> int:
+        """What `Position.samples` grows by in a step."""
+        raise NotImplementedError
+
+    def begun(self, position: Position) -> dict[str, Any]:
+        """See `Source`."""
+        return {}
+
+    def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
+        """See `Source`."""
+
+    def going_on(self, position: Position) -> str:
+        """See `Source`."""
+        return (
+            f"epoch {position.epoch} goes on after the first {position.samples} of what the data "
+            "give now, in an order of their own: where that is another one, some come twice in "
+            "this epoch, and some not at all"
+        )
+
+    def length_at(self, position: Position) -> int | None:
+        """See `Source`."""
+        return self.epoch_length
+
+    def steps_left(self, position: Position, part: float = 1.0) -> int | None:
+        """See `Source`."""
+        length, taken = self.epoch_length, position.samples
+        if length is None:
+            return None
+        left = max(0, length - taken)
+        return steps_left(length, taken, left, self._group_length, self.drop_last, part)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -199,12 +264,49 @@ class Loader(Dealing):
     num_samples: int = field(init=False)
     epoch_length: int = field(init=False)
     steps_per_epoch: int = field(init=False)
+    _begun: Begun | None = field(init=False, default=None)
+    """What an epoch was begun with that another run began."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.num_samples = _count_samples(self.dataset)
         self.epoch_length = len(self._open(epoch=0))
         self.steps_per_epoch = steps_per_epoch(self.epoch_length, self.global_batch, self.drop_last)
+
+    def begun(self, position: Position) -> dict[str, Any]:
+        """See `Source`."""
+        if not position.samples:
+            return {}
+        begun = self._begun_with(position.epoch)
+        return begun.later(position.samples, self._order(position.epoch)).to_json()
+
+    def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
+        """See `Source`."""
+        self._begun = None
+        if begun and position.samples:
+            found = Begun.from_json(position.epoch, position.samples, begun)
+            _check_enough_are_left(found, self.num_samples)
+            self._begun = found
+
+    def going_on(self, position: Position) -> str:
+        """See `Source`."""
+        then, now = self._begun_with(position.epoch).length, self.num_samples
+        gone = ", without those that are gone" if now < then else ""
+        new = f"; the new ones come from epoch {position.epoch + 1} on" if now > then else ""
+        return (
+            f"epoch {position.epoch} is finished in the order of the {then} samples that it was "
+            f"begun with{gone}{new}"
+        )
+
+    def length_at(self, position: Position) -> int:
+        """See `Source`."""
+        return len(self._order(position.epoch))
+
+    def steps_left(self, position: Position, part: float = 1.0) -> int:
+        """See `Source`."""
+        order, taken = self._open(position.epoch), position.samples
+        left = order.count(taken)
+        return steps_left(len(order), taken, left, self.global_batch, self.drop_last, part)
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""
@@ -222,8 +324,8 @@ class Loader(Dealing):
     def where(self, position: Position, num_samples: int) -> str:
         """See `Source`."""
         first = position.samples
-        order = ReadAhead(self._open(position.epoch))
-        indices = ", ".join(map(str, order.read(first, first + num_samples)))
+        order = self._open(position.epoch)
+        indices = ", ".join(map(str, order.read(first, 0, num_samples)))
         return f"samples {first} to {first + num_samples - 1} of epoch {position.epoch} ({indices})"
 
     def _fetch(self, requests: Iterator[Request]) -> Generator[Microbatch, None, None]:
@@ -236,32 +338,47 @@ class Loader(Dealing):
     def _steps(self, start: Position) -> Iterator[_Step]:
         """The plan of each step, without end."""
         epoch, offset = start.epoch, start.samples
+        fewest = self.global_batch if self.drop_last else 1
         while True:
-            order = ReadAhead(self._open(epoch))
-            length = len(order)
-            if offset > length:
-                raise DataError(f"{offset} samples of epoch {epoch} were consumed, it has {length}")
-            while offset < length:
-                size = min(self.global_batch, length - offset)
-                if self.drop_last and size < self.global_batch:
+            order = self._open(epoch)
+            if offset > len(order):
+                raise DataError(
+                    f"{offset} samples of epoch {epoch} were consumed, it has {len(order)}"
+                )
+            spans = chain(order.spans(offset, self.global_batch), ((0, 0),))
+            offset, size = next(spans)
+            for stop, next_size in spans:
+                if size < fewest:
                     break
-                stop = offset + size
-                full = self.global_batch if self.drop_last else 1
-                after = Position(epoch, stop) if length - stop >= full else Position(epoch + 1)
+                after = Position(epoch, stop) if next_size >= fewest else Position(epoch + 1)
                 yield _Step(Position(epoch, offset), after, size, self.parts(size), order)
-                offset = stop
+                offset, size = stop, next_size
             epoch, offset = epoch + 1, 0
 
-    def _open(self, epoch: int) -> Order:
-        order = self.order(self.num_samples, self.seed, epoch)
+    def _begun_with(self, epoch: int) -> Begun:
+        if self._begun is not None and self._begun.epoch == epoch:
+            return self._begun
+        is_shuffled = self.order is not sequential
+        return Begun(epoch, 0, self.num_samples, self.seed, is_shuffled)
+
+    def _order(self, epoch: int) -> Order:
+        if self._begun is not None and self._begun.epoch == epoch:
+            return self._begun.order(self.order)
+        return self.order(self.num_samples, self.seed, epoch)
+
+    def _open(self, epoch: int) -> ReadAhead:
+        order = self._order(epoch)
+        begun = self._begun_with(epoch)
+        if begun.length > self.num_samples:
+            return Present(order, self.num_samples)
         if len(order) == 0:
             raise DataError(f"the order of epoch {epoch} holds no samples")
-        if self.drop_last and len(order) < self.global_batch:
+        if self.drop_last and len(order) < self.global_batch and begun.start == 0:
             raise DataError(
                 f"an epoch of {len(order)} samples holds no full global batch of "
                 f"{self.global_batch}: lower the batch or keep the last one (drop_last=False)"
             )
-        return order
+        return ReadAhead(order)
 
 
 class _Step(NamedTuple):
@@ -274,7 +391,7 @@ class _Step(NamedTuple):
     def requests(self) -> Iterator[Request]:
         epoch, base = self.position.epoch, self.position.samples
         for start, stop, num_samples, repeats in self.parts:
-            indices = self.order.read(base + start, base + stop)
+            indices = self.order.read(base, start, stop)
             yield Request(epoch, base + start, indices, num_samples, repeats)
 
 
@@ -328,6 +445,15 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
+
+
+def _check_enough_are_left(begun: Begun, num_samples: int) -> None:
+    if begun.length > FEWEST_LEFT * num_samples:
+        raise DataError(
+            f"epoch {begun.epoch} was begun with {begun.length} samples, and there are "
+            f"{num_samples}: that is other data. Give the data that was trained on, or take the "
+            "weights of the checkpoint alone"
+        )
 
 
 def _count_samples(dataset: Any) -> int:

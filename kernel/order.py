@@ -7,7 +7,8 @@ and a resumed run skips to its position, in microseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from math import isqrt
 from typing import Protocol
 
@@ -16,12 +17,22 @@ from torch import Tensor
 
 from .errors import DataError
 
-__all__ = ["ByLength", "Order", "OrderFunction", "ReadAhead", "mix", "sequential", "shuffled"]
+__all__ = [
+    "READ_AT_ONCE",
+    "ByLength",
+    "Order",
+    "OrderFunction",
+    "ReadAhead",
+    "Sorted",
+    "mix",
+    "sequential",
+    "shuffled",
+]
 
 _NUM_ROUNDS = 8
 _BY_LENGTH = 0x1E4674
 _MASK_64 = 2**64 - 1
-_INDICES_READ_AT_ONCE = 4096
+READ_AT_ONCE = 4096
 """Opening an order costs about as much as reading this many indices of it."""
 
 
@@ -63,33 +74,46 @@ class ByLength:
         """See `OrderFunction`. Raises `DataError` where there are not as many lengths."""
         if len(self.lengths) != num_samples:
             raise DataError(f"there are {len(self.lengths)} lengths for {num_samples} samples")
-        return _Sorted(shuffled(num_samples, seed, epoch), self, mix(seed, epoch, _BY_LENGTH))
+        return self.sort(shuffled(num_samples, seed, epoch), seed, epoch)
+
+    def sort(self, order: Order, seed: int, epoch: int, origin: int = 0) -> Sorted:
+        """That order in stretches of similar length, the first of which begins at `origin`."""
+        return Sorted(order, self, mix(seed, epoch, _BY_LENGTH), origin)
+
+    def of(self, samples: Tensor) -> Tensor:
+        """Their lengths; -1 for samples that there are no more."""
+        known = samples < len(self.lengths)
+        return torch.where(known, self.lengths[samples.where(known, 0)], -1)
 
 
-class _Sorted:
+class Sorted:
     """The order of one epoch. A slice costs the stretches that it touches."""
 
-    def __init__(self, order: Order, by: ByLength, seed: int) -> None:
-        self._order, self._by, self._seed = order, by, seed
+    def __init__(self, order: Order, by: ByLength, seed: int, origin: int) -> None:
+        self._order, self._by, self._seed, self._origin = order, by, seed, origin
+
+    def stretch_end(self, start: int) -> int:
+        """Where that ends which was put in order together with what came before `start`."""
+        return min(start + (self._origin - start) % self._by.stretch, len(self))
 
     def __len__(self) -> int:
         return len(self._order)
 
     def __getitem__(self, part: slice, /) -> Tensor:
         start, stop, step = part.indices(len(self))
-        first, stretch = start // self._by.stretch, self._by.stretch
-        count = max(-(-stop // stretch) - first, 0)
-        if not count:
+        stretch = self._by.stretch
+        first = start - (start - self._origin) % stretch
+        if stop <= start:
             return torch.empty(0, dtype=torch.int64)
-        whole = torch.cat([self._stretch(first + number) for number in range(count)])
-        return whole[start - first * stretch : stop - first * stretch : step]
+        whole = torch.cat([self._stretch(begin) for begin in range(first, stop, stretch)])
+        return whole[start - first : stop - first : step]
 
-    def _stretch(self, number: int) -> Tensor:
-        begin, batch = number * self._by.stretch, self._by.batch
-        chosen = torch.as_tensor(self._order[begin : begin + self._by.stretch])
-        by_length = chosen[self._by.lengths[chosen].argsort(descending=True, stable=True)]
+    def _stretch(self, begin: int) -> Tensor:
+        batch, stretch = self._by.batch, self._by.stretch
+        chosen = torch.as_tensor(self._order[begin : begin + stretch])
+        by_length = chosen[self._by.of(chosen).argsort(descending=True, stable=True)]
         full = len(chosen) // batch
-        generator = torch.Generator().manual_seed(mix(self._seed, number) >> 1)
+        generator = torch.Generator().manual_seed(mix(self._seed, begin // stretch) >> 1)
         shuffle = torch.randperm(full, generator=generator)
         batches = by_length[: full * batch].view(full, batch)[shuffle]
         return torch.cat((batches.flatten(), by_length[full * batch :]))
@@ -158,18 +182,29 @@ class ReadAhead:
     """An order that is read a few thousand indices at a time, for many small reads in a row."""
 
     def __init__(self, order: Order) -> None:
-        self._order = order
+        self.order = order
         self._start = self._stop = 0
         self._indices: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
-    def read(self, start: int, stop: int) -> list[int]:
-        """The indices at start..stop-1."""
-        if not self._start <= start <= stop <= self._stop:
-            end = min(max(stop, start + _INDICES_READ_AT_ONCE), len(self))
-            indices = self._order[start:end]
+    def read(self, start: int, first: int, last: int) -> list[int]:
+        """The indices of the samples `first`..`last-1`, counted from `start` on."""
+        first, last = start + first, start + last
+        if not self._start <= first <= last <= self._stop:
+            end = min(max(last, first + READ_AT_ONCE), len(self))
+            indices = self.order[first:end]
             self._indices = indices.tolist() if isinstance(indices, Tensor) else list(indices)
-            self._start, self._stop = start, end
-        return self._indices[start - self._start : stop - self._start]
+            self._start, self._stop = first, end
+        return self._indices[first - self._start : last - self._start]
+
+    def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
+        """From `start` on: where each next `count` samples begin, and how many they are."""
+        whole, rest = divmod(len(self) - start, count)
+        sizes = chain(repeat(count, whole), (rest,))  # one more, 0, where all are whole
+        return zip(range(start, len(self), count), sizes, strict=False)
+
+    def count(self, start: int) -> int:
+        """The samples from `start` on."""
+        return len(self) - start

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .contract import Batch, Session
 from .cut import steps_per_epoch
-from .data import Group, Microbatch, Position, length_of, through_epochs
+from .data import Group, InOwnOrder, Microbatch, Position, length_of, through_epochs
 from .errors import DataError, DataFailed, SettingError
 from .fetch import generators_kept, seed_generators
 from .order import mix
@@ -72,7 +72,7 @@ class Batches:
             raise SettingError(f"accumulation is {self.accumulation}; it must be at least 1")
 
 
-class ReadyLoader:
+class ReadyLoader(InOwnOrder):
     """The groups of ready batches, from any position on, as one feeder sees them.
 
     Feeders may have unequally many batches: who has none left runs its last one again, counted 0.
@@ -94,11 +94,15 @@ class ReadyLoader:
         self._count_items = count_items or batches.count_samples
         lengths = session.exchange(length_of(batches.loader))
         self.num_samples = None
-        self.epoch_length: int | None = None
+        self.epoch_length = None
         self.steps_per_epoch: int | None = None
         if None not in lengths:
             self.epoch_length = max(lengths) * session.world.num_feeders
             self.steps_per_epoch = steps_per_epoch(max(lengths), batches.accumulation, drop_last)
+
+    @property
+    def _group_length(self) -> int:
+        return self.batches.accumulation * self.session.world.num_feeders
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""

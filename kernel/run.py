@@ -25,12 +25,12 @@ from .checkpoint import (
 )
 from .contract import Driver, Engine, Plan, Recipe, Session
 from .cut import fitting_size
-from .data import Group, Source, length_of
+from .data import ENDLESS, Group, Source, length_of
 from .errors import (
+    CheckpointDamaged,
     DataError,
     NonFiniteTraining,
     OutOfMemory,
-    SettingError,
     TrainingDiverged,
 )
 from .evaluate import evaluate
@@ -49,11 +49,12 @@ from .events import (
     Warned,
 )
 from .memory import Memory, ran_out
-from .progress import Window, stored_metrics
+from .planned import Planned
+from .progress import Progress, Window, stored_metrics
 from .requests import Requests
 from .resume import differences, find_checkpoint
 from .saves import Saves
-from .schedule import build_schedule
+from .schedule import Schedule, build_schedule
 from .settings import Settings
 from .sources import once, open_source
 from .spikes import Spikes, Without
@@ -140,7 +141,7 @@ class Run:
             # what is fetched ahead must not draw from the generators that a checkpoint holds
             isolate_random=able.feeds_ahead or None,
         )
-        self.total_steps = _total_steps(settings, self.source.steps_per_epoch)
+        self.planned = Planned(settings, self.source)
         try:
             self.engine: Engine = session.prepare(self.recipe)
         except Exception as error:
@@ -151,16 +152,14 @@ class Run:
             raise
         session.seed(settings.seed + 1 + world.rank)
         self.base_rates = [group["lr"] for group in self.engine.param_groups]
-        self.schedule = build_schedule(
-            total_steps=self.total_steps, **dataclasses.asdict(settings.schedule)
-        )
+        self.schedule = self._schedule()
         self.saves = self._saves_to(out / CHECKPOINTS) if out is not None else None
         self.spikes = Spikes(settings.spikes, session, self.source.where)
         data = self.source
         if settings.spikes.roll_back:
             data = Without(self.source, self.spikes.left_out)
         self.training = Training(
-            self.recipe, session, self.engine, data, self.total_steps, self, requests
+            self.recipe, session, self.engine, data, self.planned.total, self, requests
         )
         self.first_step = 0
         self.metrics: dict[str, dict[str, float]] = {}
@@ -168,6 +167,10 @@ class Run:
         self.evaluated_at = -1
         self.resumed_from: Place | None = None
         self.unused_told = False
+
+    def _schedule(self) -> Schedule:
+        settings = dataclasses.asdict(self.settings.schedule)
+        return build_schedule(total_steps=self.planned.total, **settings)
 
     def _saves_to(self, folder: Place) -> Saves:
         keep = self.settings.checkpoint
@@ -232,16 +235,29 @@ class Run:
     def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
         """Take over that checkpoint; what it could not give, in words."""
         reader = CheckpointReader(path)
-        notes: tuple[str, ...] = ()
+        state = reader.manifest.state
+        notes = self._go_on_with_data(state, str(path))
         seeded = self.training.restore(reader)
-        self.spikes.restore(reader.manifest.state.get("spikes"), str(path))
+        self.spikes.restore(state.get("spikes"), str(path))
         step = self.training.progress.step
         if self.saves is not None:
             self.saves.is_saved(step)
         if not seeded:
             self.session.seed(self.settings.seed + 1 + self.session.world.rank + step)
-            notes = ("no random state for this rank in the checkpoint: seeded anew",)
+            notes += ("no random state for this rank in the checkpoint: seeded anew",)
         return reader.manifest, notes
+
+    def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
+        """The order of the begun epoch, the number of steps and the schedule; what changed."""
+        progress = Progress.from_json(state, where) if state else Progress()
+        try:
+            self.source.resume(progress.position, state.get("begun", {}))
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
+        notes = self.planned.restore(state.get("planned"), progress, where)
+        self.training.total_steps = ENDLESS if self.planned.total is None else self.planned.total
+        self.schedule = self._schedule()
+        return notes
 
     # --- the loop -------------------------------------------------------------------------
 
@@ -252,7 +268,7 @@ class Run:
                 backend=self.driver.name,
                 world=self.session.world,
                 settings=self.settings,
-                total_steps=self.total_steps,
+                total_steps=self.planned.total,
                 steps_per_epoch=self.source.steps_per_epoch,
                 num_samples=self.source.num_samples,
                 num_parameters=self.engine.num_parameters,
@@ -404,7 +420,8 @@ class Run:
         self._emit(
             Logged(
                 step=progress.step,
-                epoch=position.epoch + position.samples / (self.source.epoch_length or math.inf),
+                epoch=position.epoch
+                + position.samples / (self.source.length_at(position) or math.inf),
                 learning_rate=float(self.engine.param_groups[0]["lr"]),
                 items=progress.items,
                 samples=progress.samples,
@@ -457,6 +474,8 @@ class Run:
             "session": self.session,
             "state": {
                 **self.training.state(),
+                "begun": self.source.begun(self.training.progress.position),
+                "planned": self.planned.to_json(),
                 "metrics": self._metrics_now(),
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
             },
@@ -484,22 +503,6 @@ class Run:
     def _emit(self, event: Event) -> None:
         for observer in self.observers:
             self.requests.ask(observer(event))
-
-
-def _total_steps(settings: Settings, steps_per_epoch: int | None) -> int | None:
-    """None: until the data ends."""
-    if settings.steps is not None:
-        return settings.steps
-    if steps_per_epoch == 0:
-        raise DataError("train_data holds no samples, or none that fill a global batch")
-    if steps_per_epoch is not None:
-        return math.ceil(settings.epochs * steps_per_epoch)
-    if settings.epochs % 1:
-        raise SettingError(
-            f"epochs is {settings.epochs}, and the data has no length to take a part of: set "
-            "whole epochs, or steps"
-        )
-    return None
 
 
 def _unused(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from torch.utils.data import default_collate
 
 from .contract import Batch
 from .cut import Part, steps_per_epoch
-from .data import Dealing, Group, Microbatch, Position, length_of, through_epochs
+from .data import Dealing, Group, InOwnOrder, Microbatch, Position, length_of, through_epochs
 from .errors import DataError, DataFailed, SettingError
 from .fetch import COLLATE, from_one_worker, generators_kept, seed_generators
 from .order import mix
@@ -53,7 +53,7 @@ class ReadAgain:
 
 
 @dataclass(eq=False, repr=False)
-class StreamLoader(Dealing):
+class StreamLoader(InOwnOrder, Dealing):
     """The groups of a stream, from any position on, as one feeder sees them.
 
     With `workers=1` the stream is read in another process.
@@ -87,6 +87,10 @@ class StreamLoader(Dealing):
         self.steps_per_epoch = (
             None if length is None else steps_per_epoch(length, self.global_batch, self.drop_last)
         )
+
+    @property
+    def _group_length(self) -> int:
+        return self.global_batch
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import Classifier, both, losses
+from built_alike import Classifier, both, losses, samples
 from torch import nn
 
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
@@ -137,6 +137,23 @@ def test_only_the_model(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> No
     assert losses(again)[:2] == losses(trainer)[:2] and again.state.global_step == 5
     past = ours.trainer(max_steps=1)
     assert past.train(resume_from_checkpoint=str(folder)).global_step == 2
+
+
+def test_train_data_of_another_length_are_told(
+    runs: dict[str, Any], tmp_path: Path, caplog: Any
+) -> None:
+    checkpoint = Path(runs["ours"].args.output_dir, "checkpoint-2")
+    for length, told in ((30, "had 22 samples, and has 30"), (22, "")):
+        trainer = both(tmp_path)[0].trainer(
+            runs["model"],
+            gradient_accumulation_steps=2,
+            train_dataset=samples(length),
+            **{**STEPS, "save_strategy": "no"},
+        )
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert told in caplog.text and ("come twice" in caplog.text) is bool(told)
 
 
 @pytest.mark.row("K9", "K10")
