@@ -300,7 +300,8 @@ class Loader(Dealing):
 
     def length_at(self, position: Position) -> int:
         """See `Source`."""
-        return len(self._order(position.epoch))
+        begun = self._begun
+        return begun.length if begun and begun.epoch == position.epoch else self.epoch_length
 
     def steps_left(self, position: Position, part: float = 1.0) -> int:
         """See `Source`."""
