@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..kernel.contract import Plan, World
+from ..kernel.ranges import check_range
 from ._distributed import choose_device
 
 
@@ -56,6 +57,10 @@ class FsdpOptions:
     for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
     sync_buffers: bool = True
     """Before each forward, buffers that are saved (running statistics) become those of rank 0."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.min_unit_params", self.min_unit_params, 0)
+        check_range("backend.shard_size", self.shard_size, 1)
 
 
 def gathered_dtype(plan: Plan) -> torch.dtype:

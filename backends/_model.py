@@ -78,7 +78,13 @@ def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
     named = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in named):
         raise RecipeError("the model has no parameter that requires a gradient: nothing to train")
-    return recipe.optimizer(named)
+    optimizer = recipe.optimizer(named)
+    if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
+        raise RecipeError(
+            f"recipe.optimizer returned {type(optimizer).__name__}; it must build a "
+            "torch.optim.Optimizer"
+        )
+    return optimizer
 
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:

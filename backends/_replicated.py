@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import Outcome, Piece, Plan, Reader, Recipe, World
 from ..kernel.errors import RecipeError
+from ..kernel.ranges import check_range
 from . import _model, _state, _step
 from ._distributed import naming_collectives
 
@@ -34,6 +35,9 @@ class ReplicatedOptions:
     """Give every rank rank 0's buffers before each forward."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.bucket_cap_mb", self.bucket_cap_mb, 0)
 
     def arguments(self) -> dict[str, Any]:
         """As this torch calls them."""

@@ -24,6 +24,7 @@ from ..kernel.contract import (
     Recipe,
     World,
 )
+from ..kernel.ranges import check_range, most_at_once
 from . import _memory, _model, _state, _step
 from ._alone import HostSession, threads_of_one_operation
 
@@ -36,6 +37,9 @@ class CpuOptions:
 
     threads: int | None = None
     """Threads of one operation; torch's own choice by default."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.threads", self.threads, 1, most_at_once())
 
 
 class CpuDriver:

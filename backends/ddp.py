@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ __all__ = ["driver"]
 class DdpOptions(ReplicatedOptions):
     """The driver's own arguments."""
 
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
 
 

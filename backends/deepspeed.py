@@ -59,7 +59,7 @@ class DeepspeedOptions:
     construct: Literal["sharded", "whole"] = "sharded"
     """At stage 3: shard each submodule when it is made, or the whole model when all is made (each
     rank needs host memory for all of it then, and the model may come from outside the recipe)."""
-    device: str = "auto"
+    device: Literal["auto", "cuda", "cpu"] = "auto"
     """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
 
 

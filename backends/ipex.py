@@ -29,6 +29,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable, CheckpointMismatch
+from ..kernel.ranges import check_range, most_at_once
 from . import _memory, _model, _state, _step
 from ._alone import HostSession, threads_of_one_operation
 
@@ -53,6 +54,9 @@ class IpexOptions:
     """Step with the extension's own kernel where it has one; by default the level decides."""
     threads: int | None = None
     """Threads of one operation; torch's own choice by default."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.threads", self.threads, 1, most_at_once())
 
 
 class IpexDriver:

@@ -37,6 +37,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable, DataError
+from ..kernel.ranges import check_range, most_at_once
 from . import _feeding, _forks, _memory, _model, _rng, _state, _step, _xla
 from ._alone import Alone
 
@@ -59,6 +60,10 @@ class XlaOptions:
     """Spread over all devices; by default where there is more than one. False takes the first."""
     max_batch_shapes: int = 16
     """Each batch shape costs a compilation: more of them end the run."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.devices", self.devices, 1, most_at_once())
+        check_range("backend.max_batch_shapes", self.max_batch_shapes, 1)
 
 
 class XlaDriver:

@@ -12,10 +12,11 @@ from typing import Any
 
 from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
+from ..kernel.registry import refuse_unpromised
 from ..kernel.settings import Settings, flatten, override
 from .recipe_file import RecipeFile
 
-__all__ = ["Resolved", "parse_pairs", "resolve"]
+__all__ = ["Resolved", "parse_pairs", "refuse_early", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def resolve(
             if key in keys or any(chosen.startswith(f"{key}.") for chosen in keys):
                 sources[key] = source
     return Resolved(settings, config, parts["backend"], values, sources)
+
+
+def refuse_early(driver: Driver, resumed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raises what can be told without the recipe, before ranks are started for it: `SettingError`,
+    `CapabilityRefused`."""
+    parts = _split({**resumed, **given})
+    settings = override(Settings(), parts["settings"])
+    options = override(driver.options_type(), parts["backend"], prefix="backend.")
+    refuse_unpromised(driver, settings.plan(options))
 
 
 def _split(chosen: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

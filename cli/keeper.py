@@ -35,6 +35,7 @@ from .words import of_total
 __all__ = ["Keeper", "configuration", "result_record"]
 
 _MOODS = {"finished": "good"}
+_BEGINNINGS = ("run_started", "resumed", "warned")
 
 
 def configuration(
@@ -96,8 +97,16 @@ class Keeper:
         return self.onward(self.started, reason) if self.started else ""
 
     def fail(self, message: str) -> None:
-        """The run ended with an error; says so in the report if there is a run to report on."""
-        if self.started is not None:
+        """The run ended with an error; says so in the report if there is a run to report on. If it
+        had only begun, nothing is left: a folder in use would refuse the mended command."""
+        if self.started is None:
+            return
+        if all(r["event"] in _BEGINNINGS for r in read_records(self.folder / METRICS)):
+            for name in (CONFIG, METRICS):
+                (self.folder / name).unlink(missing_ok=True)
+            with suppress(OSError):  # something else is in it
+                self.folder.rmdir()
+        else:
             self.write_report(Outcome(f"failed: {message}", "bad", self.command("failed")))
 
     def write_report(self, outcome: Outcome) -> None:

@@ -4,16 +4,19 @@ the message of the rank that failed first get through.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import signal
 import subprocess
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
@@ -38,6 +41,16 @@ class Launch:
     def wanted(self) -> bool:
         """More than this one process is asked for."""
         return self.nproc > 1 or self.nnodes is not None
+
+    def check(self) -> None:
+        """Raises `SettingError` for what starts nothing."""
+        if self.nproc < 1:
+            raise SettingError(f"--nproc is {self.nproc}; it must be at least 1")
+        if self.torchrun and not self.wanted and not is_launched():
+            raise SettingError(
+                f"--{next(iter(self.torchrun))} is handed to torchrun, which is not asked for one "
+                "process: give --nproc or --nnodes, too"
+            )
 
     @property
     def may_restart(self) -> bool:
@@ -110,8 +123,6 @@ def _first_host(environment: Mapping[str, str]) -> str:
 
 def check_ranks(nproc: int, driver: Driver) -> None:
     """Raises `SettingError` when this machine does not allow so many ranks."""
-    if nproc < 1:
-        raise SettingError(f"--nproc is {nproc}; it must be at least 1")
     devices = driver.probe().devices
     accelerators = [device for device in devices if not device.startswith("cpu")]
     if accelerators and nproc > len(accelerators):
@@ -134,8 +145,9 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import run
 
+    command = _torchrun(launch, arguments)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         os.environ[OUTCOMES] = folder
         if launch.may_restart:
@@ -151,8 +163,6 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
             logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         # what would end the launcher alone becomes what it passes on
         signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-        command = parse_args([*launch.flags(), "-m", str(__package__)])  # type: ignore[no-untyped-call]
-        command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
         try:
             run(command)  # type: ignore[no-untyped-call]
             return 0 if launch.may_restart else _told(folder, 0, 0, launch.nproc)
@@ -164,6 +174,22 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         finally:
             os.environ.pop(OUTCOMES, None)
             os.environ.pop(RESTARTS, None)
+
+
+def _torchrun(launch: Launch, arguments: Sequence[str]) -> Namespace:
+    """torchrun's command. Raises `SettingError` for flags that it does not take."""
+    from torch.distributed.run import config_from_args, parse_args
+
+    told = io.StringIO()
+    try:
+        with redirect_stderr(told):  # argparse prints all flags and exits
+            command = parse_args([*launch.flags(), "-m", str(__package__)])  # type: ignore[no-untyped-call]
+            config_from_args(command)
+    except (Exception, SystemExit) as error:
+        why = told.getvalue().strip().rpartition("error: ")[2] or str(error)
+        raise SettingError(f"torchrun refuses {' '.join(launch.flags())}: {why}") from error
+    command.training_script_args = list(arguments)  # not parsed: they share prefixes with flags
+    return cast(Namespace, command)
 
 
 def _told(folder: str, failed_rank: int, exit_code: int, nproc: int) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 
 from ..kernel.contract import Recipe
 from ..kernel.errors import DrivetrainError, RecipeError, SettingError
+from ..kernel.parts import check_recipe
 from ..kernel.settings import Settings, override
 from ..kernel.trace import last_line
 
@@ -65,9 +66,7 @@ class RecipeFile:
                 f"recipe of {self.path} is of type {type(built).__name__}; it must be a Recipe, or "
                 "a function that returns one"
             )
-        for part in ("model", "loss", "train_data"):
-            if getattr(built, part) is None:
-                raise RecipeError(f"the recipe of {self.path} has no {part}; training needs one")
+        check_recipe(built)
         return built
 
 
@@ -87,12 +86,17 @@ def load_recipe_file(path: Path) -> RecipeFile:
             f"settings of {path} is of type {type(settings).__name__}; it must be a "
             "drivetrain.kernel.settings.Settings"
         )
+    item_name, sample = getattr(module, "item_name", None), getattr(module, "sample", None)
+    if not isinstance(item_name, (str, type(None))):
+        raise RecipeError(f"item_name of {path} is {item_name!r:.100}; it must be a text")
+    if sample is not None and not callable(sample):
+        raise RecipeError(f"sample of {path} is {sample!r:.100}; it must be a function")
     return RecipeFile(
         path=path,
         settings=settings,
         config=_default_config(path, module, recipe),
-        item_name=getattr(module, "item_name", None),
-        sample=getattr(module, "sample", None),
+        item_name=item_name,
+        sample=sample,
         _recipe=recipe,
     )
 

@@ -15,10 +15,11 @@ from rich.console import Console
 from torch import nn
 
 from ..kernel.checkpoint import CHECKPOINTS, Place, place, storage_of
+from ..kernel.contract import Driver
 from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
 from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
-from .choices import resolve
+from .choices import refuse_early, resolve
 from .deadline import Deadline, parse_duration, set_deadline
 from .failure import FINISHED, PREEMPTED, RESTARTS, note_outcome, rank, world_size
 from .folder import Earlier, check_folder, default_folder, find_earlier, read_config
@@ -72,6 +73,7 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.stop_after is not None:
         set_deadline(parse_duration(request.stop_after), os.environ)
     adopt_slurm(os.environ)
+    request.launch.check()
     job = _fill_gaps(request)
     if rank() == 0:
         check_folder(job.out, resuming=job.resume is not None)
@@ -79,7 +81,9 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
         check_ranks(request.launch.nproc, usable_driver(job.backend))
         return _train_here(request, job, stopping)
     with launched_as(request.launch.nproc):
-        check_ranks(request.launch.nproc, usable_driver(job.backend))
+        driver = usable_driver(job.backend)
+        check_ranks(request.launch.nproc, driver)
+        refuse_early(driver, _resumed(job, driver), request.given)
     if not job.recipe.is_file():
         load_recipe_file(job.recipe)  # raises, once instead of on each rank
     arguments = list(sys.argv[1:])
@@ -107,7 +111,9 @@ def _fill_gaps(request: TrainRequest) -> _Job:
         resume = "auto"  # the launcher started the ranks anew: go on from the newest checkpoint
     return _Job(
         recipe=recipe,
-        backend=request.backend or str(config.get("backend") or "auto"),
+        backend=request.backend
+        if request.backend is not None
+        else str(config.get("backend") or "auto"),
         resumed=config.get("given", {}),
         resumed_backend=config.get("backend"),
         out=out,
@@ -146,14 +152,19 @@ def _train_here(request: TrainRequest, job: _Job, stopping: Stopping) -> int:
         return _exit_code(_fit(request, job, stopping, stream))
 
 
-def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
-    recipe_file = load_recipe_file(job.recipe)
-    driver = usable_driver(job.backend)
-    resumed = {
+def _resumed(job: _Job, driver: Driver) -> dict[str, Any]:
+    """What the earlier run was given that is for this driver, too."""
+    return {
         key: value
         for key, value in job.resumed.items()
         if not key.startswith("backend.") or driver.name == job.resumed_backend
     }
+
+
+def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
+    recipe_file = load_recipe_file(job.recipe)
+    driver = usable_driver(job.backend)
+    resumed = _resumed(job, driver)
     resolved = resolve(recipe_file, driver, resumed, request.given)
     recipe = recipe_file.build(resolved.config)
     embedded = job.recipe == DEFAULT_RECIPE

@@ -441,11 +441,13 @@ def is_indexed(dataset: Any) -> bool:
 
 
 def length_of(data: Any) -> int | None:
-    """`len(data)`, or None where there is none."""
+    """`len(data)`, or None where there is none. Raises `DataError` for one that cannot be."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
+    except (ValueError, OverflowError) as error:
+        raise DataError(f"the length of {type(data).__name__} cannot be: {error}") from error
 
 
 def _check_enough_are_left(begun: Begun, num_samples: int) -> None:
@@ -463,6 +465,9 @@ def _count_samples(dataset: Any) -> int:
             f"{type(dataset).__name__} has no length or cannot be indexed: a map-style data set "
             "(__len__ and __getitem__) is needed here"
         )
-    if len(dataset) == 0:
+    length = length_of(dataset)
+    if length is None:
+        raise DataError(f"the length of {type(dataset).__name__} is no whole number")
+    if length == 0:
         raise DataError(f"{type(dataset).__name__} holds no samples")
-    return len(dataset)
+    return length

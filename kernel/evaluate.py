@@ -61,7 +61,7 @@ def _counted(
     for batch in chain.from_iterable(group.microbatches for group in groups):
         items: float = batch.num_samples
         if items and recipe.count_items is not None:
-            items = int(recipe.count_items(batch.batch)) / batch.repeats
+            items = float(recipe.count_items(batch.batch)) / batch.repeats
         counts.append((batch.num_samples, items, batch.repeats))
         yield batch.batch
 

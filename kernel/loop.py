@@ -13,9 +13,9 @@ from torch import nn
 
 from .checkpoint import Url, place, storage_of
 from .contract import Recipe
-from .errors import RecipeError
 from .events import Observer
 from .memory import with_remembered
+from .parts import check_recipe
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
 from .run import Again, Result, Run
@@ -46,11 +46,15 @@ def fit(
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
     `DataFailed` and `CollectiveFailed`; what else the recipe raises comes through unchanged.
     """
-    if recipe.train_data is None:
-        raise RecipeError("the recipe has no train_data; give it a data set or a stream")
+    check_recipe(recipe)
+    settings = settings or Settings()
+    if recipe.optimizer is None:
+        settings.optimizer.factory()  # raises
     driver = usable_driver(backend)
     options = override(driver.options_type(), backend_options or {}, "backend.")
-    requests, folder = Requests(), place(out) if out else None
+    requests, folder = Requests(), None if out is None else place(out)
+    if resume is not None:
+        place(resume)  # raises
     if folder is not None:
         storage_of(folder)  # raises where nothing that is installed reaches it
 
@@ -75,7 +79,7 @@ def fit(
         def aside() -> Path:
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
 
-        outcome = attempt(with_remembered(settings or Settings(), folder), resume)
+        outcome = attempt(with_remembered(settings, folder), resume)
         while isinstance(outcome, Again):
             outcome = attempt(outcome.settings, outcome.resume or resume)
         return outcome

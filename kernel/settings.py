@@ -23,6 +23,8 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from .contract import Plan, Precision
 from .errors import SettingError
+from .ranges import LARGEST, check_range, most_at_once, short
+from .schedule import build_schedule
 
 __all__ = [
     "PRECISIONS",
@@ -44,6 +46,11 @@ PRECISIONS = {
 }
 """Mixed precision by name: weights and reductions stay float32."""
 
+LARGEST_SEED = 2**63 - 1
+"""torch takes twice that; ranks and steps are added to it."""
+LONGEST_SECONDS = 10**9
+"""Communication libraries count nanoseconds in 63 bits, which is ten times as long."""
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -56,17 +63,21 @@ class OptimizerSettings:
     args: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the optimizer's constructor."""
 
-    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer over two groups, with and without decay; over one where none decays.
-        Raises `SettingError`."""
+    def factory(self) -> Any:
+        """What `name` names. Raises `SettingError`."""
         module, _, attribute = self.name.rpartition(".")
         try:
-            factory = getattr(importlib.import_module(module), attribute)
+            return getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise SettingError(
                 f"optimizer.name is {self.name!r}, which cannot be imported ({error}); give the "
                 "full dotted name of a torch optimizer, such as torch.optim.SGD"
             ) from error
+
+    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """The optimizer over two groups, with and without decay; over one where none decays.
+        Raises `SettingError`."""
+        factory = self.factory()
         trainable = [parameter for _, parameter in named if parameter.requires_grad]
         decaying = [p for p in trainable if p.dim() >= 2 and self.weight_decay]
         rest = [p for p in trainable if p.dim() < 2 or not self.weight_decay]
@@ -82,7 +93,8 @@ class OptimizerSettings:
         try:
             return typing.cast(torch.optim.Optimizer, factory(groups, lr=self.lr, **args))
         except (TypeError, ValueError) as error:
-            raise SettingError(f"optimizer {self.name!r} refuses {args}: {error}") from error
+            given = {"lr": self.lr, "weight_decay": self.weight_decay, **args}
+            raise SettingError(f"optimizer {self.name!r} refuses {given}: {error}") from error
 
 
 def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
@@ -186,6 +198,7 @@ class Settings:
     precision: str = "fp32"
     max_grad_norm: float | None = 1.0
     seed: int = 0
+    """From -2**63 to 2**63 - 1."""
     compile: bool = False
     compile_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `torch.compile`: `backend`, `mode` and so on."""
@@ -210,7 +223,10 @@ class Settings:
     spikes: SpikeSettings = SpikeSettings()
 
     def __post_init__(self) -> None:
+        """Raises `SettingError` for what is of another type, or out of range."""
+        _check_types(self)
         at_least = {
+            "seed": -LARGEST_SEED - 1,
             "steps": 1,
             "global_batch": 1,
             "micro_batch": 1,
@@ -226,19 +242,30 @@ class Settings:
             "checkpoint.keep_every": 1,
             "spikes.history": 20,
             "spikes.max_roll_backs": 0,
+            "optimizer.lr": 0,
+            "optimizer.weight_decay": 0,
+            "schedule.warmup": 0,
+            "schedule.final": 0,
+        }
+        at_most = {
+            "seed": LARGEST_SEED,
+            "timeout_seconds": LONGEST_SECONDS,
+            "stall_seconds": LONGEST_SECONDS,
+            "data.workers": most_at_once(),
         }
         values = flatten(self)
-        for key, bound in at_least.items():
-            if values[key] is not None and values[key] < bound:
-                raise SettingError(f"{key} is {values[key]}; it must be at least {bound}")
+        for key, least in at_least.items():
+            check_range(key, values[key], least, at_most.get(key, LARGEST))
         or_none = ("stall_seconds", "max_grad_norm", "spikes.factor")
         for key in ("epochs", "timeout_seconds", *or_none):
-            value = values[key]
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if values[key] is not None and not values[key] > 0:  # nor is NaN
                 none = " or none" if key in or_none else ""
-                raise SettingError(f"{key} is {value}; it must be above 0{none}")
+                raise SettingError(f"{key} is {short(values[key])}; it must be above 0{none}")
+            check_range(key, values[key], 0, at_most.get(key, LARGEST))
         if self.precision not in PRECISIONS:
-            raise SettingError(f"precision is {self.precision!r}; allowed: {', '.join(PRECISIONS)}")
+            names = ", ".join(PRECISIONS)
+            raise SettingError(f"precision is {short(self.precision)}; allowed: {names}")
+        build_schedule(total_steps=1, **dataclasses.asdict(self.schedule))
 
     def plan(self, options: Any = None) -> Plan:
         """What the driver gets to know. `options`: its own arguments."""
@@ -258,6 +285,42 @@ class Settings:
 
 
 T = TypeVar("T")
+
+
+def _check_types(settings: Any, prefix: str = "") -> None:
+    """Raises `SettingError` for the first value that is not of its field's type."""
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if not _fits(value, hint):
+            raise _wrong_type(prefix + name, value, hint)
+        if dataclasses.is_dataclass(value):
+            _check_types(value, f"{prefix}{name}.")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """An int is a float, too, and a bool is no int."""
+    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return value in parts
+    if origin is tuple:
+        return isinstance(value, (tuple, list)) and all(_fits(part, parts[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if isinstance(value, bool):
+        return origin is bool
+    return isinstance(value, (int, float) if origin is float else origin)
+
+
+def _wrong_type(key: str, value: Any, hint: Any) -> SettingError:
+    options = [option for option in typing.get_args(hint) if option is not type(None)]
+    if typing.get_origin(hint) is typing.Literal:
+        return SettingError(f"{key} is {value!r}; allowed: {', '.join(options)}")
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = options[0]
+    name = getattr(typing.get_origin(hint) or hint, "__name__", str(hint))
+    return SettingError(f"{key} is {short(value)}, which is not of type {name}")
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
@@ -320,7 +383,7 @@ def parse(key: str, value: Any, hint: Any) -> Any:
     if origin is typing.Literal:
         if value in typing.get_args(hint):
             return value
-        raise SettingError(f"{key} is {value!r}; allowed: {', '.join(typing.get_args(hint))}")
+        raise _wrong_type(key, value, hint)
     if origin is tuple:
         parts = value.split(",") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)):
@@ -331,16 +394,18 @@ def parse(key: str, value: Any, hint: Any) -> Any:
             return parsed
     elif isinstance(value, str) and origin is not str:
         parsed = _literal(value)
-        if origin is float and isinstance(parsed, int) and not isinstance(parsed, bool):
-            return float(parsed)
-        if type(parsed) is origin:
-            return parsed
-    elif type(value) is origin:
-        return value
-    elif origin is float and type(value) is int:
+        if _fits(parsed, hint):
+            return _as_float(parsed) if origin is float else parsed
+    elif _fits(value, hint):
+        return _as_float(value) if origin is float else value
+    raise _wrong_type(key, value, hint)
+
+
+def _as_float(value: float) -> float:
+    try:
         return float(value)
-    name = getattr(origin, "__name__", str(hint))
-    raise SettingError(f"{key} is {value!r}, which is not of type {name}")
+    except OverflowError:
+        return math.inf
 
 
 def _literal(value: Any) -> Any:

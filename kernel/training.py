@@ -19,6 +19,7 @@ from .checkpoint import CheckpointReader, load_rng
 from .contract import Batch, Engine, Outcome, Recipe, Session
 from .cut import share
 from .data import ENDLESS, Group, Position
+from .errors import RecipeError
 from .events import StepSkipped
 from .progress import Progress, Window
 from .requests import Requests
@@ -194,6 +195,11 @@ class Training:
                     microbatches = iter(fetched)
                 elif num_items is None:
                     num_items = share(group.num_samples, world.num_feeders, world.feeder_index)[1]
+                if not num_items >= 0:
+                    raise RecipeError(
+                        f"recipe.count_items came to {num_items} for {group.num_samples} samples; "
+                        "it must return the number of items in a batch, at least 0"
+                    )
                 entered.append((group, num_items))
                 for part in microbatches:
                     weights.append(1 / part.repeats if part.num_samples else 0.0)

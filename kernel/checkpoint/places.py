@@ -67,6 +67,8 @@ def place(value: str | os.PathLike[str] | Url) -> Place:
     if isinstance(value, Url):
         return value
     text = os.fspath(value)
+    if not text or "\0" in text:
+        raise SettingError(f"{text!r} is no path; give the path of a folder, or a URL")
     if _SCHEME.match(text):
         if wild := sorted(set(text) & set("*?[]")):
             raise SettingError(f"{text!r}: {' '.join(wild)} may not be in the URL of a run")

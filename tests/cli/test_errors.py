@@ -59,12 +59,55 @@ def test_recipes(drive: Drive, tmp_path: Path, text: str | None, expected: str) 
         (["--nproc", "0"], "--nproc is 0; it must be at least 1"),
         (["--nproc", "100000"], "this machine has"),
         (["--resume", "nowhere"], "nowhere is not a folder"),
+        (["--resume", ""], "'' is no path"),
+        (["--backend", ""], "no backend is called ''"),
+        (["--set", "optimizer.lr=-1"], "optimizer.lr is -1.0"),
+        (["--set", "data.workers=5000"], "data.workers is 5000"),
+        (["--seed", str(2**70)], "seed is 1180591620717411303424"),
+        (["--set", "backend.threads=1000000"], "backend.threads is 1000000"),
+        (["--nnodes", "many"], "torchrun refuses --nproc-per-node=1 --nnodes=many"),
+        (["--nnodes", "2", "--node-rank", "x"], "invalid int value: 'x'"),
+        (["--master-port", "1234"], "give --nproc or --nnodes, too"),
     ],
 )
 def test_arguments(
     drive: Drive, recipe: Path, tmp_path: Path, words: list[str], expected: str
 ) -> None:
     assert expected in refused(drive, tmp_path, recipe, *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--backend", "cpu"], ["--set", "sede=1"], ["--backend", "ddp", "--set", "backend.x=1"]],
+)
+def test_the_launcher_refuses_before_it_starts_a_rank(
+    drive: Drive, recipe: Path, tmp_path: Path, words: list[str]
+) -> None:
+    recipe.write_text("open('started', 'w')")
+    refused(drive, tmp_path, recipe, *words, "--nproc", "2")
+    assert not (tmp_path / "started").exists()
+
+
+def test_no_folder_is_not_this_one(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    ran = drive("train", recipe, "--out", "")
+    assert ran.code == 2
+    assert "'' is no path" in ran.stderr
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder(
+    drive: Drive, recipe: Path, tmp_path: Path, nproc: int
+) -> None:
+    text = recipe.read_text()
+    recipe.write_text(text.replace("** 2).sum()", "** 2)"))
+    failed = drive("train", recipe, "--out", "run", "--nproc", nproc)
+    assert failed.code == 2
+    assert "it must return a scalar" in failed.stderr
+    assert not (tmp_path / "run").exists()
+    if nproc == 1:
+        recipe.write_text(text)
+        assert drive("train", recipe, "--out", "run").code == 0
 
 
 def test_a_folder_in_use_is_left_alone(drive: Drive, recipe: Path, tmp_path: Path) -> None:

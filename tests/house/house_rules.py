@@ -58,7 +58,7 @@ ROOMS = {
     "backends": Room(
         "backends",
         "backends",
-        siblings=frozenset({"kernel.contract", "kernel.errors"}),
+        siblings=frozenset({"kernel.contract", "kernel.errors", "kernel.ranges"}),
         outside=frozenset({"torch"}),
         vendors={
             "backends/deepspeed.py": frozenset({"deepspeed"}),

@@ -65,6 +65,61 @@ def test_any_text_is_taken_or_refused_by_a_setting_error(values: dict[str, str])
         override(Settings(), values)
 
 
+NUMBERS = [
+    key
+    for key, value in flatten(Settings()).items()
+    if (isinstance(value, (int, float)) and not isinstance(value, bool))
+    or key in ("steps", "micro_batch", "max_grad_norm", "spikes.factor")
+    or key.endswith(("every", "by_length"))
+]
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, 1e300])
+def test_no_number_may_be_beyond_all_use(key: str, value: float) -> None:
+    for given_as in (value, f"{value}"):
+        with pytest.raises(SettingError, match=f"^{key} is "):
+            override(Settings(), {key: given_as})
+
+
+@given(st.sampled_from(NUMBERS), st.one_of(st.integers(), st.floats()))
+def test_any_number_is_taken_or_refused_by_a_setting_error(key: str, value: float) -> None:
+    with contextlib.suppress(SettingError):
+        assert flatten(override(Settings(), {key: value}))[key] == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("seed", 2**70, "seed is 1180591620717411303424; it must be at most 9223372036854775807"),
+        ("seed", -(2**63) - 1, "at least -9223372036854775808"),
+        ("data.workers", 5000, r"at most \d+ on a machine with \d+ CPUs"),
+        ("optimizer.lr", -1, "optimizer.lr is -1.0; it must be at least 0"),
+        ("steps", 10**400, r"about 10\*\*400"),
+        ("schedule.decay", 2, "at most 1"),
+        ("log_every", True, "not of type int"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_the_range(key: str, value: Any, words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        override(Settings(), {key: value})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"steps": "3"}, "steps is '3', which is not of type int"),
+        ({"optimizer": 3}, "optimizer is 3, which is not of type OptimizerSettings"),
+        ({"optimizer": OptimizerSettings(lr="a")}, "optimizer.lr is 'a'"),  # type: ignore[arg-type]
+        ({"activation_checkpointing": "Block"}, "not of type tuple"),
+        ({"checkpoint": {"every": 3}}, "not of type CheckpointSettings"),
+    ],
+)
+def test_types_are_looked_at_in_python_too(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(SettingError, match=words):
+        Settings(**wrong)
+
+
 def test_every_value_survives_a_round_trip_as_text() -> None:
     settings = Settings(steps=5, activation_checkpointing=("Block",))
     texts = {
