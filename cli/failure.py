@@ -7,7 +7,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
@@ -54,9 +54,10 @@ def world_size() -> int:
 def say(text: str, *, label: str = "", style: str = "") -> None:
     """One message on stderr, coloured on a terminal."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if label:
-        console.print(label, style=style, end=" ", markup=False)
-    console.print(text, markup=False)
+    with suppress(OSError):  # it may go to a file on a disk that is full
+        if label:
+            console.print(label, style=style, end=" ", markup=False)
+        console.print(text, markup=False)
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def told(*, debug: bool = False) -> Iterator[None]:
 
 def note_outcome(code: int, message: str) -> bool:
     """Leave word for the launcher, so that one message is printed however many ranks fail.
-    False when no launcher of ours waits for it."""
+    False when no launcher of ours waits for it, or there is no room to."""
     folder = os.environ.get(OUTCOMES)
     if folder is None:
         return False
@@ -91,7 +92,10 @@ def note_outcome(code: int, message: str) -> bool:
         "attempt": attempt,
         "time": time.time(),
     }
-    Path(folder, f"{rank()}.json").write_text(json.dumps(note))
+    try:
+        Path(folder, f"{rank()}.json").write_text(json.dumps(note))
+    except OSError:
+        return False
     return True
 
 

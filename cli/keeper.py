@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,12 @@ from typing import Any
 import torch
 
 from ..kernel.checkpoint import Place
-from ..kernel.errors import StorageFailed
 from .choices import Resolved
-from .folder import (
-    CONFIG,
-    METRICS,
-    REPORT,
-    SAMPLE,
-    copy_records,
-    records_folder,
-    write_atomically,
-)
-from .records import Record, history, plain, read_records
+from .failure import say
+from .folder import CONFIG, REPORT, SAMPLE, copy_records, records_folder
+from .records import Record, history, plain
 from .report import Outcome, render
-from .watch import append_to
+from .run_files import RunFiles
 from .words import of_total
 
 __all__ = ["Keeper", "configuration", "result_record"]
@@ -68,6 +60,10 @@ class Keeper:
     """From the record of the start, and the reason of the end, to the command that goes on."""
     sample: str = ""
     started: Record | None = None
+    files: RunFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.files = RunFiles(self.folder, tell=say)
 
     @property
     def folder(self) -> Path:
@@ -80,8 +76,8 @@ class Keeper:
         if event == "run_started":
             self.started = record
             self.config |= {"backend": record["backend"], "world_size": record["world"]["size"]}
-            write_atomically(self.folder / CONFIG, json.dumps(self.config, indent=1) + "\n")
-        append_to(self.folder / METRICS)(record)
+            self.files.replace(CONFIG, json.dumps(self.config, indent=1) + "\n")
+        self.files.add(record)
         if event == "evaluated" and self.started:
             step, total = record["step"], self.started["total_steps"]
             if total is None or step < total:
@@ -89,7 +85,7 @@ class Keeper:
         if event == "run_ended":
             self._end(record)
         if event in ("saved", "evaluated", "run_ended"):
-            with suppress(StorageFailed):  # the checkpoints are what counts, and are told of
+            with suppress(OSError):  # the checkpoints are what counts, and are told of
                 copy_records(self.run)
 
     def command(self, reason: str) -> str:
@@ -111,13 +107,13 @@ class Keeper:
 
     def write_report(self, outcome: Outcome) -> None:
         """Render the history so far."""
-        records = history(read_records(self.folder / METRICS))
-        write_atomically(self.folder / REPORT, render(records, self.config, outcome))
+        records = history(self.files.records())
+        self.files.replace(REPORT, render(records, self.config, outcome))
 
     def _end(self, record: Record) -> None:
         reason = record["reason"]
         if self.sample:
-            write_atomically(self.folder / SAMPLE, self.sample + "\n")
+            self.files.replace(SAMPLE, self.sample + "\n")
         text = f"{reason} at step {record['step']}"
         command = self.command(reason)
         self.write_report(Outcome(text, _MOODS.get(reason, ""), command, self.sample))

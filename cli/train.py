@@ -16,7 +16,8 @@ from torch import nn
 
 from ..kernel.checkpoint import CHECKPOINTS, Place, place, storage_of
 from ..kernel.contract import Driver
-from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError
+from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
+from ..kernel.events import Warned
 from ..kernel.loop import Result, fit
 from ..kernel.registry import usable_driver
 from .choices import refuse_early, resolve
@@ -28,6 +29,7 @@ from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, 
 from .live import LiveProgress
 from .onward import onward
 from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
+from .records import record_of
 from .stopping import Stopping
 from .watch import Sink, Watcher, print_json, print_lines
 
@@ -201,6 +203,11 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
 
 
 def _exit_code(result: Result) -> int:
+    if result.save_error and result.reason != "preempted":
+        raise SaveFailed(
+            f"{result.reason} at step {result.step}, which is not saved: {result.save_error}. The "
+            f"newest checkpoint is {result.checkpoint}; make room, and go on with --resume auto"
+        )
     if result.reason != "preempted":
         note_outcome(0, FINISHED)
         return 0
@@ -237,6 +244,7 @@ def _watching(
             else:
                 show = print_lines
             sinks = (keeper.sink, show)
+            keeper.files.tell = lambda message: show(record_of(Warned(message)))
         yield Watcher(sinks, item_name, on_step), show
 
 

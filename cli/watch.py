@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TextIO
 
-from ..kernel.errors import OutputError
 from ..kernel.events import Logged, RunStarted, StepEnded, Warned
 from ..kernel.settings import PRECISIONS
 from .peak import Peak, measure_peak
 from .records import Record, record_of, to_line
 from .words import describe
 
-__all__ = ["Sink", "Watcher", "append_to", "print_json", "print_lines"]
+__all__ = ["Sink", "Watcher", "print_json", "print_lines"]
 
 Sink = Callable[[Record], None]
 
@@ -86,32 +85,27 @@ class Watcher:
         }
 
 
-def append_to(path: Path) -> Sink:
-    """A sink that adds each record to a file of lines, which it creates."""
-
-    def sink(record: Record) -> None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(to_line(record))
-        except OSError as error:
-            raise OutputError(f"{path} cannot be written: {error}; give another --out") from error
-
-    return sink
-
-
 def print_lines(record: Record) -> None:
     """A sink that prints one plain line a record."""
     line = describe(record)
     if line is not None:
-        print(line, flush=True)
+        _put_out(f"{line}\n", sys.stdout)
 
 
 def print_json(stream: TextIO = sys.stdout) -> Sink:
     """A sink that prints one line of JSON a record."""
 
     def sink(record: Record) -> None:
-        stream.write(to_line(record))
-        stream.flush()
+        _put_out(to_line(record), stream)
 
     return sink
+
+
+def _put_out(text: str, stream: TextIO) -> None:
+    """What is printed is for looking at: it may go to a file on a disk that is full."""
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        if error.errno == errno.EPIPE:  # nobody looks any more
+            raise

@@ -89,7 +89,7 @@ def _evaluated(record: Mapping[str, Any]) -> str:
 
 def _saved(record: Mapping[str, Any]) -> str:
     if record["error"]:
-        return f"step {record['step']} could not be saved: {record['error']}; training goes on"
+        return f"step {record['step']} could not be saved: {record['error']}"
     return f"step {record['step']} saved: {record['path']}"
 
 

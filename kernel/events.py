@@ -151,7 +151,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint is complete. `error` tells why it is not: training goes on with the last."""
+    """A checkpoint is complete. `error` tells why it is not: the last one before it still is."""
 
     step: int
     path: Place

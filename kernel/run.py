@@ -79,6 +79,8 @@ class Result:
     """The newest that this run saved or resumed from."""
     finish: Any = None
     """What `finish` returned."""
+    save_error: str = ""
+    """Why the last checkpoint that was to be saved is not there."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,8 @@ class Run:
                 finished = finish(module)
         step, reason = self.training.progress.step, then.value
         self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
-        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished)
+        error = "" if self.saves is None else self.saves.error
+        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished, error)
 
     def _train(self) -> Then | Again:
         if any(self.session.exchange(self.requests.is_asked(Request.PREEMPT))):

@@ -36,6 +36,8 @@ class Saves:
         self.stood_still, self.stop_on_error = stood_still, stop_on_error
         self.newest: Place | None = None
         """The last one that was completed."""
+        self.error = ""
+        """Why the last that was to be saved was not."""
         self._step = -1
         self._behind: SavingBehind | None = None
         self._seconds = self._num_written = 0.0
@@ -79,6 +81,8 @@ class Saves:
         """`finish`, and wait until what need not stay has been removed."""
         self.finish()
         self.store.wait()
+        if self.error:
+            self.store.tidy()
 
     def _attempt(self, act: Callable[[], T], buffer_bytes: int = 0) -> T | None:
         """None where it failed, which is told, and may end the run."""
@@ -92,7 +96,7 @@ class Saves:
         seconds = time.perf_counter() - started
         self.stood_still(seconds)
         self._seconds += seconds
-        step = self._step
+        step, self.error = self._step, error
         if error:
             self._step = -1
             self.emit(Saved(step, self.store.root, self._seconds, error))

@@ -125,6 +125,12 @@ class CheckpointStore:
         """Until nothing is going on behind training any more. What was begun is to be finished."""
         removed()
 
+    def tidy(self) -> None:
+        """Remove what a save that failed has left, if that can be done by now; any rank may call
+        it, while nobody saves."""
+        with contextlib.suppress(OSError):
+            catalog.sweep(self.root)
+
     def _begin(
         self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
     ) -> _Saving:

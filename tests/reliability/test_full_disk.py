@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.cli.folder import read_config
+from drivetrain.cli.records import read_records
 from drivetrain.kernel import fit
 from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints
-from drivetrain.kernel.errors import SaveFailed
+from drivetrain.kernel.errors import EXIT_PREEMPTED, SaveFailed
 from drivetrain.kernel.events import Resumed, Saved, StepEnded
 
 from .dying import interposed
@@ -207,3 +211,149 @@ def test_a_disk_that_is(what: str, tmp_path: Path) -> None:
     if process.exitcode == 77:
         pytest.skip("mounting is not allowed here")
     assert process.exitcode == 0
+
+
+# --- the command line ---------------------------------------------------------------------------
+
+RECIPE = f"""
+from dataclasses import replace
+from {__name__} import SHORT, act, recipe as plain
+
+seen = []
+settings = replace(
+    SHORT, steps=6, log_every=1, micro_batch=None, checkpoint=replace(SHORT.checkpoint, keep_last=9)
+)
+
+def loss(module, batch):
+    seen.append(None)
+    act(len(seen))
+    return plain().loss(module, batch)
+
+recipe = replace(plain(), loss=loss)
+"""
+_disk = Path()
+_acts: dict[int, str] = {}
+
+
+def act(step: int) -> None:
+    """Called by the recipe in each of its forwards."""
+    what = _acts.get(step, "")
+    if "fill" in what:
+        with suppress(OSError), open(_disk / "filling", "ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    if "free" in what:
+        (_disk / "filling").unlink()
+    if "read-only" in what:
+        mount(_disk, MS_REMOUNT | MS_RDONLY)
+    if "writable" in what:
+        mount(_disk, MS_REMOUNT)
+    if "signal" in what:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass(frozen=True)
+class Story:
+    """What happens to the disk in which step, and what becomes of the command."""
+
+    name: str
+    acts: dict[int, str]
+    code: int
+    says: str = ""
+    words: tuple[str, ...] = ()
+    before: str = ""
+    """What happens before the command."""
+    is_like_others: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NOT_SAVED = "finished at step 6, which is not saved: "
+STORIES = [
+    Story("full from the start", {}, 1, NOT_SAVED, before="fill", is_like_others=True),
+    Story("full, then not", {3: "fill", 5: "free"}, 0),
+    Story("read-only, then not", {3: "read-only", 5: "writable"}, 0),
+    Story("read-only to the end", {3: "read-only"}, 1, NOT_SAVED),
+    Story("full at the end", {6: "fill"}, 1, NOT_SAVED, is_like_others=True),
+    Story("full at a signal", {4: "fill signal"}, EXIT_PREEMPTED),
+    Story(
+        "to end then",
+        {3: "fill"},
+        1,
+        "checkpoint-000003 was not saved",
+        ("--set=checkpoint.stop_on_error=true",),
+    ),
+]
+
+
+def drivetrain(printed: Path, *words: str) -> int:
+    """Its exit code; what it prints goes to that file."""
+    from drivetrain.cli import main
+
+    with suppress(OSError):
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+    sys.argv = ["drivetrain", "train", *words]
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    try:
+        main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    return 0
+
+
+def commanded(story: Story, out: Path, environment: dict[str, str]) -> None:
+    """In a process of its own, which mounts a disk at `out`."""
+    global _disk
+    torch.set_num_threads(1)
+    try:
+        own_mounts()
+        mount(out, 0, "size=1m")
+    except PermissionError:
+        sys.exit(77)
+    os.dup2(os.open(out.parent / "words", os.O_WRONLY | os.O_CREAT), 2)
+    _disk, run = out, out / "run"
+    # on that disk, as `nohup` has it; a file system with a file that is written to stays writable
+    printed = (out if "full" in story.name else out.parent) / "printed"
+    recipe = str(out.parent / "recipe.py")
+    words = (recipe, "--backend=cpu", f"--out={run}", "--resume=auto")
+    _acts.update({0: story.before})
+    act(0)
+    _acts.update(story.acts)
+    assert drivetrain(printed, *words, *story.words) == story.code
+    if story.name != "read-only to the end":  # where nothing can be removed either
+        assert not [path.name for path in run.glob("**/.*")]
+    before = read_records(run / "metrics.jsonl")
+    if story.code == 0:
+        assert [record["step"] for record in before if record["event"] == "logged"] == [
+            *range(1, 7)
+        ]
+        assert "finished at step 6" in (run / "report.html").read_text()
+        assert printed.read_text().count(f"{run} cannot be written") == 1
+    _acts.clear()
+    _acts[0] = "free" if (out / "filling").exists() else "writable"
+    act(0)
+    assert drivetrain(printed, *words, "--steps=8") == 0
+    assert not [path.name for path in run.glob("**/.*")]
+    assert read_records(run / "metrics.jsonl")[: len(before)] == before
+    assert sound(run)[-1] == 8
+    assert read_config(run)["settings"]["steps"]["value"] == 8
+    assert "finished at step 8" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "story",
+    [pytest.param(s, marks=[pytest.mark.slow] if s.is_like_others else []) for s in STORIES],
+    ids=str,
+)
+def test_the_command_on_a_disk_that_is(story: Story, tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    (process,) = start(story, folder, 1, commanded)
+    process.join(120)
+    if process.exitcode == 77:
+        pytest.skip("mounting is not allowed here")
+    words = (tmp_path / "words").read_text()
+    assert process.exitcode == 0, words
+    assert story.says in words and "Traceback" not in words
