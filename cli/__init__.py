@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TextIO
+import typing
 
 __all__ = ["main"]
 
@@ -23,7 +23,7 @@ def main() -> None:
             _let_go(stream)
 
 
-def _let_go(stream: TextIO) -> None:
+def _let_go(stream: typing.TextIO) -> None:
     """What is left where the disk is full is lost: Python would change the exit code to 120."""
     try:
         stream.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -34,7 +33,6 @@ __all__ = [
     "find_earlier",
     "read_config",
     "records_folder",
-    "write_atomically",
 ]
 
 CONFIG = "config.json"
@@ -137,16 +135,3 @@ def read_config(folder: Place) -> Mapping[str, Any]:
             "a recipe given on the command line"
         ) from error
     return config if isinstance(config, dict) else {}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing, whoever reads meanwhile. Raises `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")  # the next one takes what a kill left
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .folder import METRICS, write_atomically
+from ..kernel.checkpoint.files import replace_text
+from .folder import METRICS
 from .records import Record, read_records, to_line
 
 __all__ = ["RunFiles"]
@@ -54,7 +55,8 @@ class RunFiles:
                 errors.append(f"{METRICS}: {error.strerror or error}")
         for name, text in list(self._whole.items()):
             try:
-                write_atomically(self.folder / name, text)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                replace_text(self.folder / name, text)
                 del self._whole[name]
             except OSError as error:
                 errors.append(f"{name}: {error.strerror or error}")

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from ..kernel.checkpoint.files import replace_text
 from .inspection import unwrap_peft
 
 __all__ = ["write_card"]
@@ -48,9 +49,7 @@ def write_card(trainer: Any, **given: Any) -> str:
     path = Path(trainer.args.output_dir, "README.md")
     before = ModelCard.load(path).data if path.exists() else None
     data = _metadata(trainer, before, given)
-    path.write_text(
-        f"---\n{data.to_yaml()}\n---\n\n{_text(trainer, data, given)}", encoding="utf-8"
-    )
+    replace_text(path, f"---\n{data.to_yaml()}\n---\n\n{_text(trainer, data, given)}")
     return str(data.library_name)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..kernel.agreement import plain
 from ..kernel.checkpoint import CheckpointStore, save_folder
+from ..kernel.checkpoint.files import replace_text
 from ..kernel.contract import Engine, Piece
 from ..kernel.data import length_of
 from . import hf_folders
@@ -85,7 +86,7 @@ class CheckpointMixin(ResumingMixin):
         if processing is not None:
             processing.save_pretrained(str(folder))
         text = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
-        (folder / TRAINING_ARGS_NAME).write_text(text + "\n", encoding="utf-8")
+        replace_text(folder / TRAINING_ARGS_NAME, text + "\n")
 
     # --- a checkpoint -------------------------------------------------------------------------
 

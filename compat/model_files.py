@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..kernel.checkpoint.files import beside
 from ..kernel.checkpoint.safetensors import Source, TensorFile, write
 from ..kernel.errors import CheckpointDamaged, CheckpointError
 from .inspection import is_peft_model
@@ -143,8 +144,8 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
         seen.add(place)
         sources[name] = Source(tensor.dtype, tuple(tensor.shape), partial(_itself, tensor))
     path = folder / _WHOLE[0]
-    path.unlink(missing_ok=True)
-    write(path, sources, {"format": "pt"})
+    with beside(path) as temporary:
+        write(temporary, sources, {"format": "pt"})
 
 
 def _itself(tensor: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..kernel.checkpoint.files import replace_text
 from .names import TRAINER_STATE_NAME
 from .speed import speed_metrics
 from .state import TrainerControl, TrainerState
@@ -171,7 +172,7 @@ class ReportingMixin:
 
 
 def _write_json(path: Path, metrics: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(metrics, indent=4, sort_keys=True), encoding="utf-8")
+    replace_text(path, json.dumps(metrics, indent=4, sort_keys=True))
 
 
 _warned: set[str] = set()

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..kernel.checkpoint.files import replace_text
+
 __all__ = ["ExportableState", "TrainerControl", "TrainerState"]
 
 _log = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ class TrainerState:
     def save_to_json(self, json_path: str | Path) -> None:
         """Write all fields: sorted keys, indented by two, numpy and torch scalars as numbers."""
         text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, default=_number)
-        Path(json_path).write_text(text + "\n", encoding="utf-8")
+        replace_text(Path(json_path), text + "\n")
 
     @classmethod
     def load_from_json(cls, json_path: str | Path) -> TrainerState:

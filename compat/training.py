@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import Microstep, Outcome
+from ..kernel.errors import SaveFailed
 from ..kernel.progress import Window
 from ..kernel.requests import Requests
 from ..kernel.training import Training
@@ -494,9 +495,19 @@ class TrainingMixin:
             improved = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = improved
-        if self.control.should_save:
-            self._save_checkpoint(model, trial)
+        if self.control.should_save and self._is_saved(model, trial):
             self.control = self.callback_handler.on_save(self.args, state, self.control)
+
+    def _is_saved(self: Any, model: nn.Module, trial: Any) -> bool:
+        """Save a checkpoint. One that cannot be written is told; training goes on with the last."""
+        best = self.state.best_model_checkpoint
+        try:
+            self._save_checkpoint(model, trial)
+        except SaveFailed as error:
+            self.state.best_model_checkpoint = best
+            _LOG.error("%s. Training goes on", error)
+            return False
+        return True
 
     def _log_steps(
         self: Any, grad_norm: Any, learning_rate: float | None, start_time: float

@@ -13,7 +13,28 @@ from pathlib import Path
 
 from ..errors import CheckpointDamaged
 
-__all__ = ["LOCAL", "LocalStorage", "sync_tree"]
+__all__ = ["LOCAL", "LocalStorage", "beside", "replace_text", "sync_tree"]
+
+
+@contextmanager
+def beside(path: Path, name: str = "writing") -> Iterator[Path]:
+    """Where to write what then takes the place of `path`, all of it or nothing. `name`: one that no
+    other process writes by meanwhile; the next one takes what a kill left."""
+    temporary = path.with_name(f".{path.name}.{name}")
+    try:
+        temporary.unlink(missing_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text in place of what is there, all of it or nothing. Raises `OSError`."""
+    with beside(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -70,14 +91,8 @@ class LocalStorage:
 
     def replace(self, path: Path, raw: bytes) -> None:
         """See `Storage`."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
+        with beside(path, str(os.getpid())) as temporary:
             temporary.write_bytes(raw)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
 
     @contextmanager
     def open(self, path: Path) -> Iterator[_Descriptor]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
+import os
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -17,7 +21,6 @@ from torch import nn
 
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
 from drivetrain.kernel.checkpoint import CheckpointReader
-from drivetrain.kernel.errors import SaveFailed
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
 SCORES = [5.0, 4.0, 4.5, 3.0, 6.0]
@@ -328,7 +331,8 @@ def test_keys_that_differ_are_named(tmp_path: Path, caplog: Any) -> None:
     assert torch.equal(other.inner.weight, trainer.model.inner.weight)
 
 
-def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path, caplog: Any) -> None:
+    """And training goes on, to a checkpoint that is like that of another run."""
     ours, _ = both(tmp_path)
     trainer = ours.trainer(**STEPS)
     save = trainer._save
@@ -339,10 +343,42 @@ def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path) -> None:
         save(output_dir, state_dict)
 
     trainer._save = failing
-    with pytest.raises(SaveFailed, match=r"checkpoint-3 was not saved.*no space left"):
-        trainer.train()
-    assert files(ours.folder) == {"checkpoint-1", "checkpoint-2"}
+    assert trainer.train().global_step == trainer.state.max_steps > 3
+    assert re.search("checkpoint-3 was not saved.*no space left.*Training goes on", caplog.text)
+    saved = {f"checkpoint-{step}" for step in range(1, trainer.state.max_steps + 1)}
+    assert files(ours.folder) == saved - {"checkpoint-3"}
     assert CheckpointReader(ours.folder / "checkpoint-2").verify() == []
+
+
+def test_what_is_not_written_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state, the metrics and the model of a folder, when they cannot be written anew."""
+    ours, _ = both(tmp_path)
+    trainer = ours.trainer(**STEPS)
+    folder = ours.folder
+
+    def write() -> None:
+        for act in (
+            trainer.save_model,
+            trainer.save_state,
+            lambda: trainer.save_metrics("train", {"train_loss": 1.0}),
+        ):
+            with contextlib.suppress(OSError):
+                act()
+
+    write()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"model.safetensors", "trainer_state.json", "train_results.json"} <= before.keys()
+
+    def full(*_: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    trainer.state.global_step = 7
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "write", full)
+    write()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 # --- models of transformers and peft ------------------------------------------------------------
