@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from ..kernel.checkpoint import (
     storage_of,
 )
 from ..kernel.errors import CheckpointDamaged, CheckpointNotFound, OutputError
+from ..kernel.lock import LOCK
 
 __all__ = [
     "Earlier",
@@ -80,7 +81,7 @@ def check_folder(folder: Place, *, resuming: bool) -> None:
     """Raises `OutputError` when a run cannot be written there. Writes nothing. What is at a URL is
     looked at when the run starts."""
     if isinstance(folder, Url):
-        if not resuming and storage_of(folder).names(folder):
+        if not resuming and _used(storage_of(folder).names(folder)):
             raise OutputError(
                 f"--out {folder} is not empty; go on with the run in it by `--resume auto`, or "
                 "give another --out"
@@ -88,7 +89,7 @@ def check_folder(folder: Place, *, resuming: bool) -> None:
         return
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"--out {folder} is a file; give the path of a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not resuming:
+    if folder.is_dir() and _used(os.listdir(folder)) and not resuming:
         raise OutputError(
             f"--out {folder} is not empty; go on with the run in it by `--resume auto`, or give "
             "another --out"
@@ -100,6 +101,11 @@ def check_folder(folder: Place, *, resuming: bool) -> None:
         raise OutputError(
             f"--out {folder} cannot be written: no permission in {parent}; give another --out"
         )
+
+
+def _used(names: Iterable[str]) -> bool:
+    """Whether there is anything of a run; a lock says itself who holds it."""
+    return any(not name.startswith(LOCK) for name in names)
 
 
 def find_earlier(path: Place) -> Earlier:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from ..kernel.events import Logged, RunStarted, StepEnded, Warned
 from ..kernel.settings import PRECISIONS
+from .output import put_out
 from .peak import Peak, measure_peak
 from .records import Record, record_of, to_line
 from .words import describe
@@ -89,23 +89,13 @@ def print_lines(record: Record) -> None:
     """A sink that prints one plain line a record."""
     line = describe(record)
     if line is not None:
-        _put_out(f"{line}\n", sys.stdout)
+        put_out(f"{line}\n", sys.stdout)
 
 
 def print_json(stream: TextIO = sys.stdout) -> Sink:
     """A sink that prints one line of JSON a record."""
 
     def sink(record: Record) -> None:
-        _put_out(to_line(record), stream)
+        put_out(to_line(record), stream)
 
     return sink
-
-
-def _put_out(text: str, stream: TextIO) -> None:
-    """What is printed is for looking at: it may go to a file on a disk that is full."""
-    try:
-        stream.write(text)
-        stream.flush()
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # nobody looks any more
-            raise

@@ -121,7 +121,8 @@ class CheckpointMixin(ResumingMixin):
         frozen, saved = self._frozen_names(), engine
         if frozen:
             saved = _Trained(engine, frozen)
-        CheckpointStore(run_dir, digits=0).save(
+        guard = None if self._lock is None else self._lock.check_now
+        CheckpointStore(run_dir, digits=0, guard=guard).save(
             step,
             saved,
             self.place.session,

@@ -120,6 +120,8 @@ class Conducting:
     def after_step(self, group: Group, result: StepResult) -> Then:
         trainer = self.trainer
         training, state = trainer._training, trainer.state
+        if trainer._lock is not None:
+            trainer._lock.check()
         if not self._stepped:  # a step that was left out is told like any other
             self._before_optimizer_step(trainer.optimizer, (), {})
             self._after_optimizer_step(trainer.optimizer, (), {})

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..kernel.lock import LOCK
 from .card import write_card
 from .enums import HubStrategy, SaveStrategy
 from .names import PREFIX_CHECKPOINT_DIR, TRAINING_ARGS_NAME
@@ -20,7 +21,7 @@ __all__ = ["HubMixin", "quiet_uploads"]
 
 _log = logging.getLogger(__name__)
 
-_NOT_UPLOADED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", "*.sagemaker-upload*"]
+_NOT_UPLOADED = ["_*", f"{PREFIX_CHECKPOINT_DIR}-*", "*.sagemaker-upload*", f"{LOCK}*"]
 """Patterns of what stays here when the output folder is uploaded; SageMaker leaves such marks."""
 
 _MODEL_FILES = (

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from ..kernel.contract import Microstep, Outcome
 from ..kernel.errors import SaveFailed
+from ..kernel.lock import RunLock
 from ..kernel.progress import Window
 from ..kernel.requests import Requests
 from ..kernel.training import Training
@@ -68,6 +70,7 @@ class TrainingMixin:
     """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
     of batches, or of items, of the whole update. None: as the model and the arguments imply."""
 
+    _lock: RunLock | None = None
     _training: Training | None = None
     _microstep: Microstep | None = None
     _mode: TrainMode | None = None
@@ -97,10 +100,11 @@ class TrainingMixin:
         if self.model_init is not None:
             self._build_anew(trial)
         make_ready(self)
-        checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
-        if checkpoint is not None:
-            self._load_from_checkpoint(checkpoint)
-        with quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext():
+        quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
+        with self._locked_output(trial), quiet:
+            checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
+            if checkpoint is not None:
+                self._load_from_checkpoint(checkpoint)
             result: TrainOutput = self._within_memory(
                 args=self.args,
                 resume_from_checkpoint=checkpoint,
@@ -108,6 +112,22 @@ class TrainingMixin:
                 ignore_keys_for_eval=ignore_keys_for_eval,
             )
         return result
+
+    @contextlib.contextmanager
+    def _locked_output(self: Any, trial: Any) -> Iterator[None]:
+        """While it is open, no other process trains with checkpoints in the same folder; other
+        Trainers of this one may. Raises `OutputError`, with the process that does.
+        """
+        if self.args.save_strategy == SaveStrategy.NO:
+            yield
+            return
+        lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
+        try:
+            lock.take(self.place.session, _LOG.warning)
+            yield
+        finally:
+            lock.release()
+            self._lock = None
 
     def _within_memory(self: Any, args: Any, **kwargs: Any) -> TrainOutput:
         """The training loop; with `auto_find_batch_size`, again with a smaller batch, and more of

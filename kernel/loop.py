@@ -14,6 +14,7 @@ from torch import nn
 from .checkpoint import Url, place, storage_of
 from .contract import Recipe
 from .events import Observer
+from .lock import RunLock
 from .memory import with_remembered
 from .parts import check_recipe
 from .registry import refuse_unpromised, usable_driver
@@ -40,8 +41,8 @@ def fit(
     `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
     `s3://bucket/run`; None saves nothing. `resume`: None starts anew; `auto` continues from the
     newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or a folder
-    of them. `finish` is called at the end with the user's own module, whole and in evaluation mode,
-    on every rank.
+    of them. One run at a time writes to a folder (see `lock`). `finish` is called at the end with
+    the user's own module, whole and in evaluation mode, on every rank.
 
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
     `DataFailed` and `CollectiveFailed`; what else the recipe raises comes through unchanged.
@@ -57,6 +58,7 @@ def fit(
         place(resume)  # raises
     if folder is not None:
         storage_of(folder)  # raises where nothing that is installed reaches it
+    lock = None if folder is None else RunLock(folder)
 
     def attempt(settings: Settings, resume: str | os.PathLike[str] | Url | None) -> Result | Again:
         """Until the end, or until memory runs out and smaller microbatches may do."""
@@ -65,9 +67,7 @@ def fit(
         with driver.open(plan) as session:
 
             def train() -> Result | Again:
-                run = Run(
-                    driver, session, plan, recipe, settings, folder, observers, requests, aside
-                )
+                run = Run(driver, session, plan, recipe, settings, lock, observers, requests, aside)
                 if resume is not None:
                     run.resume(resume)
                 return run.go(finish)
@@ -75,6 +75,8 @@ def fit(
             return train()  # a function, so that the model is let go before the session ends
 
     with requests.from_signals(), ExitStack() as stack:
+        if lock is not None:
+            stack.callback(lock.release)
 
         def aside() -> Path:
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))

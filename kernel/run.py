@@ -48,6 +48,7 @@ from .events import (
     StepSkipped,
     Warned,
 )
+from .lock import RunLock
 from .memory import Memory, ran_out
 from .planned import Planned
 from .progress import Progress, Window, stored_metrics
@@ -102,14 +103,15 @@ class Run:
         plan: Plan,
         recipe: Recipe,
         settings: Settings,
-        out: Place | None,
+        lock: RunLock | None,
         observers: Sequence[Observer],
         requests: Requests,
         aside: Callable[[], Path],
     ) -> None:
         started = time.perf_counter()
         world = session.world
-        self.driver, self.session, self.settings, self.out = driver, session, settings, out
+        self.lock, self.out = lock, (out := None if lock is None else lock.folder)
+        self.driver, self.session, self.settings = driver, session, settings
         self.observers, self.requests, self.started = observers, requests, started
         self.aside = aside
         """Makes a folder that lasts until `fit` returns."""
@@ -117,8 +119,9 @@ class Run:
             recipe, optimizer=recipe.optimizer or settings.optimizer.build
         )
         agree(session, start_conditions(driver, plan, recipe, settings))
-        if out is not None:
-            ask_first(session, lambda: storage_of(out).check(out))
+        if lock is not None:
+            ask_first(session, lambda: storage_of(lock.folder).check(lock.folder))
+            lock.take(session, lambda note: self._emit(Warned(note)))
         for name, data in recipe.eval_data.items():
             if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
@@ -183,6 +186,7 @@ class Run:
             best_metric=keep.best_metric,
             best_mode=keep.best_mode,
             keep_every=keep.keep_every,
+            guard=None if self.lock is None else self.lock.check_now,
         )
         return Saves(
             store,
@@ -341,6 +345,8 @@ class Run:
 
     def after_step(self, group: Group, result: StepResult) -> Then:
         step, settings = self.training.progress.step, self.settings
+        if self.lock is not None:
+            self.lock.check()
         if self.observers:
             self._emit(StepEnded(step))
         if self.spikes.watches:

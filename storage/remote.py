@@ -172,6 +172,22 @@ class FsspecStorage:
         """Objects are not opened to be written twice."""
         self.create(path, lambda: [memoryview(raw)])
 
+    def claim(self, path: Url, raw: bytes) -> bool:
+        """In one act where the storage can be asked to, as S3 can; else the last of those that try
+        at the same time has it."""
+        if self.exists(path):
+            return False
+        fs, key = _reach(path)
+        try:
+            fs.pipe_file(key, raw, mode="create")
+        except FileExistsError:
+            return False
+        except Exception:  # it cannot be asked so, or did not answer: asked with patience
+            if self.exists(path):
+                return False
+            self.replace(path, raw)
+        return True
+
     def make_folder(self, folder: Url) -> None:
         """See `Storage`."""
         fs, key = _reach(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -14,6 +15,9 @@ from pathlib import Path
 from ..errors import CheckpointDamaged
 
 __all__ = ["LOCAL", "LocalStorage", "beside", "replace_text", "sync_tree"]
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
 
 @contextmanager
@@ -93,6 +97,30 @@ class LocalStorage:
         """See `Storage`."""
         with beside(path, str(os.getpid())) as temporary:
             temporary.write_bytes(raw)
+
+    def claim(self, path: Path, raw: bytes) -> bool:
+        """By a link to what was written aside, so that nobody reads half of it; where there are no
+        links, by creating it."""
+        if os.path.lexists(path):
+            return False
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(raw)
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            try:
+                with path.open("xb") as file:
+                    file.write(raw)
+            except FileExistsError:
+                return False
+        finally:
+            with suppress(OSError):
+                temporary.unlink()
+        return True
 
     @contextmanager
     def open(self, path: Path) -> Iterator[_Descriptor]:

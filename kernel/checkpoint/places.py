@@ -123,6 +123,11 @@ class Storage(Protocol):
         """Write a small file in place of what is there, all of it or nothing, whoever else does."""
         ...
 
+    def claim(self, path: Any, raw: bytes) -> bool:
+        """Write a small file where there is none. False, and nothing is changed, where one is: of
+        several that try, one is told True, as far as the storage can know."""
+        ...
+
     def open(self, path: Any) -> AbstractContextManager[OpenFile]:
         """Raises `CheckpointDamaged` for what is not a regular file."""
         ...

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..contract import Engine, Piece, Session
-from ..errors import SaveFailed, SettingError
+from ..errors import SaveFailed, SettingError, UsageError
 from . import catalog, files
 from .behind import remove_behind, removed, write_behind
 from .host import HostCopies
@@ -51,8 +51,11 @@ class CheckpointStore:
         best_mode: Literal["min", "max"] = "min",
         keep_every: int | None = None,
         digits: int = 6,
+        guard: Callable[[], None] | None = None,
     ) -> None:
+        """`guard`: called on the first rank before it changes anything; raises to end a save."""
         self.root, self.digits = place(root), digits
+        self._guard = guard or (lambda: None)
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
         self._copies = HostCopies()
 
@@ -135,7 +138,7 @@ class CheckpointStore:
         self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
     ) -> _Saving:
         folder = catalog.checkpoint_path(self.root, manifest.step, self.digits)
-        saving = _Saving(folder, manifest, session)
+        saving = _Saving(folder, manifest, session, self._guard)
 
         def num_bytes() -> int:
             saving.pieces = gather()
@@ -151,8 +154,9 @@ class CheckpointStore:
             yield
         except SaveFailed:
             if session.world.rank == 0:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, UsageError):
                     removed()
+                    self._guard()
                     catalog.sweep(self.root)
             raise
 
@@ -163,6 +167,7 @@ class CheckpointStore:
 
     def _prepare(self, folder: Place, num_bytes: int) -> None:
         removed()
+        self._guard()
         storage = storage_of(self.root)
         storage.make_folder(self.root)
         catalog.sweep(self.root)
@@ -188,8 +193,11 @@ class CheckpointStore:
 class _Saving:
     """The acts of one save; what ranks agree on in between is the store's."""
 
-    def __init__(self, folder: Place, manifest: Manifest, session: Session) -> None:
+    def __init__(
+        self, folder: Place, manifest: Manifest, session: Session, guard: Callable[[], None]
+    ) -> None:
         self.folder, self.manifest, self.session = folder, manifest, session
+        self.guard = guard
         self.place = catalog.writing_place(folder)
         self.pieces: list[Piece] = []
 
@@ -206,6 +214,7 @@ class _Saving:
         entries += self._indexed(entries)
 
         def act() -> None:
+            self.guard()
             if not tidy:
                 files.sync_tree(_local(self.place))
             write_manifest(self.place, dataclasses.replace(self.manifest, files=entries))
