@@ -18,7 +18,7 @@ import torch
 from ..kernel.checkpoint import Place
 from .choices import Resolved
 from .failure import say
-from .folder import CONFIG, REPORT, SAMPLE, copy_records, records_folder
+from .folder import CONFIG, METRICS, REPORT, SAMPLE, copy_records, records_folder
 from .records import Record, history, plain
 from .report import Outcome, render
 from .run_files import RunFiles
@@ -97,10 +97,10 @@ class Keeper:
         had only begun, nothing is left: a folder in use would refuse the mended command."""
         if self.started is None:
             return
-        if all(r["event"] in _BEGINNINGS for r in read_records(self.folder / METRICS)):
-            for name in (CONFIG, METRICS):
-                (self.folder / name).unlink(missing_ok=True)
-            with suppress(OSError):  # something else is in it
+        if all(r["event"] in _BEGINNINGS for r in self.files.records()):
+            with suppress(OSError):  # something else is in it, or nothing can be changed
+                for name in (CONFIG, METRICS):
+                    (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
         else:
             self.write_report(Outcome(f"failed: {message}", "bad", self.command("failed")))
