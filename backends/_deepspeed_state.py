@@ -163,7 +163,10 @@ def pieces(
     whole, ranges = _apart(module, parts, trained)
     for piece, flat in ranges:
         yield Piece("weights", piece.name, piece.of(flat), piece.shape, piece.region)
-    yield from _state.dealt_pieces({"weights": whole, "state": loss_scale}, rank, size)
+    yield from _state.buffer_pieces(module, rank)
+    buffers = _state.named_buffers(module)
+    frozen = {name: tensor for name, tensor in whole.items() if name not in buffers}
+    yield from _state.dealt_pieces({"weights": frozen, "state": loss_scale}, rank, size)
 
 
 def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:

@@ -56,7 +56,8 @@ class FsdpOptions:
     """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
     for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
     sync_buffers: bool = True
-    """Before each forward, buffers that are saved (running statistics) become those of rank 0."""
+    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
+    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
 
     def __post_init__(self) -> None:
         check_range("backend.min_unit_params", self.min_unit_params, 0)

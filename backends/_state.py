@@ -17,10 +17,18 @@ _NUMBERS: dict[str, type[int] | type[float]] = {":int": int, ":float": float}
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters (each tied group once) and persistent buffers by FQN, as stored in checkpoints."""
-    parameters = dict(module.named_parameters())
+    return {**named_parameters(module), **named_buffers(module)}
+
+
+def named_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Each tied group once, detached."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent ones."""
     persistent = module.state_dict(keep_vars=True)
-    buffers = {name: b for name, b in module.named_buffers() if name in persistent}
-    return {name: tensor.detach() for name, tensor in {**parameters, **buffers}.items()}
+    return {name: b.detach() for name, b in module.named_buffers() if name in persistent}
 
 
 def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -69,15 +77,22 @@ def replicated_pieces(
     size: int,
 ) -> Iterator[Piece]:
     """Weights, optimizer state and loss scale that every rank holds whole, dealt out."""
+    yield from buffer_pieces(module, rank)
     yield from dealt_pieces(
         {
-            "weights": named_state(module),
+            "weights": named_parameters(module),
             "optimizer": optimizer_tensors(module, optimizer),
             "state": scale_tensors(loss_scale),
         },
         rank,
         size,
     )
+
+
+def buffer_pieces(module: nn.Module, rank: int) -> Iterator[Piece]:
+    """All of them from rank 0: ranks may differ in them, and rank 0's are the model's."""
+    for name, buffer in named_buffers(module).items() if rank == 0 else ():
+        yield Piece("weights", name, buffer, tuple(buffer.shape))
 
 
 def dealt_pieces(

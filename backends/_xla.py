@@ -5,6 +5,7 @@ replaces the parts of torch that do not reach this device.
 from __future__ import annotations
 
 import glob
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,6 +14,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ..kernel.contract import Box, Piece
 from ..kernel.errors import BackendUnavailable, SettingError
@@ -166,6 +170,50 @@ def move(module: nn.Module, placement: Placement) -> None:
                     new.__dict__.update(tensor.__dict__)
                 moved[id(tensor)] = new
             setattr(part, name, moved[id(tensor)])
+
+
+def count_variances_as_torch(module: nn.Module) -> None:
+    """torch_xla 2.8 adds the variance of a batch of n to a running one as it is, torch by n/(n-1)
+    of it, as a guess at the variance of all."""
+    for part in module.modules():
+        if isinstance(part, _NormBase) and part.running_var is not None:
+            before = _Before(part)
+            part.register_forward_pre_hook(before.note)
+            part.register_forward_hook(before.correct)
+
+
+class _Before:
+    """The running variance of one layer before a forward."""
+
+    def __init__(self, layer: _NormBase) -> None:
+        self.layer = layer
+        self.old: Tensor | None = None
+
+    def note(self, layer: nn.Module, args: Any) -> None:
+        running = self.layer.running_var
+        self.old = running.clone() if self.layer.training and running is not None else None
+
+    @torch.no_grad()
+    def correct(self, layer: nn.Module, args: Any, output: Tensor) -> None:
+        new, old, self.old = self.layer.running_var, self.old, None
+        if old is None or new is None:
+            return
+        share, count = self.layer.momentum, self.layer.num_batches_tracked
+        if share is None and count is not None:
+            kept = old * (1 - 1 / count)  # the mean over all batches
+        else:
+            kept = old * (1 - (share or 0.0))
+        number = _elements_of_one_variance(self.layer, output)
+        # the backward is given the running variance, and does not look at it
+        with _unsafe_preserve_version_counter(new):
+            new.copy_(kept + (new - kept) * (number / max(number - 1, 1)))
+
+
+def _elements_of_one_variance(layer: _NormBase, output: Tensor) -> int:
+    if isinstance(layer, _InstanceNorm):  # one for each sample
+        sizes: tuple[int, ...] = tuple(output.shape[1 - cast(Any, layer)._get_no_batch_dim() :])
+        return math.prod(sizes)
+    return output.numel() // max(layer.num_features, 1)
 
 
 def fetch(pieces: Sequence[Piece]) -> list[Piece]:

@@ -33,6 +33,7 @@ from ..kernel.contract import (
 )
 from ..kernel.errors import BackendUnavailable
 from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _memory, _model, _state, _step
+from ._buffers import Buffers
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
@@ -175,6 +176,8 @@ class ZeroEngine:
             config=config,
             dist_init_required=False,
         )
+        self.buffers = Buffers(self.own, world)
+        self.buffers.take_before_forward(self.module)
         trained = _deepspeed_state.trained(self.zero)
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
@@ -263,7 +266,7 @@ class ZeroEngine:
         if hasattr(self.zero, "_partition_all_parameters"):
             self.zero._partition_all_parameters()  # nothing half fetched is left
         chosen = list(named.values()) if names is None else [named[name] for name in names]
-        with GatheredParameters(chosen), self._local():
+        with self.buffers.of_rank_0(), GatheredParameters(chosen), self._local():
             yield self.own
 
     @contextmanager

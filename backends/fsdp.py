@@ -29,6 +29,7 @@ from ..kernel.contract import (
 )
 from ..kernel.errors import RecipeError, SettingError
 from . import _dtensor, _fsdp, _model, _modules, _state, _step, _units
+from ._buffers import Buffers
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
@@ -130,7 +131,6 @@ class FsdpEngine:
                 f"FSDP cannot cut parameters of no dimension ({', '.join(scalars)}): give them one "
                 "element and one dimension, or choose ddp"
             )
-        self.buffers = sorted(_state.named_state(self.module).keys() - parameters.keys())
         units = _units.choose_units(self.module, options.wrap, options.min_unit_params)
         if plan.compile:
             for unit in units or [self.module]:
@@ -141,8 +141,8 @@ class FsdpEngine:
         self.num_replicas = world.size // (options.shard_size or world.size)
         if self.uninitialised:
             _modules.materialise(self.module, self.home)
-        if options.sync_buffers and world.size > 1 and self.buffers:
-            self.module.register_forward_pre_hook(self._sync_buffers)
+        self.buffers = Buffers(self.module, world, options.sync_buffers)
+        self.buffers.take_before_forward(self.module)
         self.optimizer = _model.build_optimizer(recipe, self.module)
         by_parts = options.optimizer_step == "parts" or (
             options.optimizer_step == "auto" and _dtensor.steps_parts(self.optimizer)
@@ -199,15 +199,12 @@ class FsdpEngine:
     def shards(self) -> Iterator[Piece]:
         self._initialise()
         self._let_go()
-        weights = _state.named_state(self.module)
-        optimizer = _state.optimizer_tensors(self.module, self.optimizer)
-        # ranks may differ in a buffer, and rank 0's is the one that counts
-        for name in self.buffers if self.world.rank == 0 else ():
-            yield Piece("weights", name, weights[name], tuple(weights[name].shape))
+        yield from self.buffers.own_pieces()
+        yield from _state.buffer_pieces(self.module, self.world.rank)
         yield from _dtensor.pieces(
             {
-                "weights": {k: v for k, v in weights.items() if k not in self.buffers},
-                "optimizer": optimizer,
+                "weights": _state.named_parameters(self.module),
+                "optimizer": _state.optimizer_tensors(self.module, self.optimizer),
                 "state": _state.scale_tensors(self.loss_scale),
             },
             self.world.rank,
@@ -227,6 +224,7 @@ class FsdpEngine:
         for name, tensor in _state.scale_tensors(self.loss_scale).items():
             if name in stored:
                 tensor.copy_(reader.read("state", name))
+        self.buffers.restore_own(reader)
         self.uninitialised = False
 
     @contextmanager
@@ -240,8 +238,9 @@ class FsdpEngine:
             if wanted is None or name in wanted:
                 data = _dtensor.whole(parameter, self.world.device)
                 full[parameter] = nn.Parameter(data, parameter.requires_grad)
-        own_hooks = ("torch.distributed.fsdp", __name__)
+        own_hooks = ("torch.distributed.fsdp", Buffers.__module__)
         with (
+            self.buffers.of_rank_0(),
             _modules.replaced(self.module, full),
             _modules.unwrapped(self.module, _fsdp.mixed_in(), own_hooks),
         ):
@@ -274,11 +273,6 @@ class FsdpEngine:
                 "modules reset_parameters(), resume from a checkpoint, or set backend.meta=false"
             )
         self.uninitialised = False
-
-    def _sync_buffers(self, module: nn.Module, args: Any) -> None:
-        with self._named("taking over the buffers of rank 0"):
-            for name in self.buffers:
-                dist.broadcast(module.get_buffer(name), src=0)
 
     def _named(
         self, call: str, inside: AbstractContextManager[Any] = _model.NO_CONTEXT

@@ -182,6 +182,7 @@ class XlaEngine:
         self.tied = _model.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         _xla.move(self.module, placement)
+        _xla.count_variances_as_torch(self.module)
         for pattern in plan.activation_checkpointing:
             _model.recompute_activations(self.module, pattern, _xla.recompute)
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]

@@ -452,7 +452,11 @@ class Engine(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Call this one. `train()` and `eval()` reach the user's own module."""
+        """Call this one. `train()` and `eval()` reach the user's own module.
+
+        Each forward, in training and in evaluation, begins with rank 0's buffers on all ranks,
+        whatever each has made of them (law 6), unless an option of the driver says otherwise.
+        """
         ...
 
     @property
@@ -499,8 +503,9 @@ class Engine(Protocol):
 
     def shards(self) -> Iterator[Piece]:
         """The pieces that this rank writes; over all ranks they cover each tensor exactly once.
-        Weights: parameters (each tied group once) and persistent buffers. Optimizer: every tensor
-        or number of the optimizer's state, at least float32. State: the loss scaler, if any.
+        Weights: parameters (each tied group once) and persistent buffers: rank 0's, written by it.
+        Optimizer: every tensor or number of the optimizer's state, at least float32. State: the
+        loss scaler, if any.
         """
         ...
 
@@ -513,7 +518,7 @@ class Engine(Protocol):
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         """Gives the user's own module. While it is open, the named parameters (all by default) are
-        whole and readable on every rank, and with all of them the module can be called on one
-        rank alone; writing to them is not supported.
+        whole and readable on every rank, its buffers are rank 0's, and with all parameters the
+        module can be called on one rank alone; writing to them is not supported.
         """
         ...

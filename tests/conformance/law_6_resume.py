@@ -57,6 +57,14 @@ def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: An
 
 
 @check()
+def resumed_run_of_three_ranks_is_bit_exact(subject: Subject) -> None:
+    """The sum of three numbers depends on their order, that of two does not. With buffers that
+    each rank fills from its own samples, and an evaluation that reads them."""
+    wide = subject.at(3) if subject.can("multi_process") else subject
+    resumed_run_is_bit_exact(wide, (3,), problem="normalised", evaluate=[11])
+
+
+@check()
 def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
     """What was fetched ahead of the checkpoint is fetched again."""
     resumed_run_is_bit_exact(subject, (4,), workers=2)
@@ -175,8 +183,8 @@ def record(
     problem: str = "dropout",
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A run to the end that saves after each step; `ids` are those of all ranks, and `state` is
-    the content of its last checkpoint."""
+    """A run to the end that saves after each step; `ids` are those of all ranks, `shown` the
+    weights and buffers on each, and `state` is the content of its last checkpoint."""
     ranks = subject.run(
         run,
         problem=problem,
@@ -189,6 +197,7 @@ def record(
     return {
         **ranks[0],
         "ids": [sorted({index for ids in step for index in ids}) for step in steps],
+        "shown": [rank["weights"] for rank in ranks],
         "state": read_all(CheckpointReader(ranks[0]["checkpoint"])),
     }
 
@@ -205,6 +214,10 @@ def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) 
         require_same(f"logged {', '.join(figures)}", *logs)
         for kind in KINDS:
             require_same_bits(kind, resumed["state"][kind], straight["state"][kind])
+        metrics = [[told["metrics"] for told in run["evaluated"]] for run in (resumed, straight)]
+        require_same("metrics", *metrics)
+        for number, shown in enumerate(zip(resumed["shown"], straight["shown"], strict=True)):
+            require_same_bits(f"weights and buffers shown on rank {number}", *shown)
     except LawBroken as broken:
         return str(broken)
     return None

@@ -19,7 +19,7 @@ __all__ = ["Trained", "evaluate", "outputs", "train"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it: one loss and norm an update, and the weights at the end."""
+    """What came of it: one loss and norm an update, and weights and buffers at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -61,7 +61,7 @@ def train(
             parameters["lr"] = rate
         updater.step()
         updater.zero_grad()
-    return Trained(losses, norms, {name: p.detach() for name, p in model.named_parameters()})
+    return Trained(losses, norms, {name: t.detach() for name, t in named(model)})
 
 
 @one_thread()
@@ -87,9 +87,14 @@ def outputs(problem: str, weights: Mapping[str, Tensor], size: int) -> Tensor:
 def load(problem: str, weights: Mapping[str, Tensor]) -> nn.Module:
     model = PROBLEMS[problem].model().double()
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in named(model):
             tensor.copy_(weights[name])
     return model
+
+
+def named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def batch_of(problem: str, group: Sequence[int]) -> Sample:

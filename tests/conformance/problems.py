@@ -253,6 +253,28 @@ class Dropout(nn.Module):
         return y
 
 
+# --- normalisation: buffers that are made of what a rank has seen -----------------------------
+
+
+class Normalised(nn.Module):
+    """Regression with batch normalisation; its layers are registered in another order than they are
+    used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3 * WIDTH, 3)
+        self.layers = nn.ModuleList(nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(3))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(3))
+        self.first = nn.Conv1d(2, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.view(-1, 2, 3))  # one sample has a variance, too
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            hidden = hidden + layer(norm(hidden)).tanh()
+        y: Tensor = self.head(hidden.flatten(1))
+        return y
+
+
 PROBLEMS: dict[str, Problem] = {
     "regression": Problem(regression_model, regression_sample, squared_error),
     "language": Problem(
@@ -260,4 +282,5 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "classification": Problem(classification_model, classification_sample, classification_measure),
     "dropout": Problem(Dropout, regression_sample, squared_error),
+    "normalised": Problem(Normalised, regression_sample, squared_error),
 }

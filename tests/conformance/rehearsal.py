@@ -76,7 +76,7 @@ class Rehearsal:
         """The length of the difference, of each tensor, relative to that of the tensor."""
         final = self.state("final")["weights"]
         for name, expected in self.expected.weights.items():
-            deviation = float((final[name].double() - expected).norm() / expected.norm())
+            deviation = float((final[name].double() - expected).norm() / expected.double().norm())
             require(
                 deviation <= relative,
                 f"{name} deviates by {deviation:.2g} of its length, allowed {relative:.2g}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.conformance.law_6_resume import WeightsAlone
 from drivetrain.kernel.contract import Batch, Capabilities, Outcome, Piece, Plan, Reader, Recipe
@@ -345,6 +347,44 @@ class BuffersForgotten(WrappedEngine):
             buffer.copy_(value)
 
 
+class BuffersDrift(WrappedEngine):
+    """Each rank goes on with its own."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        inner.module._forward_pre_hooks.clear()
+
+
+class BuffersOfTheLastRank(WrappedEngine):
+    """Dealt over ranks as weights are, which are equal."""
+
+    def shards(self) -> Iterator[Piece]:
+        buffers, world = dict(self.inner.own.named_buffers()), self.inner.world
+        yield from (piece for piece in self.inner.shards() if piece.name not in buffers)
+        for name, buffer in buffers.items() if world.rank == world.size - 1 else ():
+            yield Piece("weights", name, buffer, tuple(buffer.shape))
+
+
+class OtherMomentum(WrappedEngine):
+    """A library's own layer, which takes more of each batch into its running statistics."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        for part in inner.own.modules():
+            if isinstance(part, nn.BatchNorm1d):
+                part.momentum = 0.2
+
+
+class FirstStepInAnotherOrder(WrappedEngine):
+    """The library arranges what ranks add up anew, by what it saw in its first step."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        del inner.module
+        gc.collect()  # it leaves its hooks behind until then
+        inner.module = DistributedDataParallel(inner.own, gradient_as_bucket_view=True)
+
+
 class WrittenTwice(WrappedEngine):
     """Every rank writes everything."""
 
@@ -416,6 +456,7 @@ NORM = "2_norm-norm_is_that_of_one_process"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
 SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
 RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
+BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
 NO_FAULTS: dict[str, Fault] = {
     "none": Fault(""),
@@ -447,6 +488,10 @@ FAULTS: dict[str, Fault] = {
     "moments dropped": Fault(RESUMED, MomentsDropped),
     "moments rounded": Fault(RESUMED, MomentsRounded),
     "buffers forgotten": Fault(RESUMED, BuffersForgotten),
+    "buffers drift": Fault(BUFFERS, BuffersDrift),
+    "buffers of the last rank": Fault(BUFFERS, BuffersOfTheLastRank),
+    "other momentum": Fault("6_buffers-one_process_normalises", OtherMomentum),
+    "first step in another order": Fault("6_resume-resumed_run_of_three", FirstStepInAnotherOrder),
     "untied": Fault("6_resume-tied_weights_stay_tied", Untied),
     "own part counted": Fault("6_resume-whole_weights", OwnPartCounted),
     "written twice": Fault("6_resume-whole_weights", WrittenTwice),

@@ -1,0 +1,102 @@
+"""Law 6, buffers. Rank 0's are the model's: each forward on any rank begins with them, in training
+and in evaluation, and they are what is saved and shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .bench import Bench
+from .cases import check
+from .jobs import accumulate, deal, microbatches, optimizer_called
+from .judge import require, require_same_bits
+from .problems import PROBLEMS, Normalised
+from .rehearsal import rehearse
+from .state import assemble, pieces
+from .subject import Subject
+
+
+@check(micro_batch=(None, 2))
+def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int | None) -> None:
+    """Each rank has seen other samples. Those that rank 0's last forward in training left are saved
+    once, and shown on every rank."""
+    ranks = subject.run(watch, micro_batch=micro_batch)
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        for turn, (seen, expected) in enumerate(zip(rank["seen"], first["seen"], strict=True)):
+            what = f"buffers that forward {turn} begins with on rank {number}, beside rank 0"
+            require_same_bits(what, seen, expected)
+        require_same_bits(f"buffers in full_params on rank {number}", rank["shown"], first["left"])
+    saved = assemble([rank["state"] for rank in ranks])["weights"]
+    saved = {name: saved[name] for name in first["left"]}
+    require_same_bits("buffers that are saved, beside those of rank 0", saved, first["left"])
+    moved = [not torch.equal(first["left"][name], first["seen"][0][name]) for name in saved]
+    require(all(moved), "training has left buffers as they were")
+
+
+@check()
+def one_process_normalises_as_plain_torch(subject: Subject) -> None:
+    """Means, variances and counts are those of the samples of each batch."""
+    one = subject.at(1)
+    seen = rehearse(one, "normalised", optimizer="SGD", steps=9, rates=[0.005] * 9)
+    seen.require_losses(2e-6)
+    seen.require_weights(2e-6)
+
+
+class Watched(Normalised):
+    """It notes its buffers when a forward begins, and when one in training ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor]] = []
+        self.left: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(copied_buffers(self))
+        y = super().forward(x)
+        if self.training:
+            self.left = copied_buffers(self)
+        return y
+
+
+def copied_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
+
+
+def watch(bench: Bench, *, micro_batch: int | None) -> dict[str, Any]:
+    """A job: two updates, two batches of evaluation, and an update."""
+    made: list[Watched] = []
+
+    def model() -> nn.Module:
+        made.append(Watched())
+        return made[-1]
+
+    problem = replace(PROBLEMS["normalised"], model=model)
+    with bench.open() as session:
+        engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))
+        feeder, feeders = session.world.feeder_index, session.world.num_feeders
+        groups = [
+            range(start, start + 4 * feeders) for start in range(0, 20 * feeders, 4 * feeders)
+        ]
+        dealt = [deal(group, feeder, feeders, micro_batch) for group in groups]
+        batches = session.feed(microbatches("normalised", dealt))
+        for turn, parts in enumerate(dealt):
+            training = turn in (0, 1, 4)
+            engine.module.train(training)
+            if not training:
+                with torch.no_grad(), engine.autocast():
+                    for _ in parts:
+                        engine.module(next(batches)["x"])
+                continue
+            accumulate(session, engine, problem, batches, [True] * len(parts), [1.0] * len(parts))
+            for group in engine.param_groups:
+                group["lr"] = 0.005
+            engine.update()
+        with engine.full_params() as module:
+            shown = copied_buffers(module)
+        own = made[-1]
+        return {"seen": own.seen, "left": own.left, "shown": shown, "state": pieces(engine)}
