@@ -20,6 +20,7 @@ from typing import cast
 
 from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
+from ..kernel.parent import LAUNCHER
 from .failure import FINISHED, OUTCOMES, PREEMPTED, RESTARTS, say
 
 __all__ = ["Launch", "adopt_slurm", "check_ranks", "is_launched", "launched_as", "run_ranks"]
@@ -149,7 +150,7 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
 
     command = _torchrun(launch, arguments)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
-        os.environ[OUTCOMES] = folder
+        os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
         if launch.may_restart:
             os.environ[RESTARTS] = "1"
             # a store for each start of the ranks: what the last ones left in theirs misleads
@@ -173,6 +174,7 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
             return _told(folder, 0, 128 + int(error.sigval), launch.nproc)
         finally:
             os.environ.pop(OUTCOMES, None)
+            os.environ.pop(LAUNCHER, None)
             os.environ.pop(RESTARTS, None)
 
 

@@ -19,6 +19,7 @@ from ..kernel.contract import Driver
 from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
 from ..kernel.events import Warned
 from ..kernel.loop import Result, fit
+from ..kernel.parent import end_with_launcher
 from ..kernel.registry import usable_driver
 from .choices import refuse_early, resolve
 from .deadline import Deadline, parse_duration, set_deadline
@@ -75,6 +76,7 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.stop_after is not None:
         set_deadline(parse_duration(request.stop_after), os.environ)
     adopt_slurm(os.environ)
+    end_with_launcher()
     request.launch.check()
     job = _fill_gaps(request)
     if rank() == 0:

@@ -7,6 +7,7 @@ their shares of it in accelerate's way (see `sharding`).
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from torch.utils.data import (
     RandomSampler,
     Sampler,
     SequentialSampler,
+    get_worker_info,
 )
 
+from ..kernel.parent import end_with_parent
 from .columns import RemoveColumnsCollator, is_arrow_dataset, without_unused_columns
 from .dealing import RankStream
 from .inspection import accepted_columns
@@ -50,7 +53,10 @@ def order_seed(args: Any) -> int:
 
 
 def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
-    """Seed Python, NumPy and torch in a loader's worker, differently on each worker and rank."""
+    """Seed Python, NumPy and torch in a loader's worker, differently on each worker and rank. It
+    ends with the process that trains."""
+    if get_worker_info() is not None:
+        end_with_parent(f"data worker {worker_id}: the process that trains", os.getppid())
     set_seed((num_workers * rank + torch.initial_seed()) % 2**32)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import Driver, Engine, Plan, Recipe, Session, World
+from ..kernel.parent import end_with_launcher
 from ..kernel.registry import usable_driver
 from .arguments.backend import chosen, planned
 
@@ -83,6 +84,7 @@ class Place:
 
     def meet(self, plan: Plan) -> Session:
         """A session under that plan. The process group of the first one serves all."""
+        end_with_launcher()
         if self._session is None or not _same(plan, self._plan):
             self._session = self._open.enter_context(self.driver.open(plan))
             self._plan = plan

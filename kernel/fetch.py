@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import random
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from .contract import Batch
 from .errors import DataFailed, DrivetrainError, WorkerFailed
 from .order import mix
+from .parent import end_with_parent
 from .trace import last_line, user_frames
 
 __all__ = [
@@ -244,7 +246,7 @@ def _receive(
         multiprocessing_context=start_method,
         # Unless it is given one, it draws from the process's own generator.
         generator=torch.Generator(),
-        worker_init_fn=_tell_where_it_dies,
+        worker_init_fn=_begin_worker,
     )
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
@@ -275,9 +277,10 @@ def _receive(
         iterator._shutdown_workers()
 
 
-def _tell_where_it_dies(worker: int) -> None:
-    """A worker that a signal kills prints its stacks: torch's own handler says no more than that
-    there was one."""
+def _begin_worker(worker: int) -> None:
+    """A worker ends with the process that trains, whatever it is doing. One that a signal kills
+    prints its stacks: torch's own handler says no more than that there was one."""
+    end_with_parent(f"data worker {worker}: the process that trains", os.getppid())
     faulthandler.disable()  # a fork takes it over as enabled, though torch's handler replaced it
     with suppress(AttributeError, OSError, ValueError):  # stderr may be no file
         faulthandler.enable()

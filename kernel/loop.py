@@ -16,6 +16,7 @@ from .contract import Recipe
 from .events import Observer
 from .lock import RunLock
 from .memory import with_remembered
+from .parent import end_with_launcher
 from .parts import check_recipe
 from .registry import refuse_unpromised, usable_driver
 from .requests import Requests
@@ -51,6 +52,7 @@ def fit(
     settings = settings or Settings()
     if recipe.optimizer is None:
         settings.optimizer.factory()  # raises
+    end_with_launcher()
     driver = usable_driver(backend)
     options = override(driver.options_type(), backend_options or {}, "backend.")
     requests, folder = Requests(), None if out is None else place(out)

@@ -109,3 +109,47 @@ def test_a_second_one_to_the_launcher_stops_all(drive: Drive, recipe: Path, tmp_
     for left in tmp_path.glob("pid-*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(left.name.removeprefix("pid-")), 0)
+
+
+NAP = """
+import os, time
+def nap(index):
+    if os.path.exists("asleep") and index % 2 == 0:
+        open(f"pid-{os.getpid()}-worker", "w").close()
+        time.sleep(600)
+"""
+
+
+def test_a_launcher_that_is_killed_takes_its_ranks_along(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    """And their data workers, one of which is asleep in the data set. A restart goes on at once."""
+    head = "def __getitem__(self, index):\n"
+    text = recipe.read_text().replace(head, f"{head}        nap(index)\n")
+    recipe.write_text(f"{text}{NAP}")
+    (tmp_path / "asleep").touch()
+
+    def kill(process: BaseProcess) -> None:
+        while len(list(tmp_path.glob("pid-*"))) < 2 or len(children(process.pid)) < 2:
+            assert process.is_alive()
+            time.sleep(0.05)
+        pids.extend(children(process.pid))
+        process.kill()
+
+    pids: list[int] = []
+    words = ["--out=run", "--nproc=2", "--backend=ddp", "--resume=auto", "--set=data.workers=2"]
+    drive("train", recipe, *words, meanwhile=kill)
+    pids += [int(path.name.split("-")[1]) for path in tmp_path.glob("pid-*")]
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]:
+        assert time.monotonic() < deadline, f"{alive} live on"
+        time.sleep(0.1)
+    (tmp_path / "asleep").unlink()
+    assert drive("train", recipe, *words).code == 0
+
+
+def children(process: int | None) -> list[int]:
+    found: list[int] = []
+    for listed in Path(f"/proc/{process}/task").glob("*/children"):
+        found += map(int, listed.read_text().split())
+    return found
