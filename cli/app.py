@@ -178,15 +178,14 @@ def backends(json: AsJson = False, debug: Debug = False) -> None:
     from .failure import told
 
     with told(debug=debug):
-        from rich.console import Console
-
         from .backends import backend_records, show_backends
+        from .tables import open_console
 
         records = backend_records()
         if json:
             _print_json(records)
         else:
-            show_backends(records, Console())
+            show_backends(records, open_console())
 
 
 @app.command(
@@ -212,17 +211,16 @@ def explain(
     from .failure import told
 
     with told(debug=debug):
-        from rich.console import Console
-
         from .choices import parse_pairs
         from .explain import explain, show_explanation
+        from .tables import open_console
 
         names = None if every else [backend]
         records = explain(recipe, names, parse_pairs(set_ or (), {}), nproc)
         if json:
             _print_json(records)
         else:
-            show_explanation(records, Console())
+            show_explanation(records, open_console())
 
 
 checkpoint = typer.Typer(
@@ -239,16 +237,15 @@ def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) ->
     from .failure import told
 
     with told(debug=debug):
-        from rich.console import Console
-
         from ..kernel.checkpoint import place
         from .checkpoints import inspect, locate, show
+        from .tables import open_console
 
         record = inspect(locate(place(path)))
         if json:
             _print_json(record)
         else:
-            show(record, Console())
+            show(record, open_console())
 
 
 @checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from ..kernel.contract import Plan
 from ..kernel.errors import DrivetrainError
 from ..kernel.registry import find_driver, known_backends
+from .tables import table
 
 __all__ = ["backend_records", "show_backends"]
 
@@ -36,33 +37,31 @@ def backend_records() -> list[Record]:
 
 def show_backends(records: list[Record], console: Console) -> None:
     """A table for people."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("backend", "here", "runs on, or why not", "devices", "can"):
-        table.add_column(title, overflow="fold")
+    shown = table("backend", "here", "runs on, or why not; what it can")
     for record in records:
         usable = record["usable"]
-        why = [record["reason"]]
-        if versions := record.get("versions"):
-            why.append(", ".join(f"{name} {version}" for name, version in versions.items()))
-        if record.get("install") and not usable:
-            why.append(f"[bold]{_plain(record['install'])}[/]")
-        table.add_row(
-            f"[bold]{record['name']}[/]",
+        shown.add_row(
+            f"[bold]{escape(record['name'])}[/]",
             "[green]yes[/]" if usable else "[red]no[/]",
-            "\n".join([_plain(why[0]), *why[1:]]),
-            ", ".join(record.get("devices", ())),
-            ", ".join(_abilities(record.get("capabilities", {}))),
+            "\n".join(_about(record)),
         )
-    console.print(table)
+    console.print(shown)
+
+
+def _about(record: Record) -> Iterator[str]:
+    """Lines of markup: why, on what, what for."""
+    yield escape(record["reason"])
+    if record.get("install") and not record["usable"]:
+        yield f"[bold]{escape(record['install'])}[/]"
+    if versions := record.get("versions"):
+        yield escape(", ".join(f"{name} {version}" for name, version in versions.items()))
+    if devices := record.get("devices"):
+        yield escape(f"devices: {', '.join(devices)}")
+    if abilities := _abilities(record.get("capabilities", {})):
+        yield f"[dim]can: {escape(', '.join(abilities))}[/]"
 
 
 def _abilities(capabilities: Record) -> list[str]:
     """The names of what is true, and the precisions."""
     words = list(capabilities.get("precisions", ()))
     return words + [name.replace("_", " ") for name, able in capabilities.items() if able is True]
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

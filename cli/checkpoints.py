@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from ..kernel.checkpoint import (
     CheckpointReader,
@@ -19,6 +17,7 @@ from ..kernel.checkpoint import (
 )
 from ..kernel.contract import Kind
 from ..kernel.errors import CheckpointNotFound
+from .tables import table
 
 __all__ = ["inspect", "locate", "show", "verify"]
 
@@ -73,13 +72,11 @@ def show(record: Mapping[str, Any], console: Console) -> None:
         f"{size}",
         highlight=False,
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("weights", "dtype", "shape", "elements"):
-        table.add_column(title, overflow="fold", justify="right" if title == "elements" else "left")
+    shown = table("weights", "dtype", "shape", "elements", figures=("elements",))
     for name, info in record["tensors"]["weights"].items():
         shape = " x ".join(map(str, info["shape"])) or "scalar"
-        table.add_row(name, info["dtype"], shape, f"{math.prod(info['shape']):,}")
-    console.print(table)
+        shown.add_row(name, info["dtype"], shape, f"{math.prod(info['shape']):,}")
+    console.print(shown)
     for group in record["tied"]:
         console.print(f"one parameter: {', '.join(group)}", highlight=False)
     counts = ", ".join(f"{len(record['tensors'][kind])} {kind}" for kind in KINDS)

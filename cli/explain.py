@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 from torch import Tensor, nn
 
 from ..kernel.contract import Batch, Driver, Layout, Recipe
@@ -24,6 +23,7 @@ from ..kernel.settings import OptimizerSettings, Settings
 from ..kernel.stream import StreamLoader
 from .choices import resolve
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
+from .tables import table
 
 __all__ = ["activation_bytes", "explain", "show_explanation", "state_bytes"]
 
@@ -184,19 +184,8 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
     """A table of the values for one backend, and one of the layouts, side by side."""
     if len(records) == 1:
         _show_values(records[0], console)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in (
-        "backend",
-        "weights",
-        "grads",
-        "optimizer",
-        "at times",
-        "activ.",
-        "total",
-        "of",
-        "fits",
-    ):
-        table.add_column(title, justify="left" if title == "backend" else "right", no_wrap=True)
+    sizes = ("weights", "grads", "optim.", "at times", "activ.", "total", "of", "fits")
+    shown = table("backend", *sizes, figures=sizes)
     remarks = []
     for record in records:
         name = record["backend"]
@@ -204,36 +193,34 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
             remarks.append(f"{name}: {record['refused']}")
             continue
         layout = record["layout"]
-        sizes = [
+        parts = [
             _size(layout[f"{part}_bytes"])
             for part in ("parameter", "gradient", "optimizer", "transient", "activation", "total")
         ]
         fits = {True: "yes", False: "NO", None: "?"}[record["fits"]]
         memory = _size(record["memory_bytes"]) if record["memory_bytes"] else "?"
-        table.add_row(name, *sizes, memory, fits)
+        shown.add_row(name, *parts, memory, fits)
         remarks += [f"{name}: {note}" for note in layout["notes"]]
         if layout["units"]:
             remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
         if not record["usable"]:
             remarks.append(f"{name}: not usable here: {record['reason']}")
     console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
-    console.print(table)
+    console.print(shown)
     for remark in remarks:
-        console.print(remark, highlight=False, markup=False)
+        console.print(remark, markup=False)
 
 
 def _show_values(record: Record, console: Console) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("setting", "value", "from"):
-        table.add_column(title, overflow="fold")
+    shown = table("setting", "value", "from")
     for key, entry in record["settings"].items():
-        table.add_row(key, str(entry["value"]), entry["source"])
-    console.print(table)
+        shown.add_row(key, escape(str(entry["value"])), entry["source"])
+    console.print(shown)
 
 
 def _size(num_bytes: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:  # what is more is rounded to 1000
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.3g} TB"

@@ -68,6 +68,8 @@ def told(*, debug: bool = False) -> Iterator[None]:
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if isinstance(error, (typer.Exit, typer.Abort)):
             raise
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            raise  # nobody reads what is printed, as with `| head`
         code = _exit_code(error)
         message = _message(error)
         if debug:

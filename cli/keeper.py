@@ -19,6 +19,7 @@ from ..kernel.checkpoint import Place
 from .choices import Resolved
 from .failure import say
 from .folder import CONFIG, METRICS, REPORT, SAMPLE, copy_records, records_folder
+from .program import program
 from .records import Record, history, plain
 from .report import Outcome, render
 from .run_files import RunFiles
@@ -36,7 +37,7 @@ def configuration(
     """What `config.json` holds: enough to repeat the run, and to resume it without a recipe."""
     return {
         "name": name,
-        "command": [shlex.quote(word) for word in ("drivetrain", *sys.argv[1:])],
+        "command": [shlex.quote(word) for word in (*program(), *sys.argv[1:])],
         "recipe": None if recipe is None else str(recipe.resolve()),
         "given": plain(given),
         "settings": {

@@ -22,6 +22,7 @@ from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
 from ..kernel.parent import LAUNCHER
 from .failure import FINISHED, OUTCOMES, PREEMPTED, RESTARTS, say
+from .program import pass_on
 
 __all__ = ["Launch", "adopt_slurm", "check_ranks", "is_launched", "launched_as", "run_ranks"]
 
@@ -151,6 +152,7 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
     command = _torchrun(launch, arguments)
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
+        pass_on()
         if launch.may_restart:
             os.environ[RESTARTS] = "1"
             # a store for each start of the ranks: what the last ones left in theirs misleads

@@ -75,7 +75,8 @@ class LiveProgress:
         )
         line = describe(record)
         if line is not None:
-            self.console.print(line, style=style, markup=False, highlight=False)
+            # not folded by us: what is copied from it, a command, is one line
+            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 def _figures(record: Record) -> str:

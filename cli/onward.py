@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +10,7 @@ from ..kernel.checkpoint import Place
 from ..kernel.contract import Driver, Plan
 from ..kernel.errors import DrivetrainError
 from ..kernel.registry import find_driver, known_backends
+from .program import program
 
 __all__ = ["onward"]
 
@@ -28,13 +27,7 @@ def onward(folder: Place, started: Mapping[str, Any], reason: str) -> str:
         words += ["--nproc", str(ranks)]
     if reason == "finished" and total is not None:
         words += ["--steps", str(total + max(1, total // 5))]
-    return shlex.join([*_program(), "train", *words])
-
-
-def _program() -> list[str]:
-    if shutil.which("drivetrain") is not None:
-        return ["drivetrain"]
-    return [sys.executable, "-m", str(__package__)]
+    return shlex.join([*program(), "train", *words])
 
 
 def _another(backend: str, ranks: int, global_batch: int) -> tuple[str, int] | None:

@@ -69,7 +69,7 @@ def _table(training: str, found: Sequence[Crossing]) -> str:
         return ""
     names = dict.fromkeys(each.writer for each in found)
     by_pair = {(each.writer, each.reader): each for each in found}
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    head = "".join(f"<th><span>{html.escape(name)}</span></th>" for name in names)
     bound = LOSS_BOUNDS[TRAININGS[training].get("precision", "fp32")]
     rows = "".join(
         f"<tr><th>{html.escape(writer)}</th>"
@@ -79,19 +79,19 @@ def _table(training: str, found: Sequence[Crossing]) -> str:
     )
     return (
         f"<h2>{html.escape(training)}</h2><p>Allowed: {bound:.1g}</p>"
-        f"<div class=scroll><table><tr><th>saved by \\ resumed by</th>{head}</tr>{rows}"
-        "</table></div>"
+        f"<table><tr class=readers><th>saved by \\ resumed by</th>{head}</tr>{rows}</table>"
     )
 
 
 def _cell(each: Crossing, bound: float) -> str:
+    reader = f'data-reader="{html.escape(each.reader)}"'
     if each.error:
-        return f'<td class=broken title="{html.escape(each.error)}">broken</td>'
+        return f'<td class=broken {reader} title="{html.escape(each.error)}">broken</td>'
     if each.refused:
-        return f'<td class=refused title="{html.escape(each.refused)}">refused</td>'
+        return f'<td class=refused {reader} title="{html.escape(each.refused)}">refused</td>'
     # on a logarithmic scale of four decades below the bound, which is full colour
     heat = 1 + math.log10(each.ten_losses / bound) / 4 if each.ten_losses else 0.0
-    return f'<td style="--heat:{max(0.0, heat):.2f}">{each.ten_losses:.0e}</td>'
+    return f'<td {reader} style="--heat:{max(0.0, heat):.2f}">{each.ten_losses:.0e}</td>'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

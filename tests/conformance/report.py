@@ -71,7 +71,7 @@ def page(runs: list[Run], others: Sequence[str] = ()) -> str:
     head = "".join(f"<th>{html.escape(run.title)}</th>" for run in runs)
     body = "".join(
         f"<tr><th>{law_cell(law, statement)}</th>"
-        + "".join(f"<td>{cell(run, law)}</td>" for run in runs)
+        + "".join(f'<td data-run="{html.escape(run.title)}">{cell(run, law)}</td>' for run in runs)
         + "</tr>"
         for law, statement in laws.items()
     )

@@ -1,0 +1,50 @@
+"""The command that a run tells begins as the one that started it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from drivetrain.cli import program
+
+TELL = "import json; from drivetrain.cli.program import program; print(json.dumps(program()))"
+
+
+def test_started_by_uv(tmp_path: Path) -> None:
+    child = [sys.executable, "-c", TELL, "train", "my recipe.py"]
+    parent = f"import subprocess; subprocess.run({child!r}, check=True)"
+    told = subprocess.run(
+        ["/some/where/uv", "-c", parent, "train", "my recipe.py"],
+        executable=sys.executable,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(told.stdout) == ["uv", "-c", parent]
+
+
+def test_started_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = Path(program.__file__).with_name("__main__.py")
+    monkeypatch.setattr(sys, "argv", [str(main), "train"])
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "drivetrain.cli", "train"])
+    assert program.program() == ["python3", "-m", "drivetrain.cli"]
+
+
+def test_started_as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "a b" / "drivetrain"
+    script.parent.mkdir()
+    shutil.copy(sys.executable, script)
+    monkeypatch.setattr(sys, "argv", [str(script), "train"])
+    assert program.program() == [str(script)]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert program.program() == ["drivetrain"]
+
+
+def test_ranks_tell_what_their_launcher_was_started_as(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRIVETRAIN_PROGRAM", "uv run 'my env' drivetrain")
+    assert program.program() == ["uv", "run", "my env", "drivetrain"]

@@ -1,0 +1,47 @@
+"""The committed pages are what the templates make of the committed figures, and need no width."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from drivetrain.conformance.crossing import Crossing
+from drivetrain.conformance.matrix import write_page
+from drivetrain.conformance.report import write_report
+
+FOLDER = Path(__file__).parents[2] / "docs" / "conformance"
+
+
+def test_the_page_of_laws_is_that_of_the_figures(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    write_report(tmp_path, [])
+    assert (tmp_path / "index.html").read_text() == (FOLDER / "index.html").read_text()
+
+
+def test_the_matrix_is_that_of_the_figures(tmp_path: Path) -> None:
+    numbers = [field.name for field in dataclasses.fields(Crossing) if field.type == "float"]
+    with (FOLDER / "matrix.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = [Crossing(**{**row, **{key: float(row[key]) for key in numbers}}) for row in rows]
+    write_page(tmp_path, found)
+    assert (tmp_path / "matrix.html").read_text() == (FOLDER / "matrix.html").read_text()
+
+
+@pytest.mark.parametrize(("page", "column"), [("index", "data-run"), ("matrix", "data-reader")])
+def test_on_a_narrow_screen_each_cell_names_its_column(page: str, column: str) -> None:
+    text = (FOLDER / f"{page}.html").read_text()
+    assert text.count("<td") == text.count(f'{column}="') > 50
+    assert f"attr({column})" in text
+    assert "overflow-x" not in text  # nothing scrolls sideways
+
+
+def test_all_figures_are_on_the_page() -> None:
+    text = (FOLDER / "index.html").read_text()
+    for path in FOLDER.glob("*.json"):
+        for result in json.loads(path.read_text())["results"][:3]:
+            assert f"{result['seconds']:.2f} s" in text
