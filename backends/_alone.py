@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..kernel import random_state
 from ..kernel.contract import Batch, Engine, Plan, Recipe, World
-from . import _rng
 
 
 class Alone:
@@ -37,7 +37,7 @@ class HostSession(Alone):
         self.world = World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
 
     def seed(self, value: int) -> None:
-        _rng.seed_all(value)
+        random_state.seed_all(value)
 
     def prepare(self, recipe: Recipe) -> Engine:
         return self._build(recipe, self.plan, self.world)
@@ -46,10 +46,10 @@ class HostSession(Alone):
         return batches
 
     def rng_state(self) -> dict[str, Tensor]:
-        return _rng.rng_state(self.world.device)
+        return random_state.rng_state(self.world.device)
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        _rng.set_rng_state(self.world.device, state)
+        random_state.set_rng_state(self.world.device, state)
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -221,10 +222,11 @@ def _stand_ins(
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raises `CapabilityRefused` for an optimizer to which the shape of a parameter matters.
+    """Raises `CapabilityRefused` for an optimizer to which more than each element matters.
 
-    ZeRO gives it stretches of flat tensors, so an Adafactor would silently become another
-    algorithm. It is tried on a matrix and on the same numbers as two stretches.
+    ZeRO gives that of each rank a stretch of a flat tensor, so an Adafactor, or one that sums over
+    all parameters as Prodigy does, would silently become another algorithm. It is tried on a matrix
+    and, twice, on stretches of the same numbers.
     """
     if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
         raise CapabilityRefused(
@@ -232,9 +234,11 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
             "deepspeed",
             "DeepSpeed makes it anew with the settings of one; put all parameters into one group",
         )
-    reason = "it updates a matrix differently from the same numbers in a row"
+    reason = "it updates a matrix differently from the same numbers in parts, each by itself"
+    numbers = torch.linspace(-1.0, 2.0, 24)
     try:
-        whole, cut = (_tried(optimizer, device, shapes) for shapes in ([(4, 6)], [(10,), (14,)]))
+        whole = _tried(optimizer, device, numbers.reshape(4, 6))
+        cut = torch.cat([_tried(optimizer, device, part) for part in (numbers[:10], numbers[10:])])
         same = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         same, reason = False, f"it fails on flat tensors ({error})"
@@ -247,25 +251,41 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
         )
 
 
-def _tried(
-    optimizer: torch.optim.Optimizer, device: torch.device, shapes: Sequence[tuple[int, ...]]
-) -> Tensor:
-    """24 numbers, cut into parameters of these shapes, after two updates."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-
-    def cut(numbers: Tensor) -> list[Tensor]:
-        parts = torch.split(numbers.to(device), sizes)
-        return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
-
-    parameters = [nn.Parameter(part) for part in cut(torch.linspace(-1.0, 2.0, 24))]
-    twin = object.__new__(type(optimizer))
-    settings = {**optimizer.param_groups[0], "lr": 0.1, "params": parameters}
-    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[settings])
+def _tried(optimizer: torch.optim.Optimizer, device: torch.device, numbers: Tensor) -> Tensor:
+    """These numbers after two updates, with gradients that follow from them."""
+    parameter = nn.Parameter(numbers.to(device, copy=True))
+    twin = _twin(optimizer, [parameter])
     for turn in (1.0, 2.0):
-        for parameter, grad in zip(parameters, cut(torch.linspace(turn, -3.0, 24)), strict=True):
-            parameter.grad = grad
+        parameter.grad = (numbers * -turn + turn).to(device)
         twin.step()
-    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    return parameter.detach().reshape(-1)
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """One of the same kind, with the settings of its first group, that has not stepped."""
+    twin = object.__new__(type(optimizer))
+    given = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    settings = {**copy.deepcopy(given), "lr": 0.1, "params": parameters}
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[settings])
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
+
+
+def refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `CapabilityRefused` for an optimizer that counts its steps in its groups, where ZeRO
+    makes many of one: all groups are there in each."""
+    twin = _twin(optimizer, [])
+    before = {**twin.param_groups[0]}
+    twin.step()
+    if changed := [key for key, value in twin.param_groups[0].items() if value != before.get(key)]:
+        raise CapabilityRefused(
+            f"the optimizer {type(optimizer).__name__}",
+            "deepspeed",
+            f"it counts {', '.join(changed)} in its groups, and stage 3 calls it once for each "
+            "group of weights. Take one group, backend.stage=2, or the backend fsdp or ddp",
+        )
 
 
 def refuse_stale_locks() -> None:
@@ -314,6 +334,7 @@ __all__ = [
     "import_deepspeed",
     "model",
     "optimizer",
+    "refuse_if_it_counts_steps",
     "refuse_stale_locks",
     "refuse_unless_elementwise",
 ]

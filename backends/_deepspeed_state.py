@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..kernel.contract import Flat, Piece, Reader
 from ..kernel.errors import CheckpointMismatch
+from ..kernel.optimizer_state import GROUP, GroupNumbers, check, copied, flat, nested
 from . import _state
 
 
@@ -72,6 +73,12 @@ def trained(zero: Any) -> set[int]:
     """The ids of the parameters that have masters."""
     groups = zero.bit16_groups if hasattr(zero, "bit16_groups") else zero.fp16_groups
     return {id(parameter) for group in groups for parameter in group}
+
+
+def num_calls(zero: Any) -> int:
+    """How often a group of the optimizer takes part in one step: at stage 3 in the update of each
+    part of the weights."""
+    return 1 if hasattr(zero, "bit16_groups") else len(zero.fp16_groups)
 
 
 def partitions(zero: Any, module: nn.Module) -> list[Partition]:
@@ -150,74 +157,138 @@ def pieces(
     module: nn.Module,
     zero: Any,
     trained: frozenset[str],
+    counted: Mapping[str, Tensor],
     loss_scale: Mapping[str, Tensor],
     rank: int,
     size: int,
 ) -> Iterator[Piece]:
-    """What this rank writes; weights are the masters."""
+    """What this rank writes; weights are the masters. `counted`: in the optimizer's groups."""
     parts = partitions(zero, module)
     for part in parts:
         with _in_memory(zero, part.index) as for_a_while:
             for found in _of_masters(part, zero.optimizer.state.get(part.master, {})):
                 yield replace(found, tensor=found.tensor.clone()) if for_a_while else found
     whole, ranges = _apart(module, parts, trained)
-    for piece, flat in ranges:
-        yield Piece("weights", piece.name, piece.of(flat), piece.shape, piece.region)
+    for piece, part_of_it in ranges:
+        yield Piece("weights", piece.name, piece.of(part_of_it), piece.shape, piece.region)
     yield from _state.buffer_pieces(module, rank)
     buffers = _state.named_buffers(module)
     frozen = {name: tensor for name, tensor in whole.items() if name not in buffers}
-    yield from _state.dealt_pieces({"weights": frozen, "state": loss_scale}, rank, size)
+    yield from _state.dealt_pieces(
+        {"weights": frozen, "optimizer": counted, "state": loss_scale}, rank, size
+    )
 
 
 def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:
     """The weights and the optimizer's state of one group."""
+    entries = dict(state)
+    if "step" in entries:
+        # DeepSpeed's own count in ints
+        entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32)
+    stored = [found for key, value in entries.items() for found in flat(key, value)]
     for piece in part.slices:
         yield Piece("weights", piece.name, piece.of(part.master), piece.shape, piece.region)
-        for key, value in state.items():
-            if key == "step":
-                value = torch.as_tensor(value, dtype=torch.float32)  # DeepSpeed's own count in ints
-            if isinstance(value, Tensor) and value.dim():
-                name = f"{piece.name}/{key}"
-                flat = piece.of(value)
-                narrow = flat.is_floating_point() and flat.element_size() < 4
-                flat = flat.float() if narrow else flat
-                yield Piece("optimizer", name, flat, piece.shape, piece.region)
-            elif piece.start == 0 and (entry := _state.stored_entry(key, value)) is not None:
-                yield Piece("optimizer", f"{piece.name}/{entry[0]}", entry[1], ())
+        for key, tensor in stored:
+            name = f"{piece.name}/{key}"
+            if tensor.dim():
+                yield Piece("optimizer", name, piece.of(tensor), piece.shape, piece.region)
+            elif piece.start == 0:
+                yield Piece("optimizer", name, tensor, ())
+
+
+def built_state(zero: Any, module: nn.Module) -> dict[int, dict[str, Any]]:
+    """What the optimizer keeps of each group before its first update; nothing, mostly."""
+    state = zero.optimizer.state
+    kept = {p.index: copied(dict(state.get(p.master, {}))) for p in partitions(zero, module)}
+    return {index: entries for index, entries in kept.items() if entries}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a checkpoint holds for one partition."""
+
+    elements: dict[str, torch.dtype] = field(default_factory=dict)
+    """The keys with a value an element."""
+    numbers: dict[str, Tensor] = field(default_factory=dict)
+    """Those with one value for all, read already."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What was read of a checkpoint before anything is changed."""
+
+    parts: list[tuple[Partition, _Plan]]
+    counted: list[dict[str, Any]]
+    """In the optimizer's groups."""
+    stored: Mapping[str, Mapping[str, str]]
+
+
+def plan_restore(reader: Reader, module: nn.Module, zero: Any, numbers: GroupNumbers) -> Planned:
+    """Raises `CheckpointMismatch` or `CheckpointDamaged`, maybe on this rank alone: of the state it
+    reads what is this rank's."""
+    dtypes = {name: tensor.dtype for name, tensor in _state.named_state(module).items()}
+    _state.check_same_model(reader, shapes(module), dtypes)
+    check(reader, zero.optimizer, numbers.names, shapes(module))
+    stored = _stored_state(reader)
+    parts = [(part, _plan(part, stored, reader)) for part in partitions(zero, module)]
+    return Planned(parts, numbers.read(reader), stored)
 
 
 @torch.no_grad()
-def restore(reader: Reader, module: nn.Module, zero: Any, trained: frozenset[str]) -> None:
+def restore(
+    reader: Reader,
+    module: nn.Module,
+    zero: Any,
+    planned: Planned,
+    trained: frozenset[str],
+    built: Mapping[int, Mapping[str, Any]],
+) -> None:
     """Masters, moments, and what has no master, from any checkpoint; `publish` must follow.
 
-    Reads this rank's ranges only. Raises `CheckpointMismatch` before anything is changed.
+    Reads this rank's ranges only. `built`: from `built_state`.
     """
-    dtypes = {name: tensor.dtype for name, tensor in _state.named_state(module).items()}
-    _state.check_same_model(reader, shapes(module), dtypes)
-    parts = partitions(zero, module)
-    stored = _stored_state(reader, shapes(module))
-    planned = [_plan(part, stored, reader, zero.optimizer) for part in parts]
-    for part, (entries, numbers) in zip(parts, planned, strict=True):
+    stored = planned.stored
+    for part, plan in planned.parts:
         with _in_memory(zero, part.index):
             for piece in part.slices:
                 piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
-            state = zero.optimizer.state[part.master] if entries or numbers else {}
-            for key, dtype in entries.items():
-                if key not in state:
-                    dtype = part.master.dtype if dtype.is_floating_point else dtype
-                    state[key] = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
-                for piece in part.slices:
-                    name = f"{piece.name}/{key}"
-                    if key in stored.get(piece.name, ()):
-                        piece.of(state[key]).copy_(reader.read("optimizer", name, piece.region))
-                    else:  # that parameter was never updated
-                        piece.of(state[key]).zero_()
-            state.update(numbers)
-    whole, ranges = _apart(module, parts, trained)
-    for piece, flat in ranges:
-        piece.of(flat).copy_(reader.read("weights", piece.name, piece.region))
+            state = zero.optimizer.state[part.master]
+            filled = {
+                key: _filled(state.get(key), key, dtype, part, stored, reader)
+                for key, dtype in plan.elements.items()
+            }
+            entries = nested({**filled, **plan.numbers}, "") or copied(built.get(part.index, {}))
+            if plan.numbers and "step" in entries:
+                entries["step"] = _count(zero.optimizer, part, entries["step"])
+            state.clear()
+            state.update(entries)
+    whole, ranges = _apart(module, [part for part, _ in planned.parts], trained)
+    for piece, part_of_it in ranges:
+        piece.of(part_of_it).copy_(reader.read("weights", piece.name, piece.region))
     for name, tensor in whole.items():
         tensor.copy_(reader.read("weights", name))
+
+
+def _filled(
+    present: Any,
+    key: str,
+    dtype: torch.dtype,
+    part: Partition,
+    stored: Mapping[str, Mapping[str, str]],
+    reader: Reader,
+) -> Tensor:
+    """A tensor laid out as the master, the one that is there if there is one, with what is stored
+    of each parameter; zeros for those that were never updated."""
+    tensor: Tensor = present
+    if not isinstance(present, Tensor) or not present.dim():
+        dtype = part.master.dtype if dtype.is_floating_point else dtype
+        tensor = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
+    for piece in part.slices:
+        if name := stored.get(piece.name, {}).get(key):
+            piece.of(tensor).copy_(reader.read("optimizer", name, piece.region))
+        else:
+            piece.of(tensor).zero_()
+    return tensor
 
 
 def publish(zero: Any) -> None:
@@ -232,58 +303,48 @@ def publish(zero: Any) -> None:
                 zero._reassign_or_swap_out_partitioned_parameters(i)
 
 
-def _stored_state(
-    reader: Reader, known: Mapping[str, tuple[int, ...]]
-) -> dict[str, dict[str, str]]:
+def _stored_state(reader: Reader) -> dict[str, dict[str, str]]:
     """Parameter -> key of its state -> name in the checkpoint."""
     stored: dict[str, dict[str, str]] = {}
     for name in reader.names("optimizer"):
         parameter, _, key = name.rpartition("/")
-        if parameter not in known:
-            raise CheckpointMismatch(
-                f"the checkpoint holds optimizer state {key!r} of {parameter!r}, which is no "
-                "parameter of this model"
-            )
-        stored.setdefault(parameter, {})[key] = name
+        if not key.startswith(GROUP):
+            stored.setdefault(parameter, {})[key] = name
     return stored
 
 
-def _plan(
-    part: Partition,
-    stored: Mapping[str, Mapping[str, str]],
-    reader: Reader,
-    optimizer: torch.optim.Optimizer,
-) -> tuple[dict[str, torch.dtype], dict[str, Tensor | float]]:
-    """The keys with a value an element, and those with one value for all, read already."""
-    entries: dict[str, torch.dtype] = {}
-    numbers: dict[str, Tensor | float] = {}
+def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Reader) -> _Plan:
+    plan = _Plan()
     for piece in part.slices:
         for key, name in stored.get(piece.name, {}).items():
             info = reader.info("optimizer", name)
             if info.shape == piece.shape and (piece.shape or not _is_number(key)):
-                entries[key] = info.dtype
+                plan.elements[key] = info.dtype
                 continue
             if info.shape:
                 raise CheckpointMismatch(
                     f"the optimizer state {name!r} has shape {info.shape}, its parameter "
                     f"{piece.shape}: it was written by an optimizer that does not update each "
                     "element by itself, which ZeRO cannot continue. Use the optimizer settings of "
-                    "that run with cpu, ddp or fsdp, or start this optimizer anew"
+                    "that run with cpu, ddp or fsdp, or start this one anew with "
+                    "resume.optimizer=fresh"
                 )
-            key, value = _state.loaded_entry(key, reader.read("optimizer", name))
-            if key == "step":
-                value = _count(optimizer, part, value)
-            if key in numbers and bool(numbers[key] != value):
+            value = reader.read("optimizer", name)
+            if not key.endswith((":list", ":tuple")):
+                nested({key: value}, f"{piece.name}/")  # raises unless it is a number
+            if bool(plan.numbers.setdefault(key, value) != value):
                 raise CheckpointMismatch(
                     f"the optimizer state {name!r} is {float(value)}, that of another parameter "
-                    f"{float(numbers[key])}: ZeRO keeps one number for all parameters of a group. "
-                    "Give parameters that were trained for different times groups of their own"
+                    f"{float(plan.numbers[key])}: ZeRO keeps one number for all parameters of a "
+                    "group. Give parameters that were trained for different times groups of their "
+                    "own"
                 )
-            numbers[key] = value
-    return entries, numbers
+    where = f"{part.slices[0].name}/" if part.slices else ""
+    nested({**dict.fromkeys(plan.elements, torch.zeros(())), **plan.numbers}, where)  # may raise
+    return plan
 
 
-def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Tensor | float) -> Tensor | int:
+def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Any) -> Tensor | int:
     """A number of steps as that optimizer keeps it: torch's in a tensor, DeepSpeed's in an int."""
     if not type(optimizer).__module__.startswith("torch."):
         return int(step)

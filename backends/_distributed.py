@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from ..kernel import errors, random_state
 from ..kernel.contract import Batch, Engine, Plan, Probe, Recipe, World
-from ..kernel.errors import BackendUnavailable, CollectiveFailed
-from . import _board, _feeding, _forks, _memory, _model, _rng, _watch
+from ..kernel.errors import BackendUnavailable, CheckpointError, CollectiveFailed
+from . import _board, _feeding, _forks, _memory, _model, _watch
 
 
 @contextmanager
@@ -186,6 +187,33 @@ def _missing_ranks(rank: int) -> list[int]:
         return []  # the store's own process is gone
 
 
+@contextmanager
+def refusing_together(rank: int, size: int) -> Iterator[None]:
+    """Around what reads a checkpoint: an error of one rank's part is raised on all of them, so that
+    none goes on alone. Before anything is changed, since what others have read is dropped."""
+    refusal: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        refusal = error
+    with naming_collectives("agreeing that the checkpoint can be read", rank, patient=True):
+        first = keep_for_a_while(torch.tensor([size if refusal is None else rank]))
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) == size:
+            return
+        told = json.dumps([type(refusal).__name__, str(refusal)]).encode()
+        length = keep_for_a_while(torch.tensor([len(told)]))
+        dist.broadcast(length, src=int(first))
+        text = torch.zeros(int(length), dtype=torch.uint8)
+        if int(first) == rank:
+            text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        dist.broadcast(keep_for_a_while(text), src=int(first))
+    if refusal is not None:
+        raise refusal
+    name, message = json.loads(bytes(text.tolist()))
+    raise getattr(errors, name)(f"rank {int(first)}: {message}")
+
+
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
@@ -253,7 +281,7 @@ class ProcessGroupSession:
         self._board_opened = False
 
     def seed(self, value: int) -> None:
-        _rng.seed_all(value)
+        random_state.seed_all(value)
 
     def prepare(self, recipe: Recipe) -> Engine:
         with naming_collectives("preparing the model", self.world.rank, patient=True):
@@ -314,10 +342,10 @@ class ProcessGroupSession:
         return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def rng_state(self) -> dict[str, Tensor]:
-        return _rng.rng_state(self._device)
+        return random_state.rng_state(self._device)
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        _rng.set_rng_state(self._device, state)
+        random_state.set_rng_state(self._device, state)
 
     def _named(self, call: str, patient: bool = False) -> AbstractContextManager[None]:
         return _naming(call, self.world.rank, patient)

@@ -5,8 +5,8 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ ELEMENTWISE = frozenset(
 """Optimizers to which a tensor's elements are nothing but numbers: they may step a part of it.
 torch's Rprop is not here: up to 2.8 at least it cannot write to a `DTensor` by index.
 """
+BY_TENSOR = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "Rprop", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
+"""Optimizers that take each tensor by itself, and keep nothing but what belongs to one."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose fused kernels take `DTensor`s."""
 
@@ -33,6 +39,11 @@ def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it updates `DTensor`s rightly, each rank its part."""
     kind = type(optimizer)
     return kind in ELEMENTWISE and (kind in FUSED or not optimizer.defaults.get("fused"))
+
+
+def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may update one whole tensor after another."""
+    return type(optimizer) in ELEMENTWISE | BY_TENSOR
 
 
 def is_cut(tensor: Tensor) -> bool:
@@ -159,52 +170,81 @@ def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor
 
 
 class WholeStep:
-    """Steps an optimizer to which a tensor is more than its elements, one whole tensor at a time.
+    """Steps an optimizer to which a tensor is more than its elements, on whole tensors.
 
-    Adafactor's row and column moments (torch's own refuses cut tensors, or is silently wrong on
-    them: 2.8) and Muon's orthogonal momentum need all of a matrix. Every rank gathers a weight,
-    its gradient and its state, makes the same update, and keeps its part: an update costs the
-    traffic of a gather of each, and the memory of one tensor. State of another shape than the
-    weight's stays whole. For optimizers that keep their state by parameter, as torch's do.
+    Every rank gathers weights, gradients and state, makes the same update, and keeps its part.
+    `apart`: one tensor at a time, for which an update costs the traffic of a gather of each and the
+    memory of one; for optimizers that keep nothing but what belongs to one parameter. All others
+    get one `step()`, and the memory of the whole model for as long. State of another shape than the
+    parameter's is whole on every rank in between.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        self.optimizer, self.device = optimizer, device
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, apart: bool = False
+    ) -> None:
+        self.optimizer, self.device, self.apart = optimizer, device, apart
 
     def step(self) -> None:
         """As the optimizer's own."""
         groups = self.optimizer.param_groups
+        all_of_it = [(group, group["params"]) for group in groups]
+        turns = [all_of_it]
+        if self.apart:
+            turns = [[(g, [p])] for g, ps in all_of_it for p in ps if p.grad is not None]
         try:
-            for group in groups:
-                self.optimizer.param_groups = [group]
-                parameters = group["params"]
-                try:
-                    for parameter in parameters:
-                        if parameter.grad is not None:
-                            self._step_one(group, parameter)
-                finally:
-                    group["params"] = parameters
+            for turn in turns:
+                self._step(turn)
         finally:
             self.optimizer.param_groups = groups
+            for group, parameters in all_of_it:
+                group["params"] = parameters
 
-    def _step_one(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def _step(self, turn: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
+        """One `step()` on these parameters of these groups."""
+        states = self.optimizer.state
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        for group, parameters in turn:
+            for parameter in parameters:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    stand_ins[parameter] = self._stand_in(parameter)
+            group["params"] = [stand_ins.get(p, p) for p in parameters]
+        self.optimizer.param_groups = [group for group, _ in turn]
+        self.optimizer.step()
+        for parameter, stand_in in stand_ins.items():
+            with torch.no_grad():
+                own_part(parameter).copy_(take_own(stand_in.detach(), cast(Any, parameter)))
+            if stand_in in states:
+                state = states.pop(stand_in)
+                states[parameter] = {k: _own(value, parameter) for k, value in state.items()}
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The whole of it, with its gradient, and its state in the optimizer."""
         assert isinstance(parameter, DTensor) and parameter.grad is not None
         states, home = self.optimizer.state, parameter.to_local().device
         stand_in = nn.Parameter(whole(parameter, self.device).to(home))
         stand_in.grad = whole(parameter.grad, self.device).to(home)
         if parameter in states:
-            states[stand_in] = {
-                key: whole(value, self.device).to(home) if isinstance(value, DTensor) else value
-                for key, value in states.pop(parameter).items()
-            }
-        group["params"] = [stand_in]
-        self.optimizer.step()
-        with torch.no_grad():
-            own_part(parameter).copy_(take_own(stand_in.detach(), parameter))
-        if stand_in in states:
-            states[parameter] = {
-                key: cut_like(parameter, take_own(value, parameter))
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
-                else value
-                for key, value in states.pop(stand_in).items()
-            }
+            state = states.pop(parameter)
+            states[stand_in] = {k: _gathered(v, self.device, home) for k, v in state.items()}
+        return stand_in
+
+
+def _gathered(value: Any, device: torch.device, home: torch.device) -> Any:
+    """An entry of a state with all tensors whole."""
+    if isinstance(value, DTensor):
+        return whole(value, device).to(home)
+    if isinstance(value, (list, tuple)):
+        items = [_gathered(item, device, home) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _own(value: Any, parameter: Any) -> Any:
+    """An entry of a state, tensors of the parameter's shape cut as it is."""
+    if isinstance(value, Tensor):
+        alike = value.shape == parameter.shape and value.dim()
+        return cut_like(parameter, take_own(value, parameter)) if alike else value
+    if isinstance(value, (list, tuple)):
+        items = [_own(item, parameter) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

@@ -41,10 +41,12 @@ class FsdpOptions:
     memory; `params` is for models with layers that refuse weights of another dtype than their
     input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
     normalisation layers do."""
-    optimizer_step: Literal["auto", "parts", "whole"] = "auto"
+    optimizer_step: Literal["auto", "parts", "tensors", "whole"] = "auto"
     """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
-    alike. `whole`: tensors are gathered one by one, for all others. `auto`: `parts` for torch's
-    own elementwise optimizers."""
+    alike. `tensors`: they are gathered one by one; right for those that treat tensors alike and
+    keep nothing that all share. `whole`: all at once, in the memory of the whole model, its
+    gradients and state; right for all. `auto`: the first that is right for torch's own optimizers,
+    `whole`, with a warning, for others."""
     meta: bool = False
     """No rank ever holds the whole model. False: every rank builds it in host memory, with the
     recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is

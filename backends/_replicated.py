@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..kernel.contract import Outcome, Piece, Plan, Reader, Recipe, World
 from ..kernel.errors import RecipeError
+from ..kernel.optimizer_state import OptimizerState
 from ..kernel.ranges import check_range
 from . import _model, _state, _step
 from ._buffers import Buffers
@@ -70,6 +71,7 @@ class DdpEngine:
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = [p for p in self.own.parameters() if p.requires_grad]
         self.optimizer = _model.build_optimizer(recipe, self.own)
+        self.state = OptimizerState(self.optimizer, self.own)
         self._autocast = _model.autocast(plan, world.device)
         self.loss_scale = _step.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
@@ -111,11 +113,11 @@ class DdpEngine:
     def shards(self) -> Iterator[Piece]:
         yield from self.buffers.own_pieces()
         yield from _state.replicated_pieces(
-            self.own, self.optimizer, self.loss_scale, self.world.rank, self.world.size
+            self.own, self.state, self.loss_scale, self.world.rank, self.world.size
         )
 
     def restore(self, reader: Reader) -> None:
-        _state.restore_replicated(reader, self.own, self.optimizer, self.loss_scale)
+        _state.restore_replicated(reader, self.own, self.state, self.loss_scale)
         self.buffers.restore_own(reader)
 
     @contextmanager

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..kernel.contract import Kind, Piece, Reader
-from ..kernel.errors import CheckpointMismatch
+from ..kernel.errors import CheckpointDamaged, CheckpointMismatch
+from ..kernel.optimizer_state import OptimizerState
 from ._step import LossScale
-
-_NUMBERS: dict[str, type[int] | type[float]] = {":int": int, ":float": float}
 
 
 def named_state(module: nn.Module) -> dict[str, Tensor]:
@@ -31,37 +30,6 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach() for name, b in module.named_buffers() if name in persistent}
 
 
-def optimizer_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as `<fqn>/<state>`; plain numbers become 0-d tensors that are marked
-    in the name, tensors of less than 32 bits become float32.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in module.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if (entry := stored_entry(key, value)) is not None:
-                tensors[f"{name}/{entry[0]}"] = entry[1]
-    return tensors
-
-
-def stored_entry(key: str, value: Any) -> tuple[str, Tensor] | None:
-    """One entry of an optimizer's state as stored; None for what is neither tensor nor number."""
-    if isinstance(value, Tensor):
-        narrow = value.is_floating_point() and value.element_size() < 4
-        return key, value.detach().float() if narrow else value.detach()
-    if isinstance(value, (int, float)):
-        mark = ":int" if isinstance(value, int) else ":float"
-        return key + mark, torch.tensor(value, dtype=torch.float64)
-    return None
-
-
-def loaded_entry(key: str, tensor: Tensor) -> tuple[str, Tensor | float]:
-    """What `stored_entry` was given, from what it returned."""
-    for mark, number in _NUMBERS.items():
-        if key.endswith(mark):
-            return key.removesuffix(mark), number(tensor.item())
-    return key, tensor
-
-
 def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
     """The loss scaler's state by name; none without a scaler."""
     if loss_scale is None:
@@ -71,7 +39,7 @@ def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
 
 def replicated_pieces(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: OptimizerState,
     loss_scale: LossScale | None,
     rank: int,
     size: int,
@@ -81,7 +49,7 @@ def replicated_pieces(
     yield from dealt_pieces(
         {
             "weights": named_parameters(module),
-            "optimizer": optimizer_tensors(module, optimizer),
+            "optimizer": optimizer.tensors(),
             "state": scale_tensors(loss_scale),
         },
         rank,
@@ -162,22 +130,40 @@ def _is_of_floats(dtype: torch.dtype) -> bool:
 def restore_replicated(
     reader: Reader,
     module: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: OptimizerState,
     loss_scale: LossScale | None,
 ) -> None:
     """Whole weights, optimizer state and loss scale from any driver's checkpoint."""
     tensors = named_state(module)
     check_same_model(reader, *shapes_and_dtypes(tensors))
-    state = read_optimizer_state(reader, module)
+    state, scale = optimizer.read(reader), read_scale(reader, loss_scale)
+    optimizer.load(state)
     with torch.no_grad():
         for name, tensor in tensors.items():
             load_weights(reader, name, tensor)
-    if state:
-        load_optimizer_state(optimizer, state)
-    stored = reader.names("state")
+    load_scale(scale, loss_scale)
+
+
+def read_scale(reader: Reader, loss_scale: LossScale | None) -> dict[str, Tensor]:
+    """The stored state of the loss scaler; none where it has none, or this run has no scaler."""
+    stored = set(reader.names("state"))
+    return {name: read_number(reader, name) for name in scale_tensors(loss_scale) if name in stored}
+
+
+def read_number(reader: Reader, name: str) -> Tensor:
+    """One of the loss scaler's. Raises `CheckpointDamaged` when it is none that it can have."""
+    tensor = reader.read("state", name)
+    if tensor.dim() or not 0 <= float(tensor) < math.inf or (name == "loss_scale" and not tensor):
+        shown = f"of shape {tuple(tensor.shape)}" if tensor.dim() else f"{float(tensor)}"
+        raise CheckpointDamaged(f"state {name!r} is {shown} in the checkpoint")
+    return tensor
+
+
+def load_scale(stored: Mapping[str, Tensor], loss_scale: LossScale | None) -> None:
+    """Give the scaler what `read_scale` returned."""
     for name, tensor in scale_tensors(loss_scale).items():
         if name in stored:
-            tensor.copy_(reader.read("state", name))
+            tensor.copy_(stored[name])
 
 
 def load_weights(reader: Reader, name: str, tensor: Tensor) -> None:
@@ -187,40 +173,3 @@ def load_weights(reader: Reader, name: str, tensor: Tensor) -> None:
         reader.read("weights", name, out=tensor)
     else:
         tensor.copy_(reader.read("weights", name))
-
-
-def read_optimizer_state(
-    reader: Reader,
-    module: nn.Module,
-    read: Callable[[Reader, str, nn.Parameter], Tensor] | None = None,
-) -> dict[nn.Parameter, dict[str, Tensor | float]]:
-    """Parameter -> state name -> tensor or number. `read(reader, name, parameter)` reads what
-    this rank needs of an entry; by default all of it. Raises `CheckpointMismatch` when the
-    checkpoint holds state of parameters that the module does not have.
-    """
-    parameters = dict(module.named_parameters())
-    state: dict[nn.Parameter, dict[str, Tensor | float]] = {}
-    for name in reader.names("optimizer"):
-        fqn, _, key = name.rpartition("/")
-        if fqn not in parameters:
-            raise CheckpointMismatch(
-                f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
-                "of this model"
-            )
-        tensor = read(reader, name, parameters[fqn]) if read else reader.read("optimizer", name)
-        key, value = loaded_entry(key, tensor)
-        state.setdefault(parameters[fqn], {})[key] = value
-    return state
-
-
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[nn.Parameter, Mapping[str, Tensor | float]],
-) -> None:
-    """Hand the state over through the optimizer's own `load_state_dict`, which places and casts
-    each entry as that optimizer wants it. The hyper-parameters stay those of the recipe.
-    """
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    packed = optimizer.state_dict()
-    packed["state"] = {i: dict(state[p]) for i, p in enumerate(order) if p in state}
-    optimizer.load_state_dict(packed)

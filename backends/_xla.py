@@ -267,7 +267,7 @@ class Held:
 
     The new values are recorded, and then the choice between them and the old ones, which the
     compiler makes part of the same loop over each tensor. What the optimizer keeps on the host (a
-    count of steps) is put back when the answer is fetched.
+    count of steps), or in its groups, is put back when the answer is fetched.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
@@ -285,6 +285,14 @@ class Held:
             }
             for parameter, entries in optimizer.state.items()
         }
+        self._groups = [
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key not in ("params", "lr")
+            }
+            for group in optimizer.param_groups
+        ]
         self._answer: bool | None = None
 
     @torch.no_grad()
@@ -307,5 +315,7 @@ class Held:
             if not self._answer:
                 self.optimizer.state.clear()
                 self.optimizer.state.update(self._before)
-            self._before = {}
+                for group, before in zip(self.optimizer.param_groups, self._groups, strict=True):
+                    group.update(before)
+            self._before, self._groups = {}, []
         return self._answer

@@ -24,6 +24,7 @@ from ..kernel.contract import (
     Recipe,
     World,
 )
+from ..kernel.optimizer_state import OptimizerState
 from ..kernel.ranges import check_range, most_at_once
 from . import _memory, _model, _state, _step
 from ._alone import HostSession, threads_of_one_operation
@@ -89,6 +90,7 @@ class CpuEngine:
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = _model.build_optimizer(recipe, self.module)
+        self.state = OptimizerState(self.optimizer, self.module)
         self.autocast = _model.autocast(plan, world.device)
         self.loss_scale = _step.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
@@ -114,10 +116,10 @@ class CpuEngine:
         )
 
     def shards(self) -> Iterator[Piece]:
-        return _state.replicated_pieces(self.module, self.optimizer, self.loss_scale, 0, 1)
+        return _state.replicated_pieces(self.module, self.state, self.loss_scale, 0, 1)
 
     def restore(self, reader: Reader) -> None:
-        _state.restore_replicated(reader, self.module, self.optimizer, self.loss_scale)
+        _state.restore_replicated(reader, self.module, self.state, self.loss_scale)
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

@@ -32,6 +32,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import BackendUnavailable
+from ..kernel.optimizer_state import GroupNumbers
 from . import _deepspeed_build, _deepspeed_config, _deepspeed_state, _memory, _model, _state, _step
 from ._buffers import Buffers
 from ._distributed import (
@@ -42,6 +43,7 @@ from ._distributed import (
     num_launched,
     probe_devices,
     process_group,
+    refusing_together,
 )
 
 __all__ = ["driver"]
@@ -150,6 +152,8 @@ class ZeroEngine:
         bucket = _deepspeed_config.bucket_elements(config, self.num_parameters)
         config["zero_optimization"]["reduce_bucket_size"] = bucket
         base = _deepspeed_build.optimizer(recipe, self.own)
+        of = {parameter: name for name, parameter in self.own.named_parameters()}
+        names = [[of.get(p) for p in group["params"]] for group in base.param_groups]
         own_optimizer, groups = None, None
         if section := config.pop("optimizer", None):
             config["optimizer"] = _deepspeed_config.fill_optimizer(section, base)
@@ -178,6 +182,10 @@ class ZeroEngine:
         )
         self.buffers = Buffers(self.own, world)
         self.buffers.take_before_forward(self.module)
+        self.numbers = GroupNumbers(names, self.zero.param_groups)
+        self._built_state = _deepspeed_state.built_state(self.zero, self.own)
+        if own_optimizer is not None and _deepspeed_state.num_calls(self.zero) > 1:
+            _deepspeed_build.refuse_if_it_counts_steps(own_optimizer)
         trained = _deepspeed_state.trained(self.zero)
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
@@ -236,19 +244,24 @@ class ZeroEngine:
         return Outcome(norm.to(self.world.device), lambda: applied)
 
     def shards(self) -> Iterator[Piece]:
+        counted = self.numbers.tensors(self.zero.param_groups)
+        world, scale = self.world, self._scale()
         return _deepspeed_state.pieces(
-            self.own, self.zero, self._trained, self._scale(), self.world.rank, self.world.size
+            self.own, self.zero, self._trained, counted, scale, world.rank, world.size
         )
 
     def restore(self, reader: Reader) -> None:
-        _deepspeed_state.restore(reader, self.own, self.zero, self._trained)
+        scale, stored = self._scale(), set(reader.names("state"))
+        with refusing_together(self.world.rank, self.world.size):
+            planned = _deepspeed_state.plan_restore(reader, self.own, self.zero, self.numbers)
+            scale |= {name: _state.read_number(reader, name) for name in scale if name in stored}
+        _deepspeed_state.restore(
+            reader, self.own, self.zero, planned, self._trained, self._built_state
+        )
+        self.numbers.load(self.zero.param_groups, planned.counted)
         _deepspeed_state.publish(self.zero)
-        stored = set(reader.names("state"))
-        scale = self._scale()
-        for name, tensor in scale.items():
-            if name in stored:
-                tensor.copy_(reader.read("state", name))
         if self.loss_scale is not None:
+            _state.load_scale(scale, self.loss_scale)
             self.zero.external_loss_scale = float(self.loss_scale.scale)
         elif scale:
             _deepspeed_state.set_scaler(self.zero.loss_scaler, scale)

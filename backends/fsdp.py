@@ -28,6 +28,7 @@ from ..kernel.contract import (
     World,
 )
 from ..kernel.errors import RecipeError, SettingError
+from ..kernel.optimizer_state import OptimizerState
 from . import _dtensor, _fsdp, _model, _modules, _state, _step, _units
 from ._buffers import Buffers
 from ._distributed import (
@@ -38,6 +39,7 @@ from ._distributed import (
     num_launched,
     probe_devices,
     process_group,
+    refusing_together,
 )
 from ._fsdp import FsdpOptions
 
@@ -144,16 +146,29 @@ class FsdpEngine:
         self.buffers = Buffers(self.module, world, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
         self.optimizer = _model.build_optimizer(recipe, self.module)
-        by_parts = options.optimizer_step == "parts" or (
-            options.optimizer_step == "auto" and _dtensor.steps_parts(self.optimizer)
-        )
-        self.stepper = self.optimizer
-        if not by_parts:
-            stepper = _dtensor.WholeStep(self.optimizer, world.device)
-            self.stepper = cast(torch.optim.Optimizer, stepper)
+        self.state = OptimizerState(self.optimizer, self.module)
+        self.stepper = self._stepper()
         self.loss_scale = _step.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = _model.autocast(plan, world.device)
         self._last: bool | None = None
+
+    def _stepper(self) -> torch.optim.Optimizer:
+        optimizer, how = self.optimizer, self.options.optimizer_step
+        if how == "auto" and _dtensor.steps_parts(optimizer):
+            how = "parts"
+        elif how == "auto" and _dtensor.steps_tensors(optimizer):
+            how = "tensors"
+        elif how == "auto":
+            _LOG.warning(
+                "%s is not known to treat each tensor by itself: every rank gathers the whole "
+                "model, gradients and state for each update. Where it does, set "
+                "backend.optimizer_step=tensors; where each element, parts",
+                type(optimizer).__name__,
+            )
+        if how == "parts":
+            return optimizer
+        stepper = _dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
+        return cast(torch.optim.Optimizer, stepper)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -204,7 +219,7 @@ class FsdpEngine:
         yield from _dtensor.pieces(
             {
                 "weights": _state.named_parameters(self.module),
-                "optimizer": _state.optimizer_tensors(self.module, self.optimizer),
+                "optimizer": self.state.tensors(),
                 "state": _state.scale_tensors(self.loss_scale),
             },
             self.world.rank,
@@ -215,15 +230,13 @@ class FsdpEngine:
         self._let_go()
         weights = _state.named_state(self.module)
         _state.check_same_model(reader, *_state.shapes_and_dtypes(weights))
-        state = _state.read_optimizer_state(reader, self.module, _dtensor.read_optimizer_entry)
+        with refusing_together(self.world.rank, self.world.size):
+            state = self.state.read(reader, _dtensor.read_optimizer_entry)
+            scale = _state.read_scale(reader, self.loss_scale)
+        self.state.load(state)
         for name, tensor in weights.items():
             _dtensor.own_part(tensor).copy_(_dtensor.read_weight(reader, name, tensor))
-        if state:
-            _state.load_optimizer_state(self.optimizer, state)
-        stored = reader.names("state")
-        for name, tensor in _state.scale_tensors(self.loss_scale).items():
-            if name in stored:
-                tensor.copy_(reader.read("state", name))
+        _state.load_scale(scale, self.loss_scale)
         self.buffers.restore_own(reader)
         self.uninitialised = False
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from ..kernel.contract import (
     Recipe,
     World,
 )
-from ..kernel.errors import BackendUnavailable, CheckpointMismatch
+from ..kernel.errors import BackendUnavailable
+from ..kernel.optimizer_state import OptimizerState
 from ..kernel.ranges import check_range, most_at_once
 from . import _memory, _model, _state, _step
 from ._alone import HostSession, threads_of_one_operation
@@ -121,8 +122,7 @@ class IpexEngine:
         self.optimizer = _model.build_optimizer(recipe, self.module)
         # afterwards parameters and layers may be others: what the user calls them is noted here
         self._shapes = {name: t.shape for name, t in _state.named_state(self.module).items()}
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self._order = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
+        self.state = _IpexState(self.optimizer, self.module)
         self._optimize(options)
         for name in recomputed:
             if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
@@ -167,16 +167,10 @@ class IpexEngine:
 
     def shards(self) -> Iterator[Piece]:
         weights = self.module.state_dict()
-        entries = self.optimizer.state_dict()["state"]
         return _state.dealt_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
-                "optimizer": {
-                    f"{self._order[index]}/{stored[0]}": stored[1]
-                    for index, state in entries.items()
-                    for key, value in state.items()
-                    if (stored := _state.stored_entry(key, value)) is not None
-                },
+                "optimizer": self.state.tensors(),
             },
             0,
             1,
@@ -184,26 +178,25 @@ class IpexEngine:
 
     def restore(self, reader: Reader) -> None:
         _state.check_same_model(reader, self._shapes)
-        state: dict[int, dict[str, Tensor | float]] = {}
-        index_of = {name: index for index, name in enumerate(self._order)}
-        for name in reader.names("optimizer"):
-            fqn, _, key = name.rpartition("/")
-            if fqn not in index_of:
-                raise CheckpointMismatch(
-                    f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which this run does "
-                    "not train"
-                )
-            key, value = _state.loaded_entry(key, reader.read("optimizer", name))
-            state.setdefault(index_of[fqn], {})[key] = value
+        state = self.state.read(reader)
         weights = {name: reader.read("weights", name) for name in self._shapes}
         for first, *others in self.tied:
             weights |= dict.fromkeys(others, weights[first])
         self.module.load_state_dict(weights)
-        if state:
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+        self.state.load(state)
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)
+
+
+class _IpexState(OptimizerState):
+    """Made before the extension replaces parameters and lays their state out anew: `state_dict`
+    gives it as it was."""
+
+    def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        order = [name for of_group in self.names for name in of_group]
+        for index, entries in self.optimizer.state_dict()["state"].items():
+            yield index, cast(str, order[index]), entries
 
 
 driver = IpexDriver()

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernel import random_state
 from ..kernel.contract import (
     Batch,
     Capabilities,
@@ -36,9 +37,10 @@ from ..kernel.contract import (
     Recipe,
     World,
 )
-from ..kernel.errors import BackendUnavailable, DataError
+from ..kernel.errors import BackendUnavailable, CheckpointDamaged, DataError
+from ..kernel.optimizer_state import OptimizerState
 from ..kernel.ranges import check_range, most_at_once
-from . import _feeding, _forks, _memory, _model, _rng, _state, _step, _xla
+from . import _feeding, _forks, _memory, _model, _state, _step, _xla
 from ._alone import Alone
 
 __all__ = ["driver"]
@@ -134,7 +136,7 @@ class XlaSession(Alone):
     def seed(self, value: int) -> None:
         import torch_xla
 
-        _rng.seed_all(value)
+        random_state.seed_all(value)
         torch_xla.manual_seed(value)  # torch.manual_seed does not reach it
 
     def prepare(self, recipe: Recipe) -> XlaEngine:
@@ -162,14 +164,18 @@ class XlaSession(Alone):
 
         # an unsigned 64-bit number
         state = torch.tensor(xm.get_rng_state() - 2**63, dtype=torch.int64)
-        return {**_rng.rng_state(torch.device("cpu")), "xla": state}
+        return {**random_state.rng_state(torch.device("cpu")), "xla": state}
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         import torch_xla.core.xla_model as xm
 
-        _rng.set_rng_state(torch.device("cpu"), state)
-        if "xla" in state:
-            xm.set_rng_state(int(state["xla"]) + 2**63)
+        own = state.get("xla")
+        if own is not None and (own.dim() or own.dtype != torch.int64):
+            raise CheckpointDamaged(f"random state 'xla' is {own!r:.200}, which is no number")
+        of_host = {name: tensor for name, tensor in state.items() if name != "xla"}
+        random_state.set_rng_state(torch.device("cpu"), of_host)
+        if own is not None:
+            xm.set_rng_state(int(own) + 2**63)
 
 
 class XlaEngine:
@@ -190,6 +196,7 @@ class XlaEngine:
         for group in self.optimizer.param_groups:
             if group.get("fused"):
                 group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
+        self.state = OptimizerState(self.optimizer, self.module)
         self.autocast = _model.autocast(plan, placement.device)
         self._unsettled: _xla.Held | None = None
         _xla.cut_graph()
@@ -244,7 +251,7 @@ class XlaEngine:
     def shards(self) -> Iterator[Piece]:
         self._settle()
         waiting: list[Piece] = []
-        for piece in _state.replicated_pieces(self.module, self.optimizer, None, 0, 1):
+        for piece in _state.replicated_pieces(self.module, self.state, None, 0, 1):
             if piece.tensor.device != self.placement.device:
                 yield piece
             elif self.placement.is_cut(piece.tensor):
@@ -262,7 +269,7 @@ class XlaEngine:
         place, cut_dim = self.placement.put, self.placement.cut_dim
         weights = _state.named_state(self.module)
         _state.check_same_model(reader, *_state.shapes_and_dtypes(weights))
-        state = _state.read_optimizer_state(reader, self.module)
+        self.state.load(self.state.read(reader, self._read_entry))
         parameters = dict(self.module.named_parameters())
         for name, old in weights.items():
             new = reader.read("weights", name).to(old.dtype)
@@ -270,13 +277,15 @@ class XlaEngine:
                 parameters[name].data = place(new, cut_dim(new))
             else:
                 old.copy_(new)
-        for parameter, entries in state.items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
-                    entries[key] = place(value.to(parameter.dtype), cut_dim(value))
-        if state:
-            _state.load_optimizer_state(self.optimizer, state)
         _xla.cut_graph()
+
+    def _read_entry(self, reader: Reader, name: str, parameter: nn.Parameter) -> Tensor:
+        """What is of the parameter's shape is placed as it is; a large tensor is never whole on a
+        device."""
+        value = reader.read("optimizer", name)
+        if value.shape != parameter.shape or not value.dim():
+            return value
+        return self.placement.put(value.to(parameter.dtype), self.placement.cut_dim(value))
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..kernel.data import Position
 from ..kernel.errors import CheckpointDamaged, CheckpointMismatch
+from ..kernel.optimizer_state import flat
 from ..kernel.progress import Progress
 from .names import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCALER_NAME, SCHEDULER_NAME
 from .unpickling import read_pickled
@@ -90,11 +91,8 @@ def optimizer_tensors(
                     "the optimizer has parameters that are none of the model's, so their state "
                     "cannot be taken over on this driver: resume on one that keeps whole weights"
                 )
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = value
-            elif isinstance(value, int | float):
-                mark = "int" if isinstance(value, int) else "float"
-                tensors[f"{name}/{key}:{mark}"] = torch.tensor(value, dtype=torch.float64)
+            if value is not None:  # an entry of SGD without momentum
+                tensors |= {f"{name}/{stored}": tensor for stored, tensor in flat(key, value)}
     return tensors
 
 

@@ -195,7 +195,7 @@ class ResumingMixin:
             self._say_differences(reader)
             if frozen := self._frozen_names():
                 reader = Combined(reader, weights=self._weights_now(frozen))
-            training.restore(reader)
+            training.restore(reader, self.place.driver.name)
             self._say_other_length(training.progress.position, stored)
         else:
             training.progress = hf_folders.progress_at(self.state.global_step, training.data)
@@ -302,8 +302,11 @@ class ResumingMixin:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
             order = self.place.prepared.order
-            tensors = hf_folders.optimizer_tensors(saved, order)
-            self.place.engine.restore(Combined(None, self._weights_now(), tensors))
+            tensors, scaler = (
+                hf_folders.optimizer_tensors(saved, order),
+                hf_folders.read_scaler(folder),
+            )
+            self.place.engine.restore(Combined(None, self._weights_now(), tensors, scaler))
             groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
@@ -321,9 +324,13 @@ class ResumingMixin:
                         group[name] = tuple(value) if isinstance(given, tuple) else value
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
-        """Take over the loss scaler of a folder that HF Trainer wrote."""
-        scaler = {} if checkpoint is None else hf_folders.read_scaler(Path(checkpoint))
-        if scaler:
+        """Take over the loss scaler of a folder that HF Trainer wrote; with an optimizer beside it
+        that was done with that, which this would make a fresh one.
+        """
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is None or hf_folders.saved_optimizer(folder) is not None:
+            return
+        if scaler := hf_folders.read_scaler(folder):
             self.place.engine.restore(Combined(None, self._weights_now(), state=scaler))
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
@@ -332,7 +339,7 @@ class ResumingMixin:
             return
         folder, session = Path(checkpoint), self.place.session
         if (folder / MANIFEST).is_file():
-            if not load_rng(CheckpointReader(folder), session):
+            if load_rng(CheckpointReader(folder), session, self.place.driver.name):
                 _LOG.info(
                     "%s holds no random state for this rank, as after a run on another number of "
                     "ranks: random numbers will not continue where they were",

@@ -152,11 +152,23 @@ class Microstep(Protocol):
 
 @dataclass(frozen=True)
 class Precision:
-    """Where each dtype is used; `named` gives the three usual ones.
+    """Where each dtype is used; `kernel.settings.PRECISIONS` holds the three that a user may name.
 
-    `params`: what the optimizer updates. `compute`: what matrix products run in. `reduce`: what
-    gradients are summed in over ranks. `loss_scaling`: whether the loss is scaled dynamically
-    (https://arxiv.org/abs/1710.03740).
+    `params`: what the weights of the recipe's model are made in, and so what the optimizer updates
+    and a checkpoint holds. `compute`: what matrix products run in, under `Engine.autocast`; what
+    loses too much there (norms, softmax, losses) stays in `params`, as torch.autocast has it.
+    `reduce`: what gradients are summed in over ranks, at least. `loss_scaling`: whether the loss is
+    scaled dynamically (https://arxiv.org/abs/1710.03740).
+
+    ======  ============  ============  ============  ============
+    name    `params`      `reduce`      `compute`     loss scaling
+    ======  ============  ============  ============  ============
+    fp32    float32       float32       float32       no
+    bf16    float32       float32       bfloat16      no
+    fp16    float32       float32       float16       yes
+    ======  ============  ============  ============  ============
+
+    A driver may hold weights in fewer bits where its own options ask for that.
     """
 
     name: str = "fp32"
@@ -292,9 +304,11 @@ Region = Box | Flat
 class Piece:
     """A part of a tensor that one rank writes.
 
-    `name`: an FQN (weights), `<fqn>/<state>` (optimizer) or a free name (state). `tensor`: the
-    part, on any device; a box keeps its sizes, a flat range is one-dimensional. `shape`: of the
-    whole tensor. `region`: which part; None is all of it.
+    `name`: an FQN (weights), `<fqn>/<state>` (optimizer) or a free name (state; a loss scaler has
+    `loss_scale` and `loss_scale_good_steps`). `kernel.optimizer_state` says how numbers, lists and
+    what an optimizer counts in its groups are named. `tensor`: the part, on any device; a box keeps
+    its sizes, a flat range is one-dimensional. `shape`: of the whole tensor. `region`: which part;
+    None is all of it.
     """
 
     kind: Kind
@@ -381,7 +395,8 @@ class Driver(Protocol):
         ...
 
     def open(self, plan: Plan) -> AbstractContextManager[Session]:
-        """Bring the process up (process group, device) and take it down again.
+        """Bring the process up (process group, device) and take it down again. Without a launcher
+        (no WORLD_SIZE) the process is alone: one rank, also where more than one could be.
 
         Raises `BackendUnavailable` where `probe` says no.
         """
@@ -443,7 +458,9 @@ class Session(Protocol):
         ...
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        """Undo everything drawn since that `rng_state`."""
+        """Undo everything drawn since that `rng_state`. Raises `CheckpointDamaged`, naming the
+        entry that is missing, unknown or malformed, before any generator is changed.
+        """
         ...
 
 
@@ -504,15 +521,20 @@ class Engine(Protocol):
     def shards(self) -> Iterator[Piece]:
         """The pieces that this rank writes; over all ranks they cover each tensor exactly once.
         Weights: parameters (each tied group once) and persistent buffers: rank 0's, written by it.
-        Optimizer: every tensor or number of the optimizer's state, at least float32. State: the
-        loss scaler, if any.
+        Optimizer: every tensor, number and None of the optimizer's state, and lists and tuples of
+        these, tensors in at least float32; and what the optimizer itself has changed in its
+        parameter groups since it was built, but for `lr`. What it keeps besides is refused by the
+        kernel in the first update. State: the loss scaler, if any.
         """
         ...
 
     def restore(self, reader: Reader) -> None:
         """Take what this rank needs from a checkpoint of any driver at any world size. Raises
-        `CheckpointMismatch`, naming the tensors, before anything is changed. A checkpoint that
-        holds no optimizer tensors leaves the optimizer fresh.
+        `CheckpointMismatch`, naming the tensors, for one of another model or optimizer, and
+        `CheckpointDamaged`, naming it, for an entry of the optimizer's state that is missing or
+        malformed; both before anything is changed, weights, optimizer and loss scaler. A checkpoint
+        that holds no optimizer tensors clears the optimizer: it is as when it was built. Of
+        parameters that the checkpoint has no state of, it is, too.
         """
         ...
 

@@ -21,6 +21,7 @@ from .checkpoint import (
     Manifest,
     Place,
     Url,
+    WithoutOptimizer,
     storage_of,
 )
 from .contract import Driver, Engine, Plan, Recipe, Session
@@ -50,6 +51,7 @@ from .events import (
 )
 from .lock import RunLock
 from .memory import Memory, ran_out
+from .optimizer_record import OptimizerRecord
 from .planned import Planned
 from .progress import Progress, Window, stored_metrics
 from .requests import Requests
@@ -115,9 +117,11 @@ class Run:
         self.observers, self.requests, self.started = observers, requests, started
         self.aside = aside
         """Makes a folder that lasts until `fit` returns."""
-        self.recipe = dataclasses.replace(
-            recipe, optimizer=recipe.optimizer or settings.optimizer.build
+        self.own_optimizer = recipe.optimizer is not None
+        self.optimizer = OptimizerRecord(
+            recipe.optimizer or settings.optimizer.build, saved=out is not None
         )
+        self.recipe = dataclasses.replace(recipe, optimizer=self.optimizer)
         agree(session, start_conditions(driver, plan, recipe, settings))
         if lock is not None:
             ask_first(session, lambda: storage_of(lock.folder).check(lock.folder))
@@ -241,17 +245,34 @@ class Run:
     def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
         """Take over that checkpoint; what it could not give, in words."""
         reader = CheckpointReader(path)
-        state = reader.manifest.state
-        notes = self._go_on_with_data(state, str(path))
-        seeded = self.training.restore(reader)
-        self.spikes.restore(state.get("spikes"), str(path))
+        state, where = reader.manifest.state, str(path)
+        stored_metrics(state, where)  # may raise, while nothing is changed
+        reader, notes = self._take_optimizer(reader)
+        notes += self._go_on_with_data(state, where)
+        self.spikes.restore(state.get("spikes"), where)
+        unknown = self.training.restore(reader, self.driver.name)
         step = self.training.progress.step
         if self.saves is not None:
             self.saves.is_saved(step)
-        if not seeded:
-            self.session.seed(self.settings.seed + 1 + self.session.world.rank + step)
-            notes += ("no random state for this rank in the checkpoint: seeded anew",)
+        if unknown:
+            if len(unknown) == len(self.session.rng_state()):
+                self.session.seed(self.settings.seed + 1 + self.session.world.rank + step)
+            names = ", ".join(unknown)
+            notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
         return reader.manifest, notes
+
+    def _take_optimizer(self, reader: CheckpointReader) -> tuple[CheckpointReader, tuple[str, ...]]:
+        """What is read of it: all, or, where the optimizer starts anew, nothing of that; and what
+        has changed. It does so once: a run that is started again goes on."""
+        manifest, ours = reader.manifest, self.optimizer
+        stored = manifest.state.get("optimizer")
+        notes = tuple(ours.differences(stored, self.own_optimizer))
+        began_so = manifest.settings.get("resume.optimizer") == "fresh"
+        if self.settings.resume.optimizer == "keep" or (began_so and not ours.is_another(stored)):
+            ours.refuse_another(stored)
+            return reader, notes
+        note = "the optimizer starts anew (resume.optimizer=fresh)"
+        return WithoutOptimizer(reader.folder), (*notes, note)
 
     def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """The order of the begun epoch, the number of steps and the schedule; what changed."""
@@ -477,6 +498,7 @@ class Run:
             self.saves.save(self.training.progress.step, behind)
 
     def _what_to_save(self) -> dict[str, Any]:
+        self.optimizer.refuse_unsaved()
         return {
             "step": self.training.progress.step,
             "engine": self.engine,
@@ -486,6 +508,7 @@ class Run:
                 "begun": self.source.begun(self.training.progress.position),
                 "planned": self.planned.to_json(),
                 "metrics": self._metrics_now(),
+                "optimizer": self.optimizer.noted,
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
             },
             "settings": plain(self.settings),

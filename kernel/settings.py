@@ -32,6 +32,7 @@ __all__ = [
     "DataSettings",
     "EvaluateSettings",
     "OptimizerSettings",
+    "ResumeSettings",
     "ScheduleSettings",
     "Settings",
     "SpikeSettings",
@@ -163,6 +164,16 @@ class CheckpointSettings:
 
 
 @dataclass(frozen=True)
+class ResumeSettings:
+    """What is taken of a checkpoint besides weights and progress."""
+
+    optimizer: Literal["keep", "fresh"] = "keep"
+    """`keep`: the optimizer's state; what another optimizer, or other options of it, had kept is
+    refused. `fresh`: it starts anew, in a run that begins with this setting or another optimizer;
+    from then on, when that run is resumed, it is kept."""
+
+
+@dataclass(frozen=True)
 class SpikeSettings:
     """Watching for steps whose loss is far above the usual one.
 
@@ -220,6 +231,7 @@ class Settings:
     data: DataSettings = DataSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    resume: ResumeSettings = ResumeSettings()
     spikes: SpikeSettings = SpikeSettings()
 
     def __post_init__(self) -> None:

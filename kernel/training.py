@@ -101,19 +101,27 @@ class Training:
         self.settle()
         return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
 
-    def restore(self, reader: CheckpointReader) -> bool:
-        """Take over a checkpoint, whoever wrote it. False when it holds no random state for this
-        rank, and so the caller has to seed it.
+    def restore(self, reader: CheckpointReader, driver: str = "") -> list[str]:
+        """Take over a checkpoint, whoever wrote it, or raise before anything is changed. Returns
+        the names of the generators that it holds no state of, which the caller has to seed.
+        `driver`: the name of this run's.
         """
         state: Mapping[str, Any] = reader.manifest.state
         where = str(reader.folder)
         progress = Progress.from_json(state, where) if state else Progress()
-        self.engine.restore(reader)
+        window = Window(progress)
+        if stored := state.get("window"):
+            window.restore(stored, self.session, where)
+        before = self.session.rng_state()
+        unknown = load_rng(reader, self.session, driver)
+        try:
+            self.engine.restore(reader)
+        except Exception:
+            self.session.set_rng_state(before)
+            raise
         self._unsettled, self._skipped_in_a_row = None, 0
-        self.progress, self.window = progress, Window(progress)
-        if window := state.get("window"):
-            self.window.restore(window, self.session, where)
-        return load_rng(reader, self.session)
+        self.progress, self.window = progress, window
+        return unknown
 
     # --- the loop -------------------------------------------------------------------------
 

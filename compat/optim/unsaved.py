@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
+from ...kernel.optimizer_state import unsaved
 from .layerwise import LayerWiseDummyOptimizer
 
 __all__ = ["unsaved_state"]
@@ -18,11 +17,7 @@ def unsaved_state(optimizer: Any) -> list[str]:
     if isinstance(optimizer, LayerWiseDummyOptimizer):
         states = [s for each in optimizer.optimizer_dict.values() for s in each.state.values()]
         return sorted({key for state in states for key in state})
-    kept = (int, float, Tensor, type(None))
-    own = {
-        key
-        for state in optimizer.state.values()
-        for key, value in state.items()
-        if not isinstance(value, kept)
-    }
-    return sorted(own | {name for name in vars(optimizer) if name.startswith("exp_avg")})  # AdaLomo
+    own = unsaved(optimizer)
+    return sorted(
+        {*own, *(name for name in vars(optimizer) if name.startswith("exp_avg"))}
+    )  # AdaLomo

@@ -21,7 +21,7 @@ from .catalog import (
 from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .places import OpenFile, Place, Storage, Url, place, read_small, storage_of
-from .reader import CheckpointReader
+from .reader import CheckpointReader, WithoutOptimizer
 from .store import CheckpointStore, SavingBehind, load_rng, save_folder
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "SavingBehind",
     "Storage",
     "Url",
+    "WithoutOptimizer",
     "checkpoint_path",
     "checkpoints_of",
     "export_weights",

@@ -20,7 +20,7 @@ from .manifest import MANIFEST, is_altered, read_manifest
 from .places import OpenFile, Place, Url, place, storage_of
 from .safetensors import TensorFile
 
-__all__ = ["CheckpointReader"]
+__all__ = ["CheckpointReader", "WithoutOptimizer"]
 
 _BUFFER_BYTES = 16 << 20
 
@@ -201,6 +201,14 @@ class CheckpointReader:
         dim = next(dim for dim, size in enumerate(source.shape) if size > 1)
         for half, target in zip(source.chunk(2, dim), out.chunk(2, dim), strict=True):
             self._copy(file, start, half, target)
+
+
+class WithoutOptimizer(CheckpointReader):
+    """A checkpoint as if it held nothing of the optimizer."""
+
+    def names(self, kind: Kind) -> Sequence[str]:
+        """As of any, but for the optimizer's."""
+        return () if kind == "optimizer" else super().names(kind)
 
 
 def _narrow(tensor: Tensor, box: Box, within: Box) -> Tensor:

@@ -19,8 +19,11 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
 from ..contract import Engine, Piece, Session
-from ..errors import SaveFailed, SettingError, UsageError
+from ..errors import CheckpointDamaged, SaveFailed, SettingError, UsageError
 from . import catalog, files
 from .behind import remove_behind, removed, write_behind
 from .host import HostCopies
@@ -308,22 +311,34 @@ def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) ->
         raise
 
 
-def load_rng(reader: CheckpointReader, session: Session) -> bool:
-    """Give this rank the random state that it saved; generators that it did not save stay as they
-    are. False, and nothing is changed, when the checkpoint is of another world size or of a driver
-    with other generators.
+def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> list[str]:
+    """Give this rank the random state that it saved. Returns the names of the generators that the
+    checkpoint holds no state of, which stay as they are: all of them, when it is of another world
+    size, or of a driver with other generators. Raises `CheckpointDamaged` before anything is
+    changed. `driver`: the session's, whose own checkpoints hold what it knows.
     """
-    rank, size = session.world.rank, session.world.size
-    if reader.manifest.world_size != size:
-        return False
+    rank, size, manifest = session.world.rank, session.world.size, reader.manifest
+    current = session.rng_state()
+    if manifest.world_size != size:
+        return list(current)
     stored = reader.own("state", rank, f"{RNG}/{rank}/")
-    current = {name: (t.dtype, t.shape) for name, t in session.rng_state().items()}
-    shared = stored.keys() & current.keys()
-    fits = all(current[name] == (stored[name].dtype, stored[name].shape) for name in shared)
-    if not shared or not fits:
-        return False
-    session.set_rng_state(stored)
-    return True
+    if driver and manifest.driver == driver:
+        if current and not stored:
+            raise CheckpointDamaged(
+                f"{reader.folder}: random state {RNG}/{rank}/{next(iter(current))} is missing, and "
+                f"all others of rank {rank}"
+            )
+    else:
+        stored = {name: tensor for name, tensor in stored.items() if name in current}
+        if any(_form(current[name]) != _form(tensor) for name, tensor in stored.items()):
+            return list(current)
+    if stored:
+        session.set_rng_state(stored)
+    return [name for name in current if name not in stored]
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
 
 
 def _local(folder: Place) -> Path:

@@ -184,6 +184,61 @@ def drawing(bench: Bench) -> dict[str, Any]:
 
 
 @check()
+def a_damaged_random_state_is_refused_before_anything_changes(subject: Subject) -> None:
+    """An entry of another form or name is told by `CheckpointDamaged`; one that is missing may be
+    done without, but must not raise anything else."""
+    for rank in subject.run(putting_back_damage):
+        for entry, told in {**rank["renamed"], **rank["malformed"]}.items():
+            require_same(
+                f"error for the random state {entry!r}", told["error"], "CheckpointDamaged"
+            )
+            require(entry in told["message"], f"the error does not name {entry!r}: {told}")
+        for entry, told in rank["missing"].items():
+            require(
+                told["error"] in ("", "CheckpointDamaged"),
+                f"without the random state {entry!r}: {told['error']}: {told['message']}",
+            )
+        require(rank["unchanged"], "a generator was changed before the error")
+
+
+def putting_back_damage(bench: Bench) -> dict[str, Any]:
+    """A job."""
+    with bench.open() as session:
+        session.seed(5)
+        session.tally([1])()
+        state = session.rng_state()
+        random.gauss(0, 1), torch.rand(())
+        before = session.rng_state()
+        unchanged = True
+
+        def put(damaged: dict[str, Tensor]) -> dict[str, str]:
+            nonlocal unchanged
+            try:
+                session.set_rng_state(damaged)
+            except Exception as error:
+                now = session.rng_state()
+                unchanged &= all(torch.equal(now[name], before[name]) for name in before)
+                return {"error": type(error).__name__, "message": str(error)}
+            session.set_rng_state(before)
+            return {"error": "", "message": ""}
+
+        def without(name: str) -> dict[str, Tensor]:
+            return {other: tensor for other, tensor in state.items() if other != name}
+
+        return {
+            "missing": {name: put(without(name)) for name in state},
+            "renamed": {
+                f"no {name}": put({**without(name), f"no {name}": state[name]}) for name in state
+            },
+            "malformed": {
+                name: put({**state, name: torch.full((2, 3), 1e300, dtype=torch.float64)})
+                for name in state
+            },
+            "unchanged": unchanged,
+        }
+
+
+@check()
 def sessions_can_follow_each_other(subject: Subject) -> None:
     """In the same processes, and each works: a search over settings fits again and again."""
     for rank in subject.run(reopening):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..kernel.contract import Engine, Session
 from .bench import Bench
+from .optimizers import optimizer_class
 from .problems import PROBLEMS, Problem, Sample, Samples, collate
 from .state import pieces
 
@@ -117,12 +118,11 @@ def microbatches(problem: str, dealt: Sequence[Dealt]) -> Iterator[Sample]:
 
 
 def optimizer_called(name: str, left_out: int = 0) -> Any:
-    """A factory of that `torch.optim` class, over all parameters alike but the last few."""
+    """A factory of that class, of torch's or ours, over all parameters alike but the last few."""
 
     def build(named: Any) -> torch.optim.Optimizer:
         parameters: list[Tensor] = [parameter for _, parameter in named]
         parameters = parameters[: len(parameters) - left_out]
-        made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.0)
-        return made
+        return optimizer_class(name)(parameters, lr=0.0)  # type: ignore[call-arg]
 
     return build

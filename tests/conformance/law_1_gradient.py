@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernel.errors import RecipeError
+from ..kernel.errors import CapabilityRefused, RecipeError
 from . import oracle
 from .bench import Bench
 from .cases import Refused, check
@@ -41,6 +41,31 @@ def clipped_adamw_equals_one_process(
     rounding, as of the keys' bias in attention, the weights go a step either way."""
     seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=micro_batch, max_grad_norm=1.0)
     seen.require_losses(1e-6)
+
+
+@check(optimizer=("Counting", "Estimating"))
+def an_optimizer_takes_one_step_a_step(subject: Subject, optimizer: str) -> Refused | None:
+    """One that counts its steps, or sums over all parameters, is called once, and sees all of them;
+    or it is refused by its name before the first step."""
+    for told in subject.run(preparing, optimizer=optimizer):
+        if told is not None:
+            require(optimizer in told, f"{optimizer} is refused without its name: {told}")
+            return Refused(told)
+    seen = rehearse(subject, "regression", optimizer=optimizer, micro_batch=2)
+    seen.require_losses(1e-6)
+    seen.require_weights(1e-6)
+    return None
+
+
+def preparing(bench: Bench, *, optimizer: str) -> str | None:
+    """A job: how an optimizer is refused; None where it is taken."""
+    recipe = PROBLEMS["regression"].recipe(optimizer=optimizer_called(optimizer))
+    try:
+        with bench.open() as session:
+            session.prepare(recipe)
+    except CapabilityRefused as refusal:
+        return str(refusal)
+    return None
 
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}

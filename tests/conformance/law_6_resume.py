@@ -7,12 +7,13 @@ agrees, and the order of samples does not change. Tied weights stay tied.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..kernel.checkpoint import CheckpointReader
-from ..kernel.contract import Kind, Reader, Region, TensorInfo
-from ..kernel.errors import CheckpointMismatch
+from ..kernel.contract import Engine, Kind, Reader, Region, Session, TensorInfo
 from . import oracle
 from .bench import Bench
 from .cases import check
@@ -54,6 +55,30 @@ def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: An
         require(exact is not None, "exact_resume is not declared, and the run was bit-exact")
         losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
         require_close("loss after resuming", losses[0], losses[1][-len(losses[0]) :], 1e-5)
+
+
+COUNTING = "drivetrain.conformance.optimizers.Counting"
+
+
+@check()
+def an_optimizer_that_counts_resumes_exactly(subject: Subject) -> None:
+    """What it counts in its groups, its lists and its None are saved, and restored by any driver
+    as they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        how: dict[str, Any] = {"settings": {"optimizer.name": COUNTING}}
+        straight = record(subject, f"{folder}/straight", **how)
+        source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
+        resumed = record(subject, f"{folder}/resumed", resume=source, **how)
+        stored = read_all(CheckpointReader(source))["optimizer"]
+        counted = [name for name in stored if name.endswith("/group.k:int")]
+        require(counted, f"no {'<fqn>/group.k:int'!r} is stored, but {sorted(stored)}")
+        for other in (subject, *subject.peers[:1]):
+            ranks = other.run(restore, problem="dropout", source=source, optimizer="Counting")
+            state = assemble([rank["state"] for rank in ranks])["optimizer"]
+            require_same_bits(f"optimizer, restored by {other}", state, stored)
+    if subject.can("exact_resume"):
+        exact = compare(resumed, straight, last=STEPS - 4)
+        require(exact is None, f"resumed at 4: {exact}")
 
 
 @check()
@@ -124,7 +149,7 @@ def tied_weights_stay_tied(subject: Subject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = record(subject, folder, problem="language")["checkpoint"]
         stored = CheckpointReader(source).names("weights")
-        ranks = subject.run(restore, problem="language", source=source, update=True)
+        ranks = subject.run(restore, problem="language", source=source, updates=True)
     for rank in ranks:
         groups = [sorted(group) for group in rank["tied"]]
         require_same("tied groups", groups, [["embedding.weight", "head.weight"]])
@@ -142,7 +167,7 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
     """`full_params` on every rank, and the shards of all ranks together."""
     with tempfile.TemporaryDirectory() as folder:
         source = record(subject, folder, problem="language")["checkpoint"]
-        ranks = subject.run(restore, problem="language", source=source, update=True)
+        ranks = subject.run(restore, problem="language", source=source, updates=True)
     weights = assemble([rank["state"] for rank in ranks])["weights"]
     size = sum(p.numel() for p in PROBLEMS["language"].recipe().model().parameters())
     for number, rank in enumerate(ranks):
@@ -153,22 +178,66 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
 
 @check()
 def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
-    """`CheckpointMismatch`, and the weights are as they were."""
+    """`CheckpointMismatch`, and weights and optimizer are as they were."""
     with tempfile.TemporaryDirectory() as folder:
         source = record(subject, folder, problem="language")["checkpoint"]
-        ranks = subject.run(restore, problem="regression", source=source)
-    require(all(rank["mismatch"] for rank in ranks), "restored from another model's checkpoint")
-    before, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
-    require_same_bits("weights", after["weights"], before["weights"])
+        for rank in subject.run(refuse, problem="regression", source=source, optimizer="AdamW"):
+            require_refused("another model", rank["as it is"], "CheckpointMismatch", "")
+
+
+@check(optimizer=("SGD", "Adagrad"))
+def another_optimizer_is_refused_before_anything_changes(subject: Subject, optimizer: str) -> None:
+    """`CheckpointMismatch` for AdamW's state, which one of them would ignore, and the other fail
+    on; and weights and optimizer are as they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="regression")["checkpoint"]
+        for rank in subject.run(refuse, problem="regression", source=source, optimizer=optimizer):
+            require_refused("AdamW's", rank["as it is"], "CheckpointMismatch", "exp_avg")
+
+
+DAMAGE = {
+    "missing": "CheckpointDamaged",
+    "misshapen": "CheckpointDamaged",
+    "no number": "CheckpointDamaged",
+    "of nobody": "CheckpointMismatch",
+}
+"""What may be wrong with an entry of the optimizer's state, and the error that names it."""
 
 
 @check()
-def weights_alone_can_be_restored(subject: Subject) -> None:
-    """Of a checkpoint without optimizer tensors the weights are taken; the optimizer is fresh."""
+def a_damaged_optimizer_state_is_refused_before_anything_changes(subject: Subject) -> None:
+    """The error names the entry, and weights and optimizer are as they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="regression")["checkpoint"]
+        ranks = subject.run(
+            refuse, problem="regression", source=source, optimizer="AdamW", damage=list(DAMAGE)
+        )
+    for rank in ranks:
+        for damage, error in DAMAGE.items():
+            require_refused(f"an entry that is {damage}", rank[damage], error, "4.weight")
+
+
+def require_refused(what: str, told: Mapping[str, Any], error: str, named: str) -> None:
+    require_same(f"error for {what}", told["error"], error)
+    require(named in told["message"], f"the error for {what} does not name {named}: {told}")
+    require(told["unchanged"], f"{what} was refused, and something had changed by then")
+
+
+@check(optimizer=("AdamW", "Adagrad"))
+def weights_alone_can_be_restored(subject: Subject, optimizer: str) -> None:
+    """Of a checkpoint without optimizer tensors the weights are taken, and the optimizer, which has
+    stepped, is as it was when it was built."""
     with tempfile.TemporaryDirectory() as folder:
         source = record(subject, folder, problem="language")["checkpoint"]
         stored = read_all(CheckpointReader(source))
-        ranks = subject.run(restore, problem="language", source=source, weights_only=True)
+        ranks = subject.run(
+            restore,
+            problem="language",
+            source=source,
+            weights_only=True,
+            stepped=True,
+            optimizer=optimizer,
+        )
     fresh, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
     require_same_bits("weights", after["weights"], stored["weights"])
     require_same_bits("optimizer", after["optimizer"], fresh["optimizer"])
@@ -181,6 +250,7 @@ def record(
     *,
     behind: bool = False,
     problem: str = "dropout",
+    settings: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """A run to the end that saves after each step; `ids` are those of all ranks, `shown` the
@@ -189,7 +259,12 @@ def record(
         run,
         problem=problem,
         samples=SAMPLES,
-        settings={**SETTINGS, "data.workers": workers, "checkpoint.behind": behind},
+        settings={
+            **SETTINGS,
+            "data.workers": workers,
+            "checkpoint.behind": behind,
+            **(settings or {}),
+        },
         out=out,
         **arguments,
     )
@@ -239,33 +314,109 @@ class WeightsAlone:
         return self.reader.read(kind, name, region, out)
 
 
-def restore(
-    bench: Bench, *, problem: str, source: str, update: bool = False, weights_only: bool = False
+class DamagedEntry(WeightsAlone):
+    """A `Reader` of a checkpoint in which one entry of AdamW's state is not as it should be."""
+
+    def __init__(self, reader: Reader, damage: str) -> None:
+        super().__init__(reader)
+        self.damage = damage
+        self.entry = "4.weight/step" if damage == "no number" else "4.weight/exp_avg"
+
+    def names(self, kind: Kind) -> Any:
+        names = self.reader.names(kind)
+        if kind == "optimizer" and self.damage == "missing":
+            return [name for name in names if name != self.entry]
+        return [*names, f"no.{self.entry}"] if self._of_nobody(kind) else names
+
+    def info(self, kind: Kind, name: str) -> TensorInfo:
+        info = self.reader.info(kind, self._stored(kind, name))
+        shaped = TensorInfo(info.dtype, (2, *info.shape[1:]))
+        return shaped if self._is_hit(name, "misshapen") else info
+
+    def read(self, kind: Kind, name: str, region: Region | None = None, out: Any = None) -> Any:
+        tensor = self.reader.read(kind, self._stored(kind, name), region, out)
+        if self._is_hit(name, "no number"):
+            return torch.full_like(tensor, float("nan"))
+        return tensor[:2] if self._is_hit(name, "misshapen") else tensor
+
+    def _is_hit(self, name: str, damage: str) -> bool:
+        return name == self.entry and self.damage == damage
+
+    def _of_nobody(self, kind: Kind) -> bool:
+        return kind == "optimizer" and self.damage == "of nobody"
+
+    def _stored(self, kind: Kind, name: str) -> str:
+        return name.removeprefix("no.") if self._of_nobody(kind) else name
+
+
+def refuse(
+    bench: Bench, *, problem: str, source: str, optimizer: str, damage: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A job: prepare, restore, if asked for run one update, and show everything."""
+    """A job: train a step, and try to restore what cannot be; the errors, and whether anything has
+    changed by then on this rank."""
+    answers = {}
     with bench.open() as session:
-        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called("AdamW")))
+        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
+        update(session, engine, problem)
+        before = pieces(engine)
+        reader = CheckpointReader(source)
+        for name in damage or ("as it is",):
+            told = {"error": "none", "message": ""}
+            try:
+                engine.restore(DamagedEntry(reader, name) if damage else reader)
+            except Exception as error:
+                told = {"error": type(error).__name__, "message": str(error)}
+            answers[name] = {**told, "unchanged": same_pieces(before, pieces(engine))}
+    return answers
+
+
+def same_pieces(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether this rank would write the same."""
+    a, b = (
+        {(piece["kind"], piece["name"], str(piece["region"])): piece["tensor"] for piece in each}
+        for each in (before, after)
+    )
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def update(session: Session, engine: Engine, problem: str) -> None:
+    """One, on four samples of each feeder."""
+    world = session.world
+    mine = list(range(world.feeder_index, 4 * world.num_feeders, world.num_feeders))
+    batches = session.feed(microbatches(problem, [[(mine, True)]]))
+    engine.module.train()
+    accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])
+    for group in engine.param_groups:
+        group["lr"] = 0.01
+    engine.update()
+
+
+def restore(
+    bench: Bench,
+    *,
+    problem: str,
+    source: str,
+    updates: bool = False,
+    weights_only: bool = False,
+    stepped: bool = False,
+    optimizer: str = "AdamW",
+) -> dict[str, Any]:
+    """A job: prepare, if asked for run one update, restore, if asked for run one more, and show
+    everything."""
+    with bench.open() as session:
+        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
         fresh = pieces(engine)
+        if stepped:
+            update(session, engine, problem)
         reader: Reader = CheckpointReader(source)
-        mismatch = ""
-        try:
-            engine.restore(WeightsAlone(reader) if weights_only else reader)
-        except CheckpointMismatch as error:
-            mismatch = str(error)
-        if update:
-            world = session.world
-            mine = list(range(world.feeder_index, 4 * world.num_feeders, world.num_feeders))
-            batches = session.feed(microbatches(problem, [[(mine, True)]]))
-            accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])
-            for group in engine.param_groups:
-                group["lr"] = 0.01
-            engine.update()
+        engine.restore(WeightsAlone(reader) if weights_only else reader)
+        if updates:
+            update(session, engine, problem)
         with engine.full_params() as module:
             named = list(module.named_parameters(remove_duplicate=False))
             whole = {name: tensor.detach().cpu().clone() for name, tensor in named}
         return {
             "fresh": fresh,
-            "mismatch": mismatch,
             "state": pieces(engine),
             "tied": [list(group) for group in engine.tied],
             "num_parameters": engine.num_parameters,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import oracle
 from .jobs import train
 from .judge import require, require_close
+from .optimizers import optimizer_class
 from .state import State, assemble
 from .subject import Subject
 
@@ -21,7 +21,7 @@ __all__ = ["Rehearsal", "consecutive", "rehearse"]
 GROUP_SIZES = (12, 12, 7)
 """Samples in an update, over and over: two full batches and a ragged one that ends an epoch."""
 
-RATES = {"SGD": 0.05, "AdamW": 0.01}
+RATES = {"SGD": 0.05, "AdamW": 0.01, "Counting": 0.05, "Estimating": 0.5}
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Rehearsal:
             self.state("initial")["weights"],
             [self.groups[step] for step in done],
             [self.rates[step] for step in done],
-            getattr(torch.optim, self.optimizer),
+            optimizer_class(self.optimizer),
             self.max_grad_norm,
         )
 

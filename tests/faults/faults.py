@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.conformance.law_6_resume import WeightsAlone
 from drivetrain.kernel.contract import Batch, Capabilities, Outcome, Piece, Plan, Reader, Recipe
+from drivetrain.kernel.errors import CheckpointError
 
 
 class Wrapped:
@@ -119,6 +120,30 @@ class NoAutocast(WrappedEngine):
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", enabled=False)
+
+
+class OneStepAParameter(WrappedEngine):
+    """The optimizer is called once for each tensor, whatever it counts or adds up."""
+
+    def update(self) -> Outcome:
+        optimizer = self.inner.optimizer
+        step, groups = optimizer.step, optimizer.param_groups
+
+        def one_by_one() -> None:
+            for group in groups:
+                for parameter in group["params"]:
+                    optimizer.param_groups = [group]
+                    parameters, group["params"] = group["params"], [parameter]
+                    step()
+                    group["params"] = parameters
+            optimizer.param_groups = groups
+
+        optimizer.step = one_by_one
+        try:
+            outcome: Outcome = self.inner.update()
+        finally:
+            optimizer.step = step
+        return outcome
 
 
 # --- law 2: the norm ---------------------------------------------------------------------------
@@ -309,6 +334,44 @@ class MomentsDropped(WrappedEngine):
         self.inner.restore(WeightsAlone(reader))
 
 
+class GroupsForgotten(WrappedEngine):
+    """What an optimizer counts in its groups is not saved."""
+
+    def shards(self) -> Iterator[Piece]:
+        return (piece for piece in self.inner.shards() if "/group." not in piece.name)
+
+
+class WeightsFirst(WrappedEngine):
+    """Weights are taken before it is known whether the optimizer's state can be."""
+
+    def restore(self, reader: Reader) -> None:
+        with torch.no_grad():
+            for name, parameter in self.inner.own.named_parameters():
+                if name in reader.names("weights"):
+                    parameter.copy_(reader.read("weights", name))
+        self.inner.restore(reader)
+
+
+class AnyState(WrappedEngine):
+    """An optimizer is given whatever state there is."""
+
+    def restore(self, reader: Reader) -> None:
+        try:
+            self.inner.restore(reader)
+        except CheckpointError:
+            self.inner.restore(WeightsAlone(reader))
+
+
+class StateStays(WrappedEngine):
+    """Without stored state an optimizer keeps what it had."""
+
+    def restore(self, reader: Reader) -> None:
+        kept = {parameter: dict(state) for parameter, state in self.inner.optimizer.state.items()}
+        self.inner.restore(reader)
+        if not reader.names("optimizer"):
+            self.inner.optimizer.state.update(kept)
+
+
 class MomentsRounded(WrappedEngine):
     """To save space they are stored in bfloat16."""
 
@@ -408,6 +471,23 @@ class FeedsAhead(WrappedSession):
             yield current
 
 
+class RandomStateHalfTaken(WrappedSession):
+    """Generators are set one after the other, until one cannot be."""
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        if "torch" in state and state["torch"].dtype == torch.uint8:
+            torch.set_rng_state(state["torch"])
+        self.inner.set_rng_state(state)
+
+
+class RandomStateDropped(WrappedSession):
+    """What is not known by name is left out without a word."""
+
+    def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
+        known = self.inner.rng_state()
+        self.inner.set_rng_state({**known, **{k: v for k, v in state.items() if k in known}})
+
+
 class OrderLost(WrappedSession):
     """A prefetching queue that gives the newest first."""
 
@@ -458,6 +538,8 @@ SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
 RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
 BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
+DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
+
 NO_FAULTS: dict[str, Fault] = {
     "none": Fault(""),
     "modest": Fault("", capabilities=modest),
@@ -469,6 +551,7 @@ FAULTS: dict[str, Fault] = {
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
+    "one step a parameter": Fault("1_gradient-an_optimizer_takes_one_step", OneStepAParameter),
     "norm of the local shard": Fault(NORM, NormOfTheLocalShard),
     "norm after clipping": Fault(NORM, NormAfterClipping),
     "no norm without clipping": Fault(NORM, NoNormWithoutClipping),
@@ -487,6 +570,11 @@ FAULTS: dict[str, Fault] = {
     "own part first": Fault("5_predictions-each_sample_once", session=OwnPartFirst),
     "moments dropped": Fault(RESUMED, MomentsDropped),
     "moments rounded": Fault(RESUMED, MomentsRounded),
+    "groups forgotten": Fault("6_resume-an_optimizer_that_counts", GroupsForgotten),
+    "weights first": Fault("6_resume-another_optimizer_is_refused", WeightsFirst),
+    "weights before damage": Fault("6_resume-a_damaged_optimizer_state", WeightsFirst),
+    "any state": Fault("6_resume-another_optimizer_is_refused", AnyState),
+    "state stays": Fault("6_resume-weights_alone", StateStays),
     "buffers forgotten": Fault(RESUMED, BuffersForgotten),
     "buffers drift": Fault(BUFFERS, BuffersDrift),
     "buffers of the last rank": Fault(BUFFERS, BuffersOfTheLastRank),
@@ -501,6 +589,8 @@ FAULTS: dict[str, Fault] = {
         "7_capabilities-activation_checkpointing", plan=without_recomputing
     ),
     "sharded in name": Fault("7_capabilities-sharded", capabilities=sharded),
+    "random state half taken": Fault(DAMAGED_RANDOM_STATE, session=RandomStateHalfTaken),
+    "random state dropped": Fault(DAMAGED_RANDOM_STATE, session=RandomStateDropped),
     "order lost": Fault("session-batches_are_fed_in_order", session=OrderLost),
     "padded gather": Fault("session-tensors_are_reduced_and_gathered", session=PaddedGather),
 }

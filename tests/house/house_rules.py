@@ -58,7 +58,10 @@ ROOMS = {
     "backends": Room(
         "backends",
         "backends",
-        siblings=frozenset({"kernel.contract", "kernel.errors", "kernel.ranges"}),
+        siblings=frozenset(
+            f"kernel.{name}"
+            for name in ("contract", "errors", "optimizer_state", "random_state", "ranges")
+        ),
         outside=frozenset({"torch"}),
         vendors={
             "backends/deepspeed.py": frozenset({"deepspeed"}),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import contract
+from drivetrain.kernel import contract, random_state
 from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
+from drivetrain.kernel.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True)
@@ -81,30 +80,13 @@ class Sum64Session:
         return tensor.clone()
 
     def seed(self, value: int) -> None:
-        random.seed(value)
-        torch.manual_seed(value)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(value % 2**32)
+        random_state.seed_all(value)
 
     def rng_state(self) -> dict[str, Tensor]:
-        _, words, gauss = random.getstate()
-        python_gauss = torch.tensor([] if gauss is None else [gauss], dtype=torch.float64)
-        state = {"python": torch.tensor(words), "python_gauss": python_gauss}
-        state["torch"] = torch.get_rng_state()
-        if numpy := sys.modules.get("numpy"):
-            _, keys, position, has_gauss, gauss = numpy.random.get_state()
-            state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss])
-            state["numpy_gauss"] = torch.tensor(gauss, dtype=torch.float64)
-        return state
+        return random_state.rng_state(self.world.device)
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
-        torch.set_rng_state(state["torch"])
-        gauss = next(iter(state["python_gauss"].tolist()), None)
-        random.setstate((3, tuple(state["python"].tolist()), gauss))
-        if "numpy" in state and (numpy := sys.modules.get("numpy")):
-            *keys, position, has_gauss = state["numpy"].tolist()
-            cached = state["numpy_gauss"].item()
-            numpy.random.set_state(("MT19937", keys, position, has_gauss, cached))
+        random_state.set_rng_state(self.world.device, state)
 
 
 class Sum64Engine:
@@ -115,6 +97,7 @@ class Sum64Engine:
             raise RecipeError(f"recipe.model returned {type(self.module).__name__}, not a Module")
         assert recipe.optimizer is not None, "the kernel fills it in"
         self.optimizer = recipe.optimizer(list(self.module.named_parameters()))
+        self.state = OptimizerState(self.optimizer, self.module)
         self.max_grad_norm = plan.max_grad_norm
         self.sums: dict[nn.Parameter, Tensor] = {}
         groups: dict[nn.Parameter, list[str]] = {}
@@ -167,14 +150,13 @@ class Sum64Engine:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def shards(self) -> Iterator[contract.Piece]:
-        for name, tensor in self.weights().items():
-            yield contract.Piece("weights", name, tensor, tuple(tensor.shape))
-        for name, parameter in self.module.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, (int, float)):  # a number says what it was in its name
-                    key += f":{type(value).__name__}"
-                    value = torch.tensor(value, dtype=torch.float64)
-                yield contract.Piece("optimizer", f"{name}/{key}", value, tuple(value.shape))
+        kinds: dict[contract.Kind, dict[str, Tensor]] = {
+            "weights": self.weights(),
+            "optimizer": self.state.tensors(),
+        }
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                yield contract.Piece(kind, name, tensor, tuple(tensor.shape))
 
     def restore(self, reader: contract.Reader) -> None:
         weights = self.weights()
@@ -182,22 +164,13 @@ class Sum64Engine:
         here = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         if differing := sorted({name for name, _ in there.items() ^ here.items()}):
             raise CheckpointMismatch(f"the checkpoint is of another model: {', '.join(differing)}")
-        state: dict[str, dict[str, Tensor | float]] = {}
-        for name in reader.names("optimizer"):
-            fqn, _, key = name.rpartition("/")
-            key, _, number = key.partition(":")
-            value = reader.read("optimizer", name)
-            plain = {"int": int, "float": float}.get(number)
-            state.setdefault(fqn, {})[key] = plain(value) if plain else value
+        state = self.state.read(reader)  # raises for what is not this optimizer's
+        read = {name: reader.read("weights", name) for name in weights}
+        # all is read: from here on nothing can fail, and only now something changes
+        self.state.load(state)
         with torch.no_grad():
             for name, tensor in weights.items():
-                tensor.copy_(reader.read("weights", name))
-        if state:
-            names = {parameter: name for name, parameter in self.module.named_parameters()}
-            order = [names[p] for group in self.param_groups for p in group["params"]]
-            packed = self.optimizer.state_dict()
-            packed["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
-            self.optimizer.load_state_dict(packed)
+                tensor.copy_(read[name])
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

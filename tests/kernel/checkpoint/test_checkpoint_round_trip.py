@@ -198,12 +198,12 @@ def test_random_state_returns_to_its_rank(tmp_path):
         session.rng = {"torch": torch.zeros(16, dtype=torch.uint8) + 99}
         return load_rng(reader, session), int(session.rng["torch"][0])
 
-    assert on_ranks(2, resume) == [(True, 0), (True, 1)]
-    assert on_ranks(3, resume) == [(False, 99)] * 3
-    assert on_ranks(1, resume) == [(False, 99)]
+    assert on_ranks(2, resume) == [([], 0), ([], 1)]
+    assert on_ranks(3, resume) == [(["torch"], 99)] * 3
+    assert on_ranks(1, resume) == [(["torch"], 99)]
     other = FakeSession(0, 2)
     other.rng = {"another generator": torch.zeros(16, dtype=torch.uint8)}
-    assert not load_rng(reader, other)
+    assert load_rng(reader, other) == ["another generator"]
 
 
 def test_the_system_may_write_and_read_less_than_asked(tmp_path, monkeypatch):

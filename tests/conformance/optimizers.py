@@ -1,0 +1,62 @@
+"""Optimizers that torch does not have, each with something that a driver can get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Counting", "Estimating", "optimizer_class"]
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as schedule-free optimizers do, and moves by the mean of the
+    last two gradients, of which it keeps a list."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "started": False})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += 1.0 / group["k"]
+            group["started"] = True
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group["lr"] / group["weight_sum"])
+
+    def _update(self, parameter: Tensor, rate: float) -> None:
+        state = self.state[parameter]
+        state.setdefault("note", None)
+        last: list[Tensor] = state.get("last", [])
+        state["last"] = [*last[-1:], parameter.grad.clone()]  # type: ignore[union-attr]
+        state["moved"] = (state.get("moved", (0, 0.0))[0] + 1, rate)
+        parameter.sub_(sum(state["last"]) / len(state["last"]), alpha=rate)
+
+
+class Estimating(torch.optim.Optimizer):
+    """Estimates its rate from all parameters together, as Prodigy and D-Adaptation do."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 0.1, "largest": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
+        for group in self.param_groups:
+            group["d"] = max(group["d"], 0.5 / (1.0 + norm)) * 1.05
+            group["largest"] = torch.maximum(group["largest"], torch.tensor(norm))
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = group["lr"] * group["d"] / (1.0 + float(group["largest"]))
+                    parameter.sub_(parameter.grad, alpha=scale)
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """One of these, or of torch's."""
+    own: dict[str, type[torch.optim.Optimizer]] = {"Counting": Counting, "Estimating": Estimating}
+    return own.get(name) or getattr(torch.optim, name)

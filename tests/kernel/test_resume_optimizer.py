@@ -1,0 +1,170 @@
+"""Going on with the optimizer of a checkpoint, with another one, or with one that starts anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from schedulefree import AdamWScheduleFree
+from torch import nn
+
+from drivetrain.conformance.optimizers import Counting, Estimating
+from drivetrain.conformance.problems import PROBLEMS, Samples
+from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
+from drivetrain.kernel.events import Resumed
+from drivetrain.kernel.loop import Result, fit
+from drivetrain.kernel.settings import Settings, override
+
+Named = Iterable[tuple[str, nn.Parameter]]
+
+
+def train(
+    out: Path,
+    *,
+    steps: int,
+    build: Callable[[Named], torch.optim.Optimizer] | None = None,
+    resume: Any = None,
+    told: list[str] | None = None,
+    **settings: Any,
+) -> Result:
+    """`told` hears the notes of a resume."""
+
+    def observe(event: object) -> None:
+        if isinstance(event, Resumed) and told is not None:
+            told.extend(event.notes)
+
+    problem = PROBLEMS["regression"]
+    given = {"steps": steps, "global_batch": 4, "schedule.name": "constant", "log_every": 1}
+    return fit(
+        problem.recipe(train_data=Samples("regression", 16), optimizer=build),
+        override(Settings(), {**given, **{k.replace("__", "."): v for k, v in settings.items()}}),
+        backend="cpu",
+        out=out,
+        resume=resume,
+        observers=[observe],
+    )
+
+
+def stored(result: Result) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(str(result.checkpoint))
+    return {name: reader.read("optimizer", name) for name in reader.names("optimizer")}
+
+
+def keys(result: Result) -> set[str]:
+    return {name.rpartition("/")[2] for name in stored(result)}
+
+
+OTHERS = {
+    "SGD": {"optimizer__name": "torch.optim.SGD"},
+    "SGD with momentum": {
+        "optimizer__name": "torch.optim.SGD",
+        "optimizer__args": {"momentum": 0.9},
+    },
+    "NAdam": {"optimizer__name": "torch.optim.NAdam"},
+    "Adagrad": {"optimizer__name": "torch.optim.Adagrad"},
+    "AMSGrad": {"optimizer__args": {"amsgrad": True}},
+    "Adafactor": {"optimizer__name": "torch.optim.Adafactor"},
+    "of no library": {"optimizer__name": "drivetrain.conformance.optimizers.Counting"},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_optimizer_is_refused_or_starts_anew(other: str, tmp_path: Path) -> None:
+    train(tmp_path / "a", steps=2)
+    with pytest.raises(CheckpointMismatch, match=r"resume\.optimizer=fresh"):
+        train(tmp_path / "b", steps=4, resume=tmp_path / "a", **OTHERS[other])
+    told: list[str] = []
+    fresh = {**OTHERS[other], "resume__optimizer": "fresh", "told": told}
+    result = train(tmp_path / "b", steps=4, resume=tmp_path / "a", **fresh)
+    assert result.step == 4
+    assert "the optimizer starts anew (resume.optimizer=fresh)" in told
+    assert "exp_avg" not in keys(result) or other in ("AMSGrad", "NAdam")
+
+
+def test_an_optimizer_starts_anew_once(tmp_path: Path) -> None:
+    """A scheduler starts the same command again and again."""
+    train(tmp_path, steps=2, checkpoint__keep_last=9)
+    again = {"resume": "auto", "resume__optimizer": "fresh"}
+    first = train(tmp_path, steps=3, **again)
+    assert stored(first)["0.weight/step"] == 1
+    assert stored(train(tmp_path, steps=5, **again))["0.weight/step"] == 3
+
+
+def test_the_state_of_an_optimizer_that_is_alike_is_kept(tmp_path: Path) -> None:
+    train(tmp_path, steps=2)
+    result = train(tmp_path, steps=3, resume="auto", optimizer__name="torch.optim.Adam")
+    assert stored(result)["0.weight/step"] == 3
+
+
+def test_what_has_changed_in_the_recipe_s_own_optimizer_is_told(tmp_path: Path) -> None:
+    def build(rate: float, frozen: str) -> Callable[[Named], torch.optim.Optimizer]:
+        return lambda named: torch.optim.AdamW(
+            [p for name, p in named if name != frozen], lr=rate, weight_decay=0.0
+        )
+
+    told: list[str] = []
+    train(tmp_path, steps=2, build=build(0.1, "0.weight"), told=told)
+    train(tmp_path, steps=3, build=build(0.1, "0.weight"), resume="auto", told=told)
+    assert told == ["steps was 2, is 3"]
+    train(tmp_path, steps=4, build=build(0.2, "4.bias"), resume="auto", told=told)
+    assert "lr of the optimizer's group 0 was 0.1, is 0.2" in told
+    assert "frozen now: 4.bias" in told
+    assert "trained now: 0.weight" in told
+
+
+def schedule_free(named: Named) -> torch.optim.Optimizer:
+    optimizer = AdamWScheduleFree([p for _, p in named], lr=0.05, warmup_steps=3)
+    optimizer.train()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        schedule_free,
+        lambda named: Counting([p for _, p in named], lr=0.05),
+        lambda named: Estimating([p for _, p in named], lr=0.5),
+        lambda named: torch.optim.Adagrad([p for _, p in named], initial_accumulator_value=0.5),
+    ],
+    ids=["schedule-free", "Counting", "Estimating", "Adagrad"],
+)
+def test_what_an_optimizer_keeps_goes_on_bit_by_bit(build: Any, tmp_path: Path) -> None:
+    straight = train(tmp_path / "a", steps=6, build=build)
+    train(tmp_path / "b", steps=3, build=build)
+    resumed = train(tmp_path / "b", steps=6, build=build, resume="auto")
+    assert resumed.loss == straight.loss
+    assert stored(straight).keys() == stored(resumed).keys()
+    for name, tensor in stored(straight).items():
+        assert torch.equal(tensor, stored(resumed)[name]), name
+
+
+class Strange(torch.optim.SGD):
+    """Keeps an object for each parameter, or something of none."""
+
+    everywhere = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["projector"] = object()
+        if self.everywhere:
+            self.state["shared"]["norm"] = 1.0  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("everywhere", "named"), [(False, "projector"), (True, "shared")])
+def test_what_cannot_be_saved_is_refused_in_the_first_update(
+    everywhere: bool, named: str, tmp_path: Path
+) -> None:
+    def build(pairs: Named) -> torch.optim.Optimizer:
+        optimizer = Strange([p for _, p in pairs], lr=0.1)
+        optimizer.everywhere = everywhere
+        return optimizer
+
+    with pytest.raises(RecipeError, match=f"Strange keeps .*{named}"):
+        train(tmp_path, steps=2, build=build)
+    assert not list(tmp_path.glob("checkpoints/checkpoint-*"))
