@@ -263,6 +263,7 @@ def verify(
 
     with told(debug=debug):
         from ..kernel.checkpoint import place
+        from ..kernel.errors import printable
         from .checkpoints import verify
 
         checkpoints, problems = verify(place(path))
@@ -271,7 +272,7 @@ def verify(
         if problems:
             raise typer.Exit(1)
         for found in checkpoints:
-            typer.echo(f"{found}: complete and unaltered")
+            typer.echo(printable(f"{found}: complete and unaltered"))
 
 
 @checkpoint.command(
@@ -287,9 +288,11 @@ def export(
 
     with told(debug=debug):
         from ..kernel.checkpoint import export_weights, place
+        from ..kernel.errors import printable
         from .checkpoints import locate
 
-        typer.echo(f"weights written to {export_weights(locate(place(path)), folder)}")
+        written = export_weights(locate(place(path)), folder)
+        typer.echo(printable(f"weights written to {written}"))
 
 
 @checkpoint.command(
@@ -312,9 +315,10 @@ def import_(
 
     with told(debug=debug):
         from ..kernel.checkpoint import CHECKPOINTS, import_weights, place
+        from ..kernel.errors import printable
 
         target = import_weights(folder, place(run) / CHECKPOINTS)
-        typer.echo(f"checkpoint written to {target}")
+        typer.echo(printable(f"checkpoint written to {target}"))
 
 
 @app.command(

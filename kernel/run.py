@@ -248,7 +248,7 @@ class Run:
         state, where = reader.manifest.state, str(path)
         stored_metrics(state, where)  # may raise, while nothing is changed
         reader, notes = self._take_optimizer(reader)
-        notes += self._go_on_with_data(state, where)
+        notes += self._go_on_with_data(reader.manifest, where)
         self.spikes.restore(state.get("spikes"), where)
         unknown = self.training.restore(reader, self.driver.name)
         step = self.training.progress.step
@@ -274,9 +274,9 @@ class Run:
         note = "the optimizer starts anew (resume.optimizer=fresh)"
         return WithoutOptimizer(reader.folder), (*notes, note)
 
-    def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    def _go_on_with_data(self, manifest: Manifest, where: str) -> tuple[str, ...]:
         """The order of the begun epoch, the number of steps and the schedule; what changed."""
-        progress = Progress.from_json(state, where) if state else Progress()
+        state, progress = manifest.state, Progress.of(manifest, where)
         try:
             self.source.resume(progress.position, state.get("begun", {}))
         except ValueError as error:

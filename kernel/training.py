@@ -108,7 +108,7 @@ class Training:
         """
         state: Mapping[str, Any] = reader.manifest.state
         where = str(reader.folder)
-        progress = Progress.from_json(state, where) if state else Progress()
+        progress = Progress.of(reader.manifest, where)
         window = Window(progress)
         if stored := state.get("window"):
             window.restore(stored, self.session, where)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from drivetrain.kernel.checkpoint import (
     CheckpointStore,
     list_checkpoints,
     newest,
+    read_manifest,
 )
 from drivetrain.kernel.checkpoint.safetensors import DTYPES, Source, TensorFile, write
 from drivetrain.kernel.contract import Box, Flat, Piece
@@ -160,10 +162,9 @@ def test_forged_descriptions_of_parts(tmp_path, parts):
         "w#0": item(shape=(2,), offsets=(0, 8)),
     }
     forged(path, header, bytes(8))
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    for file in manifest["files"]:
-        file["num_bytes"] = (folder / file["name"]).stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(folder)
+    sized = [replace(e, num_bytes=(folder / e.name).stat().st_size) for e in manifest.files]
+    (folder / "manifest.json").write_bytes(replace(manifest, files=tuple(sized)).to_bytes())
     with pytest.raises(CheckpointDamaged, match=path.name):
         CheckpointReader(folder).names("weights")
 
