@@ -343,7 +343,7 @@ def _manifest_values() -> Iterator[Case]:
     for key, sound_values in may_be.items():
         for name, value in VALUES.items():
             if name not in sound_values:
-                told = "" if name == "an empty list" else "manifest.json"
+                told = "" if name.startswith("an empty") else "manifest.json"
                 yield Case(f"manifest: {key} is {name}", put(key, value=value), told)
         without = in_manifest(lambda value, key=key: value.pop(key))  # type: ignore[misc]
         yield Case(f"manifest: no {key}", without, "manifest.json")
