@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, TypeAlias
 
 from ..errors import CheckpointDamaged
@@ -96,8 +97,7 @@ def _named(where: _Where) -> str:
 def _object(pairs: list[tuple[str, Any]]) -> Any:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"duplicate key {twice!r:.200}")
     if _FLOAT in found:
         if len(found) > 1 or found[_FLOAT] not in ("nan", "inf", "-inf"):
