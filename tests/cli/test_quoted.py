@@ -13,7 +13,7 @@ from rich.console import Console
 
 from drivetrain.cli.checkpoints import inspect, show
 from drivetrain.cli.failure import say
-from drivetrain.cli.shown import shown
+from drivetrain.cli.quoted import quoted
 from drivetrain.kernel.checkpoint import MANIFEST, Manifest
 from drivetrain.kernel.checkpoint.manifest import FileEntry, write_manifest
 from drivetrain.kernel.errors import CheckpointDamaged, DataError, printable
@@ -36,7 +36,7 @@ def checkpoint(folder: Path, name: str, driver: str = "cpu") -> Path:
 def test_text_is_shown_as_python_writes_it() -> None:
     assert printable(STEERS) == SAFE == printable(SAFE)
     assert printable("Größe, 数\n\tfarther") == "Größe, 数\n\tfarther"
-    assert str(DataError(STEERS)) == SAFE and str(shown(STEERS)) == SAFE
+    assert str(DataError(STEERS)) == SAFE and str(quoted(STEERS)) == SAFE
     assert str(CheckpointDamaged("one", STEERS)).isprintable()
 
 
