@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from ..kernel.checkpoint.catalog import set_aside
 from ..kernel.checkpoint.manifest import MANIFEST
 from ..kernel.contract import Session
 from ..kernel.data import Position, length_of
-from ..kernel.errors import CheckpointMismatch
+from ..kernel.errors import CheckpointMismatch, printable
 from ..kernel.progress import Window
 from ..kernel.resume import damage, differences
 from ..kernel.training import Training
@@ -27,7 +26,7 @@ from .inspection import is_peft_model
 from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
 from .names import TRAINER_STATE_NAME
 from .optim.layerwise import LayerWiseDummyOptimizer
-from .plain import from_plain
+from .plain import from_plain, read_json
 from .readers import Combined
 from .rotation import newest_sound, problem_with
 from .state import TrainerControl, TrainerState
@@ -211,7 +210,8 @@ class ResumingMixin:
         stored = TrainerState.load_from_json(path)
         best = stored.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
-            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", best)
+            named = f"{printable(best):.400}"
+            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", named)
             stored.best_model_checkpoint = None
         self.compare_trainer_and_checkpoint_args(self.args, stored)
         for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
@@ -280,7 +280,7 @@ class ResumingMixin:
         if lost:
             _LOG.warning(
                 "the checkpoint holds the state of callbacks that this run does not have: %s",
-                ", ".join(lost),
+                f"{lost!r:.400}",
             )
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -415,11 +415,12 @@ def _compare_versions(folder: Path) -> None:
     config, transformers = folder / "config.json", sys.modules.get("transformers")
     if transformers is None or not config.is_file():
         return
-    written = json.loads(config.read_text(encoding="utf-8")).get("transformers_version")
+    stored = read_json(config)
+    written = stored.get("transformers_version") if isinstance(stored, dict) else None
     if written not in (None, transformers.__version__):
         _LOG.warning(
             "%s was written by transformers %s, and this is %s",
             folder,
-            written,
+            f"{written!r:.40}",
             transformers.__version__,
         )
