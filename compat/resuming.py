@@ -210,7 +210,7 @@ class ResumingMixin:
         stored = TrainerState.load_from_json(path)
         best = stored.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
-            named = f"{printable(best):.400}"
+            named = printable(best)[:400]
             _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", named)
             stored.best_model_checkpoint = None
         self.compare_trainer_and_checkpoint_args(self.args, stored)
@@ -280,7 +280,7 @@ class ResumingMixin:
         if lost:
             _LOG.warning(
                 "the checkpoint holds the state of callbacks that this run does not have: %s",
-                f"{lost!r:.400}",
+                printable(", ".join(lost))[:400],
             )
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -421,6 +421,6 @@ def _compare_versions(folder: Path) -> None:
         _LOG.warning(
             "%s was written by transformers %s, and this is %s",
             folder,
-            f"{written!r:.40}",
+            printable(str(written))[:40],
             transformers.__version__,
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ..kernel.checkpoint.catalog import as_metric
 from ..kernel.checkpoint.files import replace_text
-from ..kernel.errors import CheckpointDamaged
+from ..kernel.errors import CheckpointDamaged, printable
 from .plain import read_json
 
 __all__ = ["ExportableState", "TrainerControl", "TrainerState"]
@@ -176,7 +176,8 @@ class TrainerState:
                 raise ValueError(f"{json_path}: {name} is {value!r:.200}")
         known = {item.name for item in dataclasses.fields(cls)}
         if strangers := sorted(stored.keys() - known):
-            _log.warning("%s: unknown fields are left out: %.400s", json_path, repr(strangers))
+            named = printable(", ".join(strangers))[:400]
+            _log.warning("%s: unknown fields are left out: %s", json_path, named)
         return cls(**{name: value for name, value in stored.items() if name in known})
 
     def compute_steps(self, args: Any, max_steps: int) -> None:
