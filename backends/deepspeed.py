@@ -173,13 +173,14 @@ class ZeroEngine:
             self._local_forward = self.own.forward
         if plan.compile:
             self.own.compile(**plan.compile_options)
-        self.module, self.zero, *_ = deepspeed.initialize(
-            model=self.own,
-            optimizer=own_optimizer,
-            model_parameters=groups,
-            config=config,
-            dist_init_required=False,
-        )
+        with _deepspeed_build.broadcasting_scalars():
+            self.module, self.zero, *_ = deepspeed.initialize(
+                model=self.own,
+                optimizer=own_optimizer,
+                model_parameters=groups,
+                config=config,
+                dist_init_required=False,
+            )
         self.buffers = Buffers(self.own, world)
         self.buffers.take_before_forward(self.module)
         self.numbers = GroupNumbers(names, self.zero.param_groups)

@@ -8,13 +8,14 @@ forward or backward begins, and let go of afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..kernel.contract import (
     Capabilities,
@@ -31,6 +32,7 @@ from ..kernel.errors import RecipeError, SettingError
 from ..kernel.optimizer_state import OptimizerState
 from . import _dtensor, _fsdp, _model, _modules, _state, _step, _units
 from ._buffers import Buffers
+from ._carried import Carried
 from ._distributed import (
     ProcessGroupSession,
     choose_device,
@@ -127,22 +129,19 @@ class FsdpEngine:
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
         self.tied = _model.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
-        parameters = dict(self.module.named_parameters())
-        if scalars := [name for name, p in parameters.items() if not p.dim()]:
-            raise RecipeError(
-                f"FSDP cannot cut parameters of no dimension ({', '.join(scalars)}): give them one "
-                "element and one dimension, or choose ddp"
-            )
         units = _units.choose_units(self.module, options.wrap, options.min_unit_params)
         if plan.compile:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
                 unit.forward = torch.compile(unit.forward, **plan.compile_options)
         mesh = _fsdp.mesh_of(options, world)
-        self.units = [_fsdp.shard(unit, plan, mesh) for unit in (*units, self.module)]
+        whole = _fsdp.carried_whole(self.module, units)
+        ignored = set(whole.values())
+        self.units = [_fsdp.shard(unit, plan, mesh, ignored) for unit in (*units, self.module)]
         self.num_replicas = world.size // (options.shard_size or world.size)
         if self.uninitialised:
             _modules.materialise(self.module, self.home)
+        self.carried = Carried(self._to_device(whole), world)
         self.buffers = Buffers(self.module, world, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
         self.optimizer = _model.build_optimizer(recipe, self.module)
@@ -151,6 +150,13 @@ class FsdpEngine:
         self.loss_scale = _step.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = _model.autocast(plan, world.device)
         self._last: bool | None = None
+
+    def _to_device(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """These parameters of the module, which nothing else moves there."""
+        parameters = [self.module.get_parameter(name) for name in names]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.world.device)
+        return parameters
 
     def _stepper(self) -> torch.optim.Optimizer:
         optimizer, how = self.optimizer, self.options.optimizer_step
@@ -165,6 +171,8 @@ class FsdpEngine:
                 "backend.optimizer_step=tensors; where each element, parts",
                 type(optimizer).__name__,
             )
+        if how == "parts" and self.carried.parameters:
+            return cast(torch.optim.Optimizer, _dtensor.StepByKind(optimizer))
         if how == "parts":
             return optimizer
         stepper = _dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
@@ -195,21 +203,30 @@ class FsdpEngine:
         return _model.without_gradient(self.module)
 
     def update(self) -> Outcome:
+        self.carried.average(self.plan.precision.reduce)
         parameters = list(self.module.parameters())
-        grads = [_dtensor.own_part(p.grad) for p in parameters if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        parts = [_dtensor.own_part(grad) for grad in grads]
         if self.loss_scale is not None:
-            self.loss_scale.unscale(grads)
-        # each rank's part of the square; every replica of a part counts it once
-        square = _step.global_norm(grads).to(self.home).double().square()
-        with self._named("adding up the gradient norm"):
-            dist.all_reduce(keep_for_a_while(square))
-        norm = (square / self.num_replicas).sqrt().float()
+            self.loss_scale.unscale(parts)
+        norm = self._norm(grads)
         with self._named("updating the weights"):
             outcome = _step.step_if_finite(
-                self.stepper, grads, norm, self.plan.max_grad_norm, self.loss_scale
+                self.stepper, parts, norm, self.plan.max_grad_norm, self.loss_scale
             )
         _step.forget_gradients(parameters)
         return outcome
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient: each rank's parts, and what every rank has."""
+        cut = [_dtensor.own_part(grad) for grad in grads if isinstance(grad, DTensor)]
+        square = _step.global_norm(cut).to(self.home).double().square()
+        with self._named("adding up the gradient norm"):
+            dist.all_reduce(keep_for_a_while(square))
+        square /= self.num_replicas  # every replica of a part counted it once
+        if whole := [grad for grad in grads if not isinstance(grad, DTensor)]:
+            square += _step.global_norm(whole).to(self.home).double().square()
+        return square.sqrt().float()
 
     def shards(self) -> Iterator[Piece]:
         self._initialise()
@@ -276,7 +293,7 @@ class FsdpEngine:
             return
 
         def keep(parameter: nn.Parameter, whole: Tensor) -> None:
-            part = _dtensor.take_own(whole, cast(Any, parameter))
+            part = _dtensor.take_own(whole, parameter)
             _dtensor.own_part(parameter).copy_(part)
 
         missing = _modules.initialise(self.module, self.plan.seed, keep)

@@ -122,6 +122,17 @@ class NoAutocast(WrappedEngine):
         return torch.autocast("cpu", enabled=False)
 
 
+class ScalarsSummed(WrappedEngine):
+    """What is carried beside the model is summed over feeders where it should be averaged."""
+
+    def update(self) -> Outcome:
+        for grad in self.grads():
+            if not grad.dim():
+                grad.mul_(self.inner.world.num_feeders)
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
 class OneStepAParameter(WrappedEngine):
     """The optimizer is called once for each tensor, whatever it counts or adds up."""
 
@@ -551,6 +562,7 @@ FAULTS: dict[str, Fault] = {
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
+    "scalars summed": Fault("1_gradient-a_parameter_of_no_dimension", ScalarsSummed),
     "one step a parameter": Fault("1_gradient-an_optimizer_takes_one_step", OneStepAParameter),
     "norm of the local shard": Fault(NORM, NormOfTheLocalShard),
     "norm after clipping": Fault(NORM, NormAfterClipping),
