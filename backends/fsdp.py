@@ -66,6 +66,7 @@ class FsdpDriver:
             sharded=True,
             compile=True,
             activation_checkpointing=True,
+            uneven_gradients=False,
             feeds_ahead=choose_device(_fsdp.options_of(plan).device).type != "cpu",
             saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
             "and the optimizer's state in host memory",

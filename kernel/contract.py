@@ -252,6 +252,10 @@ class Capabilities:
     """Each new batch shape costs a compilation: the kernel gives all batches one size, by repeating
     samples where there are too few and weighing their loss less.
     """
+    uneven_gradients: bool = True
+    """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
+    it all ranks must use the same parameters: the library adds up what each has, in its order.
+    """
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     saves_memory: str = ""
@@ -515,6 +519,10 @@ class Engine(Protocol):
     def update(self) -> Outcome:
         """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
         state bitwise unchanged on all of them (law 3). No gradient is left (law 4).
+
+        A parameter that no rank has a gradient of is left as it is, weight decay and moments
+        included; where only some ranks have none, theirs counts as zero (law 1). Raises
+        `RecipeError`, naming the parameters, where the driver cannot.
         """
         ...
 
