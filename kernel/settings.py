@@ -322,7 +322,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict)
     if isinstance(value, bool):
         return origin is bool
-    return isinstance(value, (int, float) if origin is float else origin)
+    try:
+        return isinstance(value, (int, float) if origin is float else origin)
+    except TypeError:  # a type that nothing can be asked of
+        return False
 
 
 def _wrong_type(key: str, value: Any, hint: Any) -> SettingError:
