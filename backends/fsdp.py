@@ -124,7 +124,12 @@ class FsdpEngine:
         self.plan, self.world = plan, world
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with _modules.parameters_on_meta() if options.meta else _model.NO_CONTEXT:
-            self.module = _model.build_model(recipe, plan, None)
+            self.module = _model.with_synced_batch_norm(
+                _model.build_model(recipe, plan, None),
+                options.sync_batch_norm,
+                world.device,
+                "fsdp",
+            )
         if options.from_rank_0:
             self._take_from_rank_0()
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
