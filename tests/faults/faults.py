@@ -495,6 +495,10 @@ class WrittenTwice(WrappedEngine):
                 yield Piece(kind, name, tensor.detach(), tuple(tensor.shape))  # type: ignore[arg-type]
 
 
+class ThreeTogether(BuffersDrift, WeightsFirst, DecaysWithoutAGradient):
+    """As somebody's first driver had them."""
+
+
 # --- law 7 and the session ---------------------------------------------------------------------
 
 
@@ -578,7 +582,15 @@ BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
 DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
 
+THREE_TOGETHER = {
+    "6_buffers-each_forward": "buffers that forward 1 begins with on rank 1",
+    "6_resume-another_optimizer_is_refused": "and had changed weights or optimizer",
+    "1_absent-what_has_no_gradient": "weights of what had no gradient on any rank",
+}
+"""The checks that must see them, and what each says."""
+
 NO_FAULTS: dict[str, Fault] = {
+    "three together": Fault("", ThreeTogether, plan=finding_unused),
     "none": Fault(""),
     "modest": Fault("", capabilities=modest),
 }

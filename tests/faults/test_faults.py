@@ -1,7 +1,9 @@
 """Each planted fault is caught by the check that is there for it, and only because of the fault."""
 
+import re
+
 import pytest
-from faults import FAULTS, SAME_BITS
+from faults import FAULTS, SAME_BITS, THREE_TOGETHER
 
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.judge import LawBroken
@@ -29,6 +31,13 @@ def test_fault_is_caught(fault: str) -> None:
 def test_draws_of_evaluation_are_told_by_generator() -> None:
     case = chosen("random state not put back", SAME_BITS)[0]
     with pytest.raises(LawBroken, match=r"drew random numbers .* 'torch' of rank 0"):
+        case.check()
+
+
+@pytest.mark.parametrize("check", THREE_TOGETHER)
+def test_three_faults_together_are_each_named(check: str) -> None:
+    case = chosen("three together", check)[0]
+    with pytest.raises(LawBroken, match=re.escape(THREE_TOGETHER[check])):
         case.check()
 
 
