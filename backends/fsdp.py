@@ -63,6 +63,8 @@ class FsdpDriver:
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
             sharded=True,
             compile=True,
             activation_checkpointing=True,

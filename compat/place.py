@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ from ..kernel.registry import usable_driver
 from .arguments.backend import chosen, planned
 
 __all__ = ["Place", "Prepared"]
+
+_LOG = logging.getLogger(__name__)
 
 BuildOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -87,6 +90,8 @@ class Place:
         end_with_launcher()
         if self._session is None or not _same(plan, self._plan):
             self._session = self._open.enter_context(self.driver.open(plan))
+            if self._session.world.size > 1 and self.driver.capabilities(plan).stall_seconds:
+                self._session.watch(_warn_of_late)
             self._plan = plan
         return self._session
 
@@ -135,6 +140,10 @@ def _same(plan: Plan, other: Plan | None) -> bool:
     """Whether an engine made under one plan serves the other: batch sizes are the loop's."""
     sizes = {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
     return other is not None and plan == replace(other, **sizes)  # type: ignore[arg-type]
+
+
+def _warn_of_late(rank: int, seconds: float, what: str) -> None:
+    _LOG.warning("rank %s has kept others waiting for %.0f s: %s", rank, seconds, what)
 
 
 def _no_loss(module: nn.Module, batch: Any) -> Tensor:

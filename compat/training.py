@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..kernel.contract import Microstep, Outcome
 from ..kernel.errors import SaveFailed
+from ..kernel.flight import flight_records_kept
 from ..kernel.lock import RunLock
 from ..kernel.progress import Window
 from ..kernel.requests import Requests
@@ -124,7 +125,8 @@ class TrainingMixin:
         lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
         try:
             lock.take(self.place.session, _LOG.warning)
-            yield
+            with flight_records_kept(lock.folder):
+                yield
         finally:
             lock.release()
             self._lock = None

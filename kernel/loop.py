@@ -14,6 +14,7 @@ from torch import nn
 from .checkpoint import Url, place, storage_of
 from .contract import Recipe
 from .events import Observer
+from .flight import flight_records_kept
 from .lock import RunLock
 from .memory import with_remembered
 from .parent import end_with_launcher
@@ -83,7 +84,8 @@ def fit(
         def aside() -> Path:
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
 
-        outcome = attempt(with_remembered(settings, folder), resume)
-        while isinstance(outcome, Again):
-            outcome = attempt(outcome.settings, outcome.resume or resume)
-        return outcome
+        with flight_records_kept(folder):
+            outcome = attempt(with_remembered(settings, folder), resume)
+            while isinstance(outcome, Again):
+                outcome = attempt(outcome.settings, outcome.resume or resume)
+            return outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .checkpoint import (
     WithoutOptimizer,
     storage_of,
 )
-from .contract import Driver, Engine, Plan, Recipe, Session
+from .contract import Capabilities, Driver, Engine, Plan, Recipe, Session
 from .cut import fitting_size
 from .data import ENDLESS, Group, Source, length_of
 from .errors import (
@@ -40,6 +41,7 @@ from .events import (
     Event,
     Logged,
     Observer,
+    RankLate,
     Request,
     Resumed,
     RolledBack,
@@ -54,6 +56,7 @@ from .memory import Memory, ran_out
 from .optimizer_record import OptimizerRecord
 from .planned import Planned
 from .progress import Progress, Window, stored_metrics
+from .registry import DUTIES
 from .requests import Requests
 from .resume import differences, find_checkpoint
 from .saves import Saves
@@ -115,6 +118,7 @@ class Run:
         self.lock, self.out = lock, (out := None if lock is None else lock.folder)
         self.driver, self.session, self.settings = driver, session, settings
         self.observers, self.requests, self.started = observers, requests, started
+        self._telling = threading.RLock()
         self.aside = aside
         """Makes a folder that lasts until `fit` returns."""
         self.own_optimizer = recipe.optimizer is not None
@@ -130,6 +134,7 @@ class Run:
             if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
         able = driver.capabilities(plan)
+        self._watch(able)
         self.fixed_size = able.static_shapes
         largest = -(-settings.global_batch // world.num_feeders)
         self.micro_batch = plan.micro_batch or largest
@@ -180,6 +185,18 @@ class Run:
     def _schedule(self) -> Schedule:
         settings = dataclasses.asdict(self.settings.schedule)
         return build_schedule(total_steps=self.planned.total, **settings)
+
+    def _watch(self, able: Capabilities) -> None:
+        """Where there are several ranks, hear of those that are late."""
+        if self.session.world.size == 1:
+            return
+        for name in DUTIES:
+            if not getattr(able, name):
+                self._emit(Warned(f"backend {self.driver.name!r} does not keep {name}"))
+        if able.stall_seconds and self.observers:
+            self.session.watch(
+                lambda *told: self._emit(RankLate(self.training.progress.step, *told))
+            )
 
     def _saves_to(self, folder: Place) -> Saves:
         keep = self.settings.checkpoint
@@ -533,8 +550,9 @@ class Run:
         return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
 
     def _emit(self, event: Event) -> None:
-        for observer in self.observers:
-            self.requests.ask(observer(event))
+        with self._telling:  # of late ranks another thread tells
+            for observer in self.observers:
+                self.requests.ask(observer(event))
 
 
 def _unused(names: Sequence[str]) -> str:

@@ -55,6 +55,8 @@ def test_without_a_fault_nothing_is_caught(check: str) -> None:
         "2_norm-norm_is_unscaled",
         "7_capabilities-compilation",
         "7_capabilities-activation_checkpointing",
+        "7_capabilities-stall_seconds",
+        "7_capabilities-timeout_seconds",
     ],
 )
 def test_what_is_not_declared_is_refused(check: str) -> None:
