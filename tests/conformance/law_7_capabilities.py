@@ -145,7 +145,7 @@ def late_ranks_told(bench: Bench, *, naps: float, **settings: Any) -> dict[str, 
     late: set[int] = set()
     with bench.open(**settings) as session:
         session.watch(lambda rank, seconds, what: late.add(rank))
-        session.exchange(None)
+        session.tally([1.0])()
         if session.world.rank == LATE:
             time.sleep(naps)
         sums = session.tally([1.0])()
