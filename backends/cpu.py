@@ -13,21 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernel.contract import (
-    Capabilities,
-    Layout,
-    Outcome,
-    Piece,
-    Plan,
-    Probe,
-    Reader,
-    Recipe,
-    World,
-)
-from ..kernel.optimizer_state import OptimizerState
+from ..kernel.contract import Outcome, World
+from ..kernel.plan import Capabilities, Layout, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
-from . import _memory, _model, _state, _step
-from ._alone import HostSession, threads_of_one_operation
+from ..kernel.recipe import Recipe
+from ..kernel.shards import Piece, Reader
+from .common import layouts, model_state, models, stepping
+from .common.optimizer_state import OptimizerState
+from .common.single_process import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
 
@@ -55,7 +48,7 @@ class CpuDriver:
             reason=f"{torch.get_num_threads()} threads",
             versions={"torch": torch.__version__},
             devices=("cpu",),
-            memory_bytes=_memory.host_memory(),
+            memory_bytes=layouts.host_memory(),
         )
 
     def capabilities(self, plan: Plan) -> Capabilities:
@@ -71,7 +64,7 @@ class CpuDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _memory.replicated_layout(plan, model, state_bytes)
+        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[HostSession]:
@@ -85,14 +78,14 @@ class CpuEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.plan = plan
-        self.module = _model.build_model(recipe, plan, world.device)
-        self.tied = _model.tied_groups(self.module)
+        self.module = models.build_model(recipe, plan, world.device)
+        self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = _model.build_optimizer(recipe, self.module)
+        self.optimizer = models.build_optimizer(recipe, self.module)
         self.state = OptimizerState(self.optimizer, self.module)
-        self.autocast = _model.autocast(plan, world.device)
-        self.loss_scale = _step.LossScale(world.device) if plan.precision.loss_scaling else None
+        self.autocast = models.autocast(plan, world.device)
+        self.loss_scale = stepping.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
             # in place: names and the module itself stay
             self.module.compile(**plan.compile_options)
@@ -102,24 +95,24 @@ class CpuEngine:
         return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _model.NO_CONTEXT
+        return models.NO_CONTEXT
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        _step.backward(loss, weight, self.loss_scale)
+        stepping.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
-        return _model.without_gradient(self.module)
+        return models.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        return _step.update(
+        return stepping.update(
             self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
         )
 
     def shards(self) -> Iterator[Piece]:
-        return _state.replicated_pieces(self.module, self.state, self.loss_scale, 0, 1)
+        return model_state.replicated_pieces(self.module, self.state, self.loss_scale, 0, 1)
 
     def restore(self, reader: Reader) -> None:
-        _state.restore_replicated(reader, self.module, self.state, self.loss_scale)
+        model_state.restore_replicated(reader, self.module, self.state, self.loss_scale)
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

@@ -91,18 +91,18 @@ def of_steps(name: str, problem: Any, accumulation: int) -> Counts:
 @contextlib.contextmanager
 def _as_on_an_accelerator() -> Iterator[None]:
     """Host tensors take the path of a device's, where the host must not wait for a step."""
-    from drivetrain.backends import _step
+    from drivetrain.backends.common import stepping
 
     def on_device(optimizer: Any, grads: Any, norm: Any, max_norm: Any, scale: Any = None) -> Any:
-        return _step._step_on_device(optimizer, grads, norm, max_norm, scale)
+        return stepping._step_on_device(optimizer, grads, norm, max_norm, scale)
 
-    before = _step.step_if_finite, _step.fetch_flag
-    _step.step_if_finite = on_device
-    _step.fetch_flag = lambda flag: lambda: True  # stands for the copy behind the queue
+    before = stepping.step_if_finite, stepping.fetch_flag
+    stepping.step_if_finite = on_device
+    stepping.fetch_flag = lambda flag: lambda: True  # stands for the copy behind the queue
     try:
         yield
     finally:
-        _step.step_if_finite, _step.fetch_flag = before
+        stepping.step_if_finite, stepping.fetch_flag = before
 
 
 def of_resuming(name: str) -> Counts:
@@ -120,7 +120,7 @@ def of_resuming(name: str) -> Counts:
 
 
 def _resumed_kernel(folder: Path) -> Callable[[bool], None]:
-    from drivetrain.kernel import Recipe, Settings, fit
+    from drivetrain import Recipe, Settings, fit
 
     from .problems import Mlp, Rows, collate
 

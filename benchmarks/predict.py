@@ -71,11 +71,12 @@ def kernel_streaming(data: Points, batch: int) -> float:
 
 
 def _kernel(data: Points, batch: int, keep: bool) -> float:
-    from drivetrain.kernel import Chunk, Recipe, predict
-    from drivetrain.kernel.contract import Plan
-    from drivetrain.kernel.data import eval_groups
+    from drivetrain import Chunk, Recipe
+    from drivetrain.data.indexed import eval_groups
+    from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
-    from drivetrain.kernel.settings import OptimizerSettings
+    from drivetrain.trainer import predict
+    from drivetrain.trainer.settings import OptimizerSettings
 
     right = 0
 

@@ -31,6 +31,8 @@ Each message says what was wrong, with the value seen, where, and what to do nex
 
 from __future__ import annotations
 
+import torch
+
 __all__ = [
     "EXIT_PREEMPTED",
     "BackendUnavailable",
@@ -159,3 +161,23 @@ class WorkerFailed(DataFailed):
 
 class CollectiveFailed(DrivetrainError):
     """Ranks disagree, or a rank did not arrive in time; the message names rank and call."""
+
+
+_WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resource_exhausted")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def in_update(error: Exception) -> OutOfMemory:
+    """What to raise for such an error of an update: after half of one the weights cannot be
+    trusted, and smaller microbatches would not help.
+    """
+    return OutOfMemory(
+        f"out of memory in the update, where the optimizer's state is made: {error}. Smaller "
+        "microbatches do not help there; the checkpoints are untouched"
+    )

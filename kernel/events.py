@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from .checkpoint import Place
 from .contract import World
+from .paths import Place
 
 __all__ = [
     "Evaluated",

@@ -10,11 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from .batches import LARGEST, Position
 from .contract import Session
-from .data import LARGEST, Position
 from .errors import CheckpointDamaged, DataError
 
-__all__ = ["Progress", "Window", "stored_metrics"]
+__all__ = [
+    "Progress",
+    "Window",
+]
 
 
 @dataclass
@@ -47,17 +50,6 @@ class Progress:
         if max(counts["applied"], counts["skipped"]) > counts["step"]:
             raise CheckpointDamaged(f"{where}: more updates than steps: {counts!r:.200}")
         return cls(**counts, position=position)
-
-
-def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:
-    """The metrics of a checkpoint's step. Raises `CheckpointDamaged`, naming `where`, for what are
-    none."""
-    metrics = state.get("metrics", {})
-    if not isinstance(metrics, dict) or not all(
-        isinstance(value, int | float) for value in metrics.values()
-    ):
-        raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")
-    return metrics
 
 
 class Window:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernel.contract import Plan
 from ...kernel.errors import CapabilityRefused, SettingError
+from ...kernel.plan import Plan
 from ...kernel.registry import find_driver, refuse_unpromised
-from ...kernel.settings import Settings, override
+from ...trainer.settings import Settings, override
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import from_environment, launched

@@ -22,7 +22,7 @@ _MODULES: dict[str, str] = {
         ddp_find_unused_parameters ddp_static_graph parallelism_config sortish_sampler""",
     "arguments/settle.py": "tf32",
     "checkpoints.py": "checkpoint_format save_only_model save_total_limit",
-    "conducting.py": "logging_nan_inf_filter",
+    "trainer/step_callbacks.py": "logging_nan_inf_filter",
     "debugging.py": "debug",
     "evaluation.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object greater_is_better include_for_metrics metric_for_best_model

@@ -18,11 +18,11 @@ from ..enums import (
     SaveStrategy,
     SchedulerType,
 )
-from .members import Members
+from .derived import Members
 from .old_names import OldNames
+from .resolve import settle
+from .serialize import Written
 from .setters import Setters
-from .settle import settle
-from .written import Written
 
 __all__ = ["TrainingArguments", "says"]
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from .inside import INSIDE
-from .plain import PLAIN
+from .lowrank import INSIDE
+from .quantized import SMALL
 from .request import OptimArgs, Request
-from .small import SMALL
+from .torch_optim import PLAIN
 
 __all__ = ["OPTIMIZERS", "optimizer_class_and_kwargs"]
 

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.compat import TrainingArguments
-from drivetrain.compat.accelerator import Accelerator
+from drivetrain.compat.accelerate.accelerator import Accelerator
 from drivetrain.compat.arguments import backend
 from drivetrain.kernel.registry import find_driver
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Recipe
 from drivetrain.compat import Accelerator, TrainingArguments
 from drivetrain.compat.arguments import backend
-from drivetrain.compat.gathering import exchange_objects
-from drivetrain.kernel import Recipe
+from drivetrain.compat.evaluation.gathering import exchange_objects
 from drivetrain.kernel.registry import find_driver
 
 
@@ -123,7 +123,7 @@ def test_it_needs_no_accelerate() -> None:
     script = """
 import sys
 from drivetrain.compat import Accelerator, TrainingArguments
-from drivetrain.compat.processes import Processes
+from drivetrain.compat.trainer.processes import Processes
 processes = Processes(TrainingArguments("o"))
 assert processes.is_main_process and processes.distributed_type == "NO"
 print([name for name in ("accelerate", "transformers") if name in sys.modules])

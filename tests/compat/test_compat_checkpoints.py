@@ -19,8 +19,8 @@ import transformers
 from built_alike import Classifier, both, losses, samples
 from torch import nn
 
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
-from drivetrain.kernel.checkpoint import CheckpointReader
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
 SCORES = [5.0, 4.0, 4.5, 3.0, 6.0]

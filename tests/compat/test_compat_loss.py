@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother as TheirSmoother
 
-from drivetrain.compat.inspection import (
+from drivetrain.compat.trainer.inspection import (
     accepted_columns,
     can_return_loss,
     find_labels,
@@ -21,8 +21,8 @@ from drivetrain.compat.inspection import (
     model_accepts_loss_kwargs,
     unwrap_peft,
 )
-from drivetrain.compat.loss import count_items, is_causal_lm, loss_of, loss_shifts_labels
-from drivetrain.compat.smoothing import LabelSmoother
+from drivetrain.compat.trainer.loss import count_items, is_causal_lm, loss_of, loss_shifts_labels
+from drivetrain.compat.trainer.smoothing import LabelSmoother
 
 # what PEFT asks of models still has the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

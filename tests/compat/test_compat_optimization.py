@@ -17,8 +17,8 @@ from torch import nn
 from drivetrain.compat.enums import OptimizerNames
 from drivetrain.compat.optim import OPTIMIZERS
 from drivetrain.compat.optim.adafactor import Adafactor
+from drivetrain.compat.optim.build import OptimizationMixin
 from drivetrain.compat.optim.layerwise import LayerWiseDummyOptimizer, LayerWiseDummyScheduler
-from drivetrain.compat.optimization import OptimizationMixin
 
 Arguments = Callable[..., Any]
 

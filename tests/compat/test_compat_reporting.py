@@ -18,7 +18,7 @@ from transformers import trainer_pt_utils, trainer_utils
 
 from drivetrain import compat
 from drivetrain.compat import TrainerCallback, TrainerControl, TrainerState
-from drivetrain.compat.reporting import ReportingMixin, metrics_format, set_verbosity
+from drivetrain.compat.callbacks.reporting import ReportingMixin, metrics_format, set_verbosity
 
 FIGURES = {
     "train_runtime": 3725.789,
@@ -251,7 +251,9 @@ def verbosity() -> Iterator[None]:
 def test_the_level_holds_for_both_libraries() -> None:
     set_verbosity(logging.ERROR)
     assert transformers.utils.logging.get_verbosity() == logging.ERROR
-    assert not logging.getLogger("drivetrain.compat.flow").isEnabledFor(logging.WARNING)
+    assert not logging.getLogger("drivetrain.compat.callbacks.flow_callbacks").isEnabledFor(
+        logging.WARNING
+    )
 
 
 class Phases:
@@ -320,7 +322,7 @@ def test_the_accelerator_is_measured_beside_the_host(monkeypatch: pytest.MonkeyP
         memory_allocated=lambda: next(allocated),
         max_memory_allocated=lambda: 170,
     )
-    monkeypatch.setattr("drivetrain.compat.memory._device_memory", lambda: device)
+    monkeypatch.setattr("drivetrain.compat.trainer.memory._device_memory", lambda: device)
     tracker, metrics = compat.TrainerMemoryTracker(), {}
     tracker.start("eval")
     tracker.stop_and_update_metrics(metrics, "eval")

@@ -23,7 +23,7 @@ from built_alike import ARGUMENTS, Classifier, samples
 from side_by_side import LIBRARIES, Net, points
 
 from drivetrain.compat import Trainer, TrainingArguments, default_compute_objective
-from drivetrain.compat.search import SearchMixin, set_argument
+from drivetrain.compat.integrations.search import SearchMixin, set_argument
 
 
 class Searching(SearchMixin):
@@ -103,7 +103,7 @@ def test_the_best_trial_is_found(tmp_path: Path) -> None:
 def test_default_spaces_are_those_of_transformers() -> None:
     from transformers.trainer_utils import default_hp_space_optuna
 
-    from drivetrain.compat.search_libraries import LIBRARIES
+    from drivetrain.compat.integrations.search_libraries import LIBRARIES
 
     asked: list[list[Any]] = []
     for space in (LIBRARIES["optuna"].default_space, default_hp_space_optuna):  # type: ignore[index]

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernel.contract import Driver, Plan, Recipe, Session
-from ..kernel.loop import Result, fit
+from ..kernel.contract import Driver, Session
+from ..kernel.plan import Plan
+from ..kernel.recipe import Recipe
 from ..kernel.registry import find_driver
-from ..kernel.settings import Settings, override
+from ..trainer.fit import Result, fit
+from ..trainer.settings import Settings, override
 
 __all__ = ["Bench"]
 

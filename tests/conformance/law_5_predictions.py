@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernel.predict import Chunk, predict
-from ..kernel.sources import once, open_source
+from ..data.open_dataset import once, open_dataset
+from ..trainer.predict import Chunk, predict
 from . import oracle
 from .bench import Bench
 from .cases import check
@@ -118,7 +118,7 @@ def chunks(bench: Bench, *, samples: int) -> dict[str, Any]:
 
 
 def samples_of(bench: Bench, session: Any, problem: str, samples: int) -> Any:
-    source = open_source(
+    source = open_dataset(
         Samples(problem, samples),
         session,
         seed=0,

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..kernel.checkpoint import CheckpointReader
-from ..kernel.contract import Engine, Kind, Reader, Region, Session, TensorInfo
+from ..checkpoint import CheckpointReader
+from ..kernel.contract import Engine, Session
+from ..kernel.shards import Kind, Reader, Region, TensorInfo
 from . import oracle
 from .bench import Bench
 from .cases import check

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.conformance.law_6_resume import WeightsAlone
-from drivetrain.kernel.contract import Batch, Capabilities, Outcome, Piece, Plan, Reader, Recipe
+from drivetrain.kernel.contract import Outcome
 from drivetrain.kernel.errors import CheckpointError
+from drivetrain.kernel.plan import Capabilities, Plan
+from drivetrain.kernel.recipe import Batch, Recipe
+from drivetrain.kernel.shards import Piece, Reader
 
 
 class Wrapped:

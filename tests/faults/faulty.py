@@ -12,7 +12,8 @@ from faults import FAULTS, NO_FAULTS, Fault
 from torch import nn
 
 from drivetrain.backends.ddp import driver as sound
-from drivetrain.kernel.contract import Capabilities, Layout, Plan, Probe, Session
+from drivetrain.kernel.contract import Session
+from drivetrain.kernel.plan import Capabilities, Layout, Plan, Probe
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,14 @@ ROOMS = {
         ),
         outside=frozenset({"torch"}),
         vendors={
-            "backends/deepspeed.py": frozenset({"deepspeed"}),
-            "backends/_deepspeed_build.py": frozenset({"deepspeed"}),
-            "backends/_deepspeed_state.py": frozenset({"deepspeed"}),
+            "backends/deepspeed/driver.py": frozenset({"deepspeed"}),
+            "backends/deepspeed/initialize.py": frozenset({"deepspeed"}),
+            "backends/deepspeed/zero_state.py": frozenset({"deepspeed"}),
             "backends/ipex.py": frozenset({"intel_extension_for_pytorch"}),
-            "backends/xla.py": frozenset({"torch_xla"}),
-            "backends/_xla.py": frozenset({"torch_xla", "numpy"}),  # its meshes are numpy arrays
+            "backends/xla/driver.py": frozenset({"torch_xla"}),
+            "backends/xla/placing.py": frozenset(
+                {"torch_xla", "numpy"}
+            ),  # its meshes are numpy arrays
         },
     ),
     "compat": Room("compat", "compat", siblings=frozenset({"kernel"})),
@@ -77,7 +79,7 @@ ROOMS = {
         "cli",
         "cli",
         siblings=frozenset({"kernel", "conformance"}),
-        templates=frozenset({"cli/gpt.py"}),
+        templates=frozenset({"runtime/cli/gpt.py"}),
     ),
     "storage": Room(
         "storage",
@@ -115,7 +117,7 @@ def room_of(path: str) -> Room | None:
 
 
 def module_name(path: str, room: Room) -> str:
-    """`kernel/checkpoint/store.py` is `drivetrain.kernel.checkpoint.store`."""
+    """`runtime/checkpoint/store.py` is `drivetrain.checkpoint.store`."""
     inner = PurePosixPath(path).relative_to(room.folder).with_suffix("")
     return ".".join(("drivetrain", room.package, *inner.parts))
 

@@ -10,7 +10,7 @@ from house_rules import ROOT
 
 from drivetrain.kernel.errors import SettingError
 from drivetrain.kernel.registry import find_driver, known_backends
-from drivetrain.kernel.settings import Settings, flatten, override
+from drivetrain.trainer.settings import Settings, flatten, override
 
 
 @pytest.fixture(scope="module")

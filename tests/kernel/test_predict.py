@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drivetrain.backends.cpu import driver
-from drivetrain.kernel.contract import Engine, Plan, Recipe, Session
-from drivetrain.kernel.data import eval_groups
+from drivetrain.data.indexed import eval_groups
+from drivetrain.kernel.contract import Engine, Session
 from drivetrain.kernel.errors import RecipeError
-from drivetrain.kernel.predict import Chunk, predict
+from drivetrain.kernel.plan import Plan
+from drivetrain.kernel.recipe import Recipe
+from drivetrain.trainer.predict import Chunk, predict
 
 from .thread_world import on_ranks
 

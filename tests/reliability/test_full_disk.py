@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.cli.folder import read_config
+from drivetrain import fit
+from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.cli.records import read_records
-from drivetrain.kernel import fit
-from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints
+from drivetrain.cli.run_folder import read_config
 from drivetrain.kernel.errors import EXIT_PREEMPTED, SaveFailed
 from drivetrain.kernel.events import Resumed, Saved, StepEnded
 

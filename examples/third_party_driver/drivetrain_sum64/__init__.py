@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import contract, random_state
+from drivetrain.backends.common import random_state
+from drivetrain.backends.common.optimizer_state import OptimizerState
+from drivetrain.kernel import contract
 from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
-from drivetrain.kernel.optimizer_state import OptimizerState
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,132 @@
+"""What torch's FSDP2 is told of a plan: the driver's options, the mesh of ranks, the policies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...kernel.contract import World
+from ...kernel.plan import Plan
+from ...kernel.ranges import check_range
+from ..process_group.session import choose_device
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How the model is cut, and what is traded for memory."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes CUDA where there is a device for every local rank."""
+    wrap: tuple[str, ...] = ()
+    """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
+    model: children of one class in a list; the root takes what is left."""
+    min_unit_params: int | None = None
+    """Without `wrap`: units by size, each submodule with at least so many parameters that are not
+    in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
+    reshard_after_forward: bool = True
+    """Let a unit's weights go between its forward and its backward, and gather them again."""
+    reshard_after_backward: bool = True
+    """Likewise between microbatches; False keeps them until the update."""
+    sync_each_microbatch: bool = False
+    """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
+    shard_size: int | None = None
+    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
+    the number of ranks. By default all ranks are one group."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    gather_dtype: Literal["auto", "params", "compute"] = "auto"
+    """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
+    memory; `params` is for models with layers that refuse weights of another dtype than their
+    input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
+    normalisation layers do."""
+    optimizer_step: Literal["auto", "parts", "tensors", "whole"] = "auto"
+    """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
+    alike. `tensors`: they are gathered one by one; right for those that treat tensors alike and
+    keep nothing that all share. `whole`: all at once, in the memory of the whole model, its
+    gradients and state; right for all. `auto`: the first that is right for torch's own optimizers,
+    `whole`, with a warning, for others."""
+    meta: bool = False
+    """No rank ever holds the whole model. False: every rank builds it in host memory, with the
+    recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is
+    dropped (to the meta device) as soon as it is made, and only this rank's part of it comes back:
+    from the checkpoint on resume; on a fresh start from `reset_parameters()` of each module, or
+    `_init_weights(module)` of the model, called on one whole module at a time, which give the same
+    weights at any world size, but need not be those of the recipe's constructor."""
+    from_rank_0: bool = False
+    """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
+    for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
+    sync_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
+    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.min_unit_params", self.min_unit_params, 0)
+        check_range("backend.shard_size", self.shard_size, 1)
+
+
+def gathered_dtype(plan: Plan) -> torch.dtype:
+    """The dtype that weights travel in."""
+    options = options_of(plan)
+    in_compute = options.gather_dtype == "compute" or (
+        options.gather_dtype == "auto" and choose_device(options.device).type != "cpu"
+    )
+    return plan.precision.compute if in_compute else plan.precision.params
+
+
+def options_of(plan: Plan) -> FsdpOptions:
+    """Those of the plan, or the defaults."""
+    return plan.options or FsdpOptions()
+
+
+def shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
+    """Cut what no smaller unit has cut. Raises `RecipeError` for a 0-d parameter."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    options = options_of(plan)
+    # The policy says what travels; autocast says what each operation computes in, as on all other
+    # drivers. Alone, the policy would compute everything in the lower precision, also losses and
+    # normalisation, and would round inputs that are no activations, such as targets.
+    policy = MixedPrecisionPolicy(
+        param_dtype=gathered_dtype(plan),
+        reduce_dtype=plan.precision.reduce,
+        cast_forward_inputs=False,
+    )
+    pinned = mesh.device_type != "cpu"
+    fully_shard(
+        unit,
+        mesh=mesh,
+        # None: all but the root, whose weights the backward needs at once
+        reshard_after_forward=None if options.reshard_after_forward else False,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
+    )
+    assert isinstance(unit, FSDPModule)
+    # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
+
+
+def mixed_in() -> type:
+    """The class that `shard` mixes into that of a unit."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def mesh_of(options: FsdpOptions, world: World) -> Any:
+    """All ranks in a row; with `shard_size`, rows of so many that replicate each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind, size = world.device.type, options.shard_size or world.size
+    if size == world.size:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))

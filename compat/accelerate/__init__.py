@@ -1,0 +1,1 @@
+"""What scripts expect of `trainer.accelerator`, and of accelerate's configuration."""

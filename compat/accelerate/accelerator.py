@@ -1,0 +1,412 @@
+"""`trainer.accelerator`: the members of accelerate's `Accelerator` that trainers made for HF use.
+
+It has no process group or wrapper of its own: the place where the Trainer runs does the work.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..arguments.accelerator_config import AcceleratorConfig
+from ..arguments.backend import chosen, notes
+from ..data.sharding import RankLoader, shard, skip_first_batches
+from ..errors import ArgumentError
+from ..evaluation.gathering import (
+    exchange_objects,
+    gather_tensors,
+    has_only_tensors,
+    pad_to_the_longest,
+)
+from ..trainer.processes import Processes
+from ..trainer.tree import map_tensors, move
+
+__all__ = ["Accelerator"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class GradientState:
+    """Where the loop is: in which loader, and in which microbatch of an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.active: list[RankLoader] = []
+        self.num_steps = 1
+
+    @property
+    def active_dataloader(self) -> RankLoader | None:
+        """The innermost loader that is being walked through."""
+        return self.active[-1] if self.active else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether any is."""
+        return bool(self.active)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether its batch in hand is the last."""
+        return bool(self.active) and self.active[-1].end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the last global batch are real; 0: all; -1: not known."""
+        return self.active[-1].remainder if self.active else -1
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an update follows this microbatch."""
+        microstep = getattr(self._trainer, "_microstep", None)
+        return microstep is None or bool(microstep.last)
+
+
+class Accelerator(Processes):
+    """A view of the Trainer's place. What talks to other processes must be called by all."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer.args)
+        self._trainer = trainer
+        self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
+        self.gradient_state = GradientState(trainer)
+        self.state = Processes(trainer.args)
+        self.gradient_accumulation_steps = 1  # the Trainer accumulates
+        self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
+        settle_accumulation(trainer.args)
+        for note in notes(trainer.args, chosen(trainer.args).driver):
+            _LOG.warning("%s", note)
+
+    # --- how the loop and loaders are set up
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an update follows this microbatch."""
+        return self.gradient_state.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was left out, for a gradient that was not finite."""
+        outcome = self._trainer._last_outcome
+        return outcome is not None and not outcome.applied()
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round of batches is filled up; may be set before a loader is made."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether batch sizes are those of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """See `AcceleratorConfig.dispatch_batches`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of samples depends on the seed alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied while the host goes on."""
+        return self.dataloader_config.non_blocking
+
+    # --- making things ready
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Loaders give this process's share, models move to its device, and all else is given back
+        as it is: the Trainer wraps the model that it trains, with its optimizer, by itself.
+        """
+        prepared = tuple(self._prepare_one(item) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, item: Any) -> Any:
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item)
+        return self.prepare_model(item) if isinstance(item, nn.Module) else item
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], **ignored: Any) -> RankLoader:
+        """A loader over this process's share of the batches of `data_loader`."""
+        config, args = self.dataloader_config, self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loader = shard(
+            data_loader,
+            _Share(self.state),
+            seed=seed if config.use_seedable_sampler else None,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
+            dispatch_batches=config.dispatch_batches,
+            active=self.gradient_state.active,
+        )
+        if ignored.get("device_placement", True):
+            loader.device = self.device
+        return loader
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model on this process's device, as a reference or reward model is used.
+
+        Raises `ArgumentError` for a model that would be trained next to the Trainer's own on
+        several processes: nothing would average its gradients.
+        """
+        own = getattr(self._trainer, "model", None)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if self.num_processes > 1 and trained and not evaluation_mode and own not in (None, model):
+            raise ArgumentError(
+                f"accelerator.prepare was given a {type(model).__name__} with trainable parameters "
+                "that is not the Trainer's model, and nothing would average its gradients over "
+                "processes; freeze it (requires_grad_(False)), make it a part of the Trainer's "
+                "model, or pass evaluation_mode=True"
+            )
+        if evaluation_mode:
+            model.eval()
+        if device_placement is False or getattr(model, "hf_device_map", None):
+            return model
+        return model.to(self.device)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """The optimizer itself."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler itself: the loop steps it once an update."""
+        return scheduler
+
+    def unwrap_model(
+        self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's own module inside of whatever a driver put around it."""
+        prepared = self._trainer.place.prepared
+        if prepared is not None and model is prepared.engine.module:
+            return prepared.model
+        compiled = hasattr(model, "_orig_mod")
+        inner = model._orig_mod if compiled else model
+        while type(inner).__name__ in _WRAPPERS:
+            inner = inner.module
+        return model if compiled and keep_torch_compile else inner
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> RankLoader:
+        """The loader without its first batches; samples of a map-style data set are not read."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # --- training
+
+    def backward(self, loss: Tensor, **ignored: Any) -> None:
+        """Add the gradient of a microbatch's loss; nothing is divided here."""
+        self._trainer._backward(loss)
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """The precision of the arguments, around a forward."""
+        with self._trainer.place.autocast():
+            yield
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Nothing: the Trainer's loop accumulates."""
+        return nullcontext()
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Around a backward whose gradients are not averaged yet, where the wrapper can do so."""
+        context: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
+        return context
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip gradients that a subclass handles itself; the Trainer's own updates clip theirs.
+
+        Returns the norm before clipping, 0-d. Under DeepSpeed, which clips by itself, that norm of
+        the last update.
+        """
+        prepared = self._trainer.place.prepared
+        if prepared is not None and hasattr(prepared.engine.module, "get_global_grad_norm"):
+            return prepared.engine.module.get_global_grad_norm()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit every element of the gradients that a subclass handles itself."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # --- all processes call these
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, one after the other along dimension 0, on every process.
+
+        Any structure of tensors; those of no dimension become elements of a vector. One process
+        gets back what it gave. Raises TypeError for what is not a tensor.
+        """
+        if not has_only_tensors(tensor):
+            raise TypeError(
+                f"gather takes tensors and structures of them, not {type(tensor).__name__}; use "
+                "gather_for_metrics(..., use_gather_object=True)"
+            )
+        return tensor if self.num_processes == 1 else gather_tensors(self._session, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather`, without the samples that the last round of a loader was filled up with.
+
+        What is not made of tensors comes as one list of the items of all processes.
+        """
+        if use_gather_object or not has_only_tensors(input_data):
+            data = self._gather_objects(input_data)
+            trim: Callable[[Any], Any] = lambda items: items[: self._real_samples()]  # noqa: E731
+            return trim(data) if isinstance(data, list) else data
+        real = self._real_samples()
+        return map_tensors(lambda t: t[:real] if t.dim() else t, self.gather(input_data))
+
+    def _gather_objects(self, data: Any) -> Any:
+        return data if self.num_processes == 1 else exchange_objects(self._session, data)
+
+    def _real_samples(self) -> int | None:
+        """How many of the samples just gathered are real; None: all of them."""
+        state = self.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors as long in dimension `dim` as the longest of all processes, padded with
+        `pad_index`, behind or, with `pad_first`, in front.
+        """
+        if self.num_processes == 1:
+            return tensor
+        return pad_to_the_longest(self._session, tensor, dim, pad_index, pad_first)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over processes, times `scale`; one process gets a copy."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
+        if self.num_processes == 1 or reduction == "none":
+            return map_tensors(Tensor.clone, tensor)
+        factor = scale / self.num_processes if reduction == "mean" else scale
+        session = self._session
+        return map_tensors(lambda t: session.reduce(t) * factor, tensor)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes are here."""
+        if self.num_processes > 1:
+            self._session.exchange(None)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the first process through, and the others when it is done."""
+        with self.args.main_process_first(local=False):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Likewise for the first process of each machine."""
+        with self.args.main_process_first(local=True):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tensor or dict of them, cut as evenly as can be; with
+        padding the last element is repeated until all parts are equally long.
+        """
+        if isinstance(inputs, dict):
+            yield {key: self._part(value, apply_padding) for key, value in inputs.items()}
+        else:
+            yield self._part(inputs, apply_padding)
+
+    def _part(self, items: Any, pad: bool) -> Any:
+        size, index = self.num_processes, self.process_index
+        each, rest = divmod(len(items), size)
+        start = index * each + min(index, rest)
+        part = items[start : start + each + (index < rest)]
+        if pad and rest and index >= rest and len(items):
+            last = items[-1:]
+            part = torch.cat([part, last]) if isinstance(items, Tensor) else [*part, *last]
+        return part
+
+    # --- the rest
+
+    @property
+    def _session(self) -> Any:
+        return self._trainer.place.session
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Empty the caches of host and device. Returns a None for each object, to forget it by."""
+        gc.collect()
+        if self.device.type in ("cuda", "xpu"):
+            torch.accelerator.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """Wait for the others; `trainer.end()` leaves the process group."""
+        self.wait_for_everyone()
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = True) -> None:
+        """Write a dict of tensors as safetensors, on the first process. Raises `ArgumentError`
+        when asked to pickle.
+        """
+        if not safe_serialization:
+            raise ArgumentError("accelerator.save(safe_serialization=False) would pickle")
+        if self.is_main_process:
+            from safetensors.torch import save_file
+
+            save_file(move(obj, torch.device("cpu")), f)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """All weights of the Trainer's model, whole, on the host; a call for all processes."""
+        place = self._trainer.place
+        inner = self.unwrap_model(model)
+        if place.prepared is None or place.prepared.model is not inner:
+            return dict(inner.state_dict())
+        with place.prepared.engine.full_params() as whole:
+            return {
+                name: value.detach().cpu().clone() for name, value in whole.state_dict().items()
+            }
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
+
+
+class _Share:
+    """Which part of the data is this process's."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.feeder_index, self.num_feeders = processes.process_index, processes.num_processes
+
+
+def settle_accumulation(args: Any) -> None:
+    """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
+
+    Raises `ArgumentError` when both are given and differ.
+    """
+    config = AcceleratorConfig.of(args.accelerator_config)
+    given = config.gradient_accumulation_kwargs or {}
+    if unknown := sorted(given.keys() - {"num_steps", "sync_each_batch"}):
+        raise ArgumentError(
+            f"gradient_accumulation_kwargs has {', '.join(unknown)}; allowed: num_steps and "
+            "sync_each_batch"
+        )
+    steps = given.get("num_steps")
+    if steps is None or steps == args.gradient_accumulation_steps:
+        return
+    if args.gradient_accumulation_steps > 1:
+        raise ArgumentError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and "
+            f"accelerator_config['gradient_accumulation_kwargs']['num_steps'] is {steps}; give one"
+        )
+    args.gradient_accumulation_steps = steps

@@ -1,0 +1,184 @@
+"""What a Trainer tells of a run: logs, metrics, counts of operations and of tokens."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.storage.local import replace_text
+from ..names import TRAINER_STATE_NAME
+from .metrics import speed_metrics
+from .state import TrainerControl, TrainerState
+
+__all__ = ["ReportingMixin", "metrics_format", "set_verbosity"]
+
+_log = logging.getLogger(__name__)
+
+
+def set_verbosity(level: int) -> None:
+    """Let drivetrain's Trainer say what is at or above `level`, a number of `logging`, and
+    transformers too where it is in use.
+    """
+    logging.getLogger(__package__).setLevel(level)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as theirs
+
+        theirs.set_verbosity(level)
+
+
+def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The same metrics to be read by people: MB, GF, h:mm:ss.cc, and four decimals."""
+    return {name: _shown(name, value) for name, value in metrics.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value >> 20}MB"
+    if "_runtime" in name:
+        whole = int(value)
+        return f"{datetime.timedelta(seconds=whole)}.{int((value - whole) * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value
+
+
+class ReportingMixin:
+    """The part of Trainer that reports."""
+
+    args: Any
+    model: Any
+    processing_class: Any
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: Any
+    place: Any
+    current_flos: float
+    _initial_num_input_tokens_seen: int
+    _counted: tuple[Any, int] | None = None
+    """A model, and its parameters outside embeddings."""
+
+    def is_world_process_zero(self) -> bool:
+        """Of Trainer."""
+        raise NotImplementedError
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the epoch (and, if asked for, the tokens seen) to `logs`, keep them in the history
+        and hand them to the callbacks, all of which see this very dict.
+
+        `start_time`: of the training, by `time.time()`, for tokens per second. Override this to
+        log more; then call `super().log(logs, start_time)`.
+        """
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            seen = self.state.num_input_tokens_seen
+            logs["num_input_tokens_seen"] = seen
+            if start_time is not None:
+                here = seen - self._initial_num_input_tokens_seen
+                logs.update(speed_metrics("train", start_time, num_tokens=here))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    metrics_format = staticmethod(metrics_format)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics on the first rank, aligned, sorted, to be read by people."""
+        if not self.is_world_process_zero():
+            return
+        shown = {name: str(value) for name, value in metrics_format(metrics).items()}
+        names, values = (max(map(len, column), default=0) for column in (shown, shown.values()))
+        print(f"***** {split} metrics *****")
+        for name in sorted(shown):
+            print(f"  {name:<{names}} = {shown[name]:>{values}}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` on the first rank; `combined` also adds the metrics to
+        `all_results.json`, which keeps those of other splits.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        _write_json(folder / f"{split}_results.json", metrics)
+        if combined:
+            every = folder / "all_results.json"
+            before = json.loads(every.read_text(encoding="utf-8")) if every.exists() else {}
+            _write_json(every, {**before, **metrics})
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into the output folder, on the first rank."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(Path(self.args.output_dir) / TRAINER_STATE_NAME)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        """Operations of one forward and backward of this batch: six for each token and each
+        parameter outside embeddings; 0 for a model that cannot tell its parameters.
+
+        Under `profile="4.47"` the model's own `floating_point_ops` is asked.
+        """
+        if getattr(self.args, "profile", "") == "4.47":
+            own = getattr(self.model, "floating_point_ops", None)
+            return float(own(inputs)) if callable(own) else 0
+        tokens = inputs.get(self._main_input_name())
+        if tokens is None or not hasattr(self.model, "num_parameters"):
+            return 0
+        if self._counted is None or self._counted[0] is not self.model:
+            # a walk through all parameters, and so not one for each batch
+            self._counted = self.model, self.model.num_parameters(exclude_embeddings=True)
+        return int(6 * tokens.numel() * self._counted[1])
+
+    def store_flos(self) -> None:
+        """Add the operations counted since the last call, on all ranks, to the state."""
+        self.state.total_flos += self._over_ranks(self.current_flos)
+        self.current_flos = 0
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Count this batch's tokens over all ranks, as `include_num_input_tokens_seen` asks."""
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        tokens = inputs.get(name := self._main_input_name())
+        if tokens is None:
+            _warn_once(
+                f"tokens are not counted: batches hold {sorted(inputs)} and no {name!r}; "
+                "set the model's attribute main_input_name"
+            )
+            return
+        count = tokens.numel()
+        if self.args.include_num_input_tokens_seen == "non_padding":
+            count = self._not_padding(inputs, tokens)
+        self.state.num_input_tokens_seen += int(self._over_ranks(count))
+
+    def _not_padding(self, inputs: Mapping[str, Any], tokens: Any) -> int:
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        if "attention_mask" in inputs:
+            return int(inputs["attention_mask"].sum())
+        if padding is not None:
+            return int((tokens != padding).sum())
+        _warn_once("padding is counted too: there is neither an attention_mask nor a pad_token_id")
+        return int(tokens.numel())
+
+    def _main_input_name(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+    def _over_ranks(self, value: float) -> float:
+        """The sum over ranks, which all must call."""
+        if self.place.world.size == 1:
+            return value
+        return float(self.place.session.tally([value])()[0])
+
+
+def _write_json(path: Path, metrics: Mapping[str, Any]) -> None:
+    replace_text(path, json.dumps(metrics, indent=4, sort_keys=True))
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)

@@ -1,0 +1,426 @@
+"""Resuming: from checkpoints of the kernel, and from folders that HF Trainer wrote."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...checkpoint import CheckpointReader, load_rng, read_manifest
+from ...checkpoint.catalog import set_aside
+from ...checkpoint.manifest import MANIFEST
+from ...data.indexed import length_of
+from ...kernel.batches import Position
+from ...kernel.contract import Session
+from ...kernel.errors import CheckpointMismatch
+from ...kernel.loop import TrainLoop
+from ...kernel.progress import Window
+from ...trainer.resume import damage, differences
+from ..arguments.backend import settings
+from ..callbacks.state import TrainerControl, TrainerState
+from ..names import TRAINER_STATE_NAME
+from ..optim.layerwise import LayerWiseDummyOptimizer
+from ..trainer.inspection import is_peft_model
+from . import hf_folders
+from .json_state import from_plain
+from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
+from .overlay_reader import OverlayReader
+from .rotation import newest_sound, problem_with
+
+__all__ = ["ResumingMixin", "hyper_parameters"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class ResumingMixin:
+    """What `train(resume_from_checkpoint=...)` and the best model need."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    place: Any
+    state: TrainerState
+    control: Any
+    callback_handler: Any
+    processing_class: Any
+    data_collator: Any
+    hp_search_backend: Any
+    hp_name: Any
+    _training: TrainLoop | None
+
+    # --- which checkpoint ---------------------------------------------------------------------
+
+    def _checkpoint_to_resume(self: Any, resume_from_checkpoint: str | bool | None) -> str | None:
+        """The folder to resume from: True takes the newest one in `output_dir` that is whole.
+
+        Raises ValueError when there is none, or the folder given is none.
+        """
+        if not resume_from_checkpoint:
+            return None
+        session, path = self.place.session, str(resume_from_checkpoint)
+        if "://" in path:
+            raise ValueError(f"Can't resume from {path}: it is a URL; copy it to a folder")
+        if resume_from_checkpoint is True:
+            path = _newest_unaltered(session, self.args.output_dir)
+        elif problems := _altered(session, path):
+            raise ValueError(f"Can't find a valid checkpoint at {path}: {problems[0]}")
+        self._take_batch_size(Path(path))
+        return path
+
+    def _take_batch_size(self: Any, folder: Path) -> None:
+        """Go on with the batch size that was found before."""
+        wanted = self.args.auto_find_batch_size or getattr(self.args, "profile", "") == "4.47"
+        if wanted and (folder / TRAINER_STATE_NAME).is_file():
+            stored = TrainerState.load_from_json(folder / TRAINER_STATE_NAME).train_batch_size
+            self._train_batch_size = stored or self._train_batch_size
+
+    # --- weights ------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(
+        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        """Load a checkpoint's weights into the model, or into another one. Raises ValueError when
+        the folder is no checkpoint.
+
+        In `train`, those of a kernel's checkpoint are left for the driver, which reads from it what
+        each rank needs.
+        """
+        folder = Path(resume_from_checkpoint)
+        if problem := problem_with(folder):
+            raise ValueError(f"Can't find a valid checkpoint at {folder}: {problem}")
+        if (folder / MANIFEST).is_file() and model is None and self.is_in_train:
+            return
+        _LOG.info("loading the model from %s", folder)
+        _compare_versions(folder)
+        model = self.model if model is None else model
+        if is_peft_model(model) and adapters_in(folder):
+            load_adapters(model, folder)
+        else:
+            self._issue_warnings_after_load(load_weights(model, read_weights(folder)))
+
+    def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
+        """Name the keys that a checkpoint lacks, and those that the model has no place for."""
+        ignored = getattr(self.model, "_keys_to_ignore_on_save", None)
+        if load_result.missing_keys:
+            if ignored and set(load_result.missing_keys) == set(ignored):
+                self.model.tie_weights()
+            else:
+                _LOG.warning(
+                    "There were missing keys in the checkpoint model loaded: %s.",
+                    load_result.missing_keys,
+                )
+        if load_result.unexpected_keys:
+            _LOG.warning(
+                "There were unexpected keys in the checkpoint model loaded: %s.",
+                load_result.unexpected_keys,
+            )
+
+    def _load_best_model(self: Any) -> None:
+        """Give the model the weights of the best checkpoint; the optimizer stays as it is."""
+        folder = Path(self.state.best_model_checkpoint)
+        _LOG.info("loading the best model from %s (%s)", folder, self.state.best_metric)
+        if problem := problem_with(folder):
+            _LOG.warning(
+                "the best model could not be loaded, the last one stays: %s: %s. On several "
+                "machines without a common file system, set save_on_each_node=True",
+                folder,
+                problem,
+            )
+        elif self.place.is_sharded() and self.place.engine is not None:
+            self.place.engine.restore(self._weights_reader(folder))
+        elif is_peft_model(self.model) and adapters_in(folder):
+            self._load_best_adapter(folder)
+        else:
+            self._issue_warnings_after_load(load_weights(self.model, read_weights(folder)))
+
+    def _load_best_adapter(self: Any, folder: Path) -> None:
+        name = first_adapter(self.model)
+        own = folder / name
+        try:
+            self.model.load_adapter(str(own if own in adapters_in(folder) else folder), name)
+        except RuntimeError as error:
+            config = self.model.peft_config[name]
+            if not config.is_prompt_learning:
+                raise
+            raise RuntimeError(
+                f"load_best_model_at_end cannot load {config.peft_type.value} adapters, which are "
+                "prompts, into a model that has them: set it to False, and load the best one after "
+                f"training by PeftModel.from_pretrained(base_model, {str(folder)!r})"
+            ) from error
+
+    def _weights_reader(self: Any, folder: Path) -> OverlayReader:
+        """A checkpoint's weights and nothing else; those that it lacks stay as they are."""
+        if (folder / MANIFEST).is_file():
+            frozen = self._weights_now(self._frozen_names())
+            return OverlayReader(CheckpointReader(folder), weights=frozen, kinds=("weights",))
+        if adapters_in(folder):
+            raise ValueError(
+                f"{folder} holds adapters alone, and this driver holds parts of the model on each "
+                "rank: leave save_only_model=False to load the best model at the end"
+            )
+        return OverlayReader(None, weights={**self._weights_now(), **read_weights(folder)})
+
+    def _weights_now(self: Any, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+        """Weights as the model has them: whole, by FQN; copies where ranks hold parts of them."""
+        if names is not None and not names:
+            return {}
+        sharded, engine = self.place.is_sharded(), self.place.engine
+        chosen = None if names is None else sorted(names)
+        with engine.full_params(chosen) if sharded else nullcontext(self.model) as module:
+            return {
+                name: tensor.detach().cpu().clone() if sharded else tensor.detach()
+                for name, tensor in _stored_weights(module).items()
+                if names is None or name in names
+            }
+
+    # --- everything else ----------------------------------------------------------------------
+
+    def _resume_training(self: Any, training: TrainLoop, checkpoint: str) -> None:
+        """Take over a checkpoint: progress, state, optimizer, schedule, random state.
+
+        The model is wrapped, and has the weights of a folder that HF Trainer wrote; of a kernel's
+        checkpoint they are read here.
+        """
+        folder = Path(checkpoint)
+        self._load_trainer_state(folder)
+        if (folder / MANIFEST).is_file():
+            reader: Any = CheckpointReader(folder)
+            stored = reader.manifest.state
+            self._say_differences(reader)
+            if frozen := self._frozen_names():
+                reader = OverlayReader(reader, weights=self._weights_now(frozen))
+            training.restore(reader, self.place.driver.name)
+            self._say_other_length(training.progress.position, stored)
+        else:
+            training.progress = hf_folders.progress_at(self.state.global_step, training.data)
+            training.window = Window(training.progress)
+        self._load_optimizer_and_scheduler(checkpoint)
+        self._load_scaler(checkpoint)
+        self._load_rng_state(checkpoint)
+
+    def _load_trainer_state(self: Any, folder: Path) -> None:
+        path, fresh = folder / TRAINER_STATE_NAME, self.state
+        if not path.is_file():
+            return
+        stored = TrainerState.load_from_json(path)
+        best = stored.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", best)
+            stored.best_model_checkpoint = None
+        self.compare_trainer_and_checkpoint_args(self.args, stored)
+        for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
+            setattr(stored, name, getattr(fresh, name))
+        stored.is_hyper_param_search = fresh.is_hyper_param_search
+        self.state = stored
+        self._load_callback_state()
+
+    def compare_trainer_and_checkpoint_args(
+        self: Any, training_args: Any, trainer_state: TrainerState
+    ) -> None:
+        """Warn, once, of what the checkpoint's run did otherwise. The arguments count."""
+        devices = max(1, training_args.n_gpu)
+        then = {
+            name: getattr(trainer_state, name)
+            for name in ("logging_steps", "eval_steps", "save_steps")
+        }
+        then["per_device_train_batch_size"] = (trainer_state.train_batch_size or 0) // devices
+        now = {name: getattr(training_args, name, None) or 0 for name in then}
+        differing = [
+            f"{name} was {then[name]}, is {now[name]}"
+            for name in then
+            if then[name] and now[name] >= 1 and then[name] != now[name]
+        ]
+        if differing:
+            _LOG.warning("other arguments than in the checkpoint: %s", "; ".join(differing))
+
+    def _say_differences(self: Any, reader: CheckpointReader) -> None:
+        size = self.place.session.world.size
+        for each in differences(reader.manifest, settings(self.args), self.place.driver.name, size):
+            _LOG.info("resuming: %s", each)
+
+    def _say_other_length(self: Any, position: Position, state: Mapping[str, Any]) -> None:
+        """Warn where a begun epoch goes on in the order of other data, as with HF's Trainer."""
+        then, now = state.get("data_length"), length_of(self.train_dataset)
+        skips = position.samples and not self.args.ignore_data_skip
+        if None in (then, now) or then == now or not skips:
+            return
+        _LOG.warning(
+            "train_dataset had %.20s samples, and has %s, in another order. As many batches of "
+            "epoch %s are skipped as were trained on: some samples come twice in it, and some not "
+            "at all. To begin that epoch anew set ignore_data_skip=True; a recipe of drivetrain "
+            "finishes it in the order in which it was begun",
+            then,
+            now,
+            position.epoch,
+        )
+
+    def _load_callback_state(self: Any) -> None:
+        """With `restore_callback_states_from_checkpoint`, put callbacks as they were in the place
+        of those of the same class.
+        """
+        if not self.args.restore_callback_states_from_checkpoint:
+            return
+        callbacks, lost = self.callback_handler.callbacks, []
+        for name, stored in self.state.stateful_callbacks.items():
+            states = stored if isinstance(stored, list) else [stored]
+            if name == TrainerControl.__name__:
+                self.control = type(self.control).from_state(states[0])
+                continue
+            places = [i for i, each in enumerate(callbacks) if type(each).__name__ == name]
+            for place, state in zip(places, states, strict=False):
+                callbacks[place] = type(callbacks[place]).from_state(state)
+            if not places:
+                lost.append(name)
+        if lost:
+            _LOG.warning(
+                "the checkpoint holds the state of callbacks that this run does not have: %s",
+                ", ".join(lost),
+            )
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        """Take over the learning rate schedule, and of HF's folders the optimizer: both, or, where
+        one of the files is missing, neither.
+        """
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if (folder / MANIFEST).is_file():
+            state = from_plain(read_manifest(folder).state)
+            _refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
+            groups, schedule = state.get("optimizer_groups", []), state.get("scheduler")
+        else:
+            saved = hf_folders.saved_optimizer(folder)
+            if isinstance(self.optimizer, LayerWiseDummyOptimizer):
+                _refuse_part_of_optimizer(folder, ["the moments of each parameter"])
+            if saved is None:
+                _LOG.warning("%s holds no optimizer: it starts anew", folder)
+                return
+            order = self.place.prepared.order
+            tensors, scaler = (
+                hf_folders.optimizer_tensors(saved, order),
+                hf_folders.read_scaler(folder),
+            )
+            self.place.engine.restore(OverlayReader(None, self._weights_now(), tensors, scaler))
+            groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
+        self._restore_groups(groups)
+        if self.lr_scheduler is not None and schedule is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+
+    def _restore_groups(self: Any, saved: list[Mapping[str, Any]]) -> None:
+        """The hyper-parameters of the optimizer, with the learning rate where it was."""
+        for groups in (self.place.engine.param_groups, self.optimizer.param_groups):
+            for group, values in zip(groups, saved, strict=False):
+                for name, value in hyper_parameters(values).items():
+                    given = group.get(name)
+                    if isinstance(given, Tensor):
+                        given.fill_(value)
+                    else:
+                        group[name] = tuple(value) if isinstance(given, tuple) else value
+
+    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+        """Take over the loss scaler of a folder that HF Trainer wrote; with an optimizer beside it
+        that was done with that, which this would make a fresh one.
+        """
+        folder = None if checkpoint is None else Path(checkpoint)
+        if folder is None or hf_folders.saved_optimizer(folder) is not None:
+            return
+        if scaler := hf_folders.read_scaler(folder):
+            self.place.engine.restore(OverlayReader(None, self._weights_now(), state=scaler))
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        """Take over this rank's random state, where the checkpoint holds it."""
+        if checkpoint is None:
+            return
+        folder, session = Path(checkpoint), self.place.session
+        if (folder / MANIFEST).is_file():
+            if load_rng(CheckpointReader(folder), session, self.place.driver.name):
+                _LOG.info(
+                    "%s holds no random state for this rank, as after a run on another number of "
+                    "ranks: random numbers will not continue where they were",
+                    folder,
+                )
+        else:
+            hf_folders.load_random_state(folder, session.world.rank, session.world.size)
+
+
+def _newest_unaltered(session: Session, output_dir: str) -> str:
+    """The newest checkpoint that is as it was written. Newer ones that are not are renamed, so that
+    none takes their place. Raises ValueError when there is none.
+    """
+    left_out: list[str] = []
+    while True:
+        mine = newest_sound(output_dir, left_out) if session.world.rank == 0 else None
+        path: str | None = session.exchange(mine)[0]
+        if path is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+        problems = _altered(session, path)
+        if not problems:
+            break
+        _LOG.warning("%s is left out, and kept: %s", path, problems[0])
+        left_out.append(path)
+    if session.world.rank == 0:
+        for each in left_out:
+            set_aside(Path(each))
+    return path
+
+
+def _altered(session: Session, folder: str) -> list[str]:
+    """What is not as it was written; of folders that HF Trainer wrote nobody can know."""
+    own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
+    return damage(session, Path(folder)) if session.exchange(own)[0] else []
+
+
+def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
+    """Raises `CheckpointMismatch` where something of the optimizer is not in the checkpoint."""
+    if unsaved:
+        raise CheckpointMismatch(
+            f"{folder} cannot be resumed from: it lacks {', '.join(unsaved)} of its optimizer, and "
+            "training would not go on as it was. Load its weights, by from_pretrained or "
+            "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
+        )
+
+
+_HOW = ("capturable", "differentiable", "foreach", "fused")
+"""Entries of an optimizer's group that say how to compute, which is the driver's business."""
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and words in an optimizer's group."""
+    found = {}
+    for name, value in group.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        parts = value if isinstance(value, list | tuple) else [value]
+        if name not in ("params", *_HOW) and all(
+            part is None or isinstance(part, bool | int | float | str) for part in parts
+        ):
+            found[name] = value
+    return found
+
+
+def _stored_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, each once, and persistent buffers, by FQN."""
+    persistent = module.state_dict(keep_vars=True)
+    buffers = {name: each for name, each in module.named_buffers() if name in persistent}
+    return {**dict(module.named_parameters()), **buffers}
+
+
+def _compare_versions(folder: Path) -> None:
+    """Warn when another version of transformers wrote the model."""
+    config, transformers = folder / "config.json", sys.modules.get("transformers")
+    if transformers is None or not config.is_file():
+        return
+    written = json.loads(config.read_text(encoding="utf-8")).get("transformers_version")
+    if written not in (None, transformers.__version__):
+        _LOG.warning(
+            "%s was written by transformers %s, and this is %s",
+            folder,
+            written,
+            transformers.__version__,
+        )

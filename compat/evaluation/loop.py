@@ -1,0 +1,509 @@
+"""Evaluation and prediction: HF Trainer's methods, over all ranks, in the order of the data.
+
+The kernel's own `predict` serves models that a driver has wrapped, and outputs with a row for each
+sample. Here a model may be evaluated as it is, each batch passes through methods that users
+override, and outputs may be anything; so this is a loop of its own. Outputs are gathered batch by
+batch, wait where they are, and are joined once.
+
+Evaluating draws no random numbers of training's: the state of all generators is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..callbacks.metrics import speed_metrics
+from ..callbacks.state import TrainerState
+from ..data.loading import has_length
+from ..data.rank_batches import RankStream
+from ..data.sharding import RankLoader
+from ..enums import SaveStrategy
+from ..names import PREFIX_CHECKPOINT_DIR
+from ..trainer.debugging import print_xla_metrics
+from ..trainer.memory_limits import out_of_memory
+from .nested import (
+    EvalLoopContainer,
+    denumpify_detensorize,
+    find_batch_size,
+    map_outputs,
+    nested_detach,
+    nested_numpify,
+)
+from .outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+
+__all__ = ["EvaluationMixin"]
+
+_LOG = logging.getLogger(__name__)
+_PADDING = -100
+
+
+class _Batch(NamedTuple):
+    """What all ranks made of one batch, in the order of the data; None for what there is not."""
+
+    losses: Any
+    predictions: Any
+    label_ids: Any
+    inputs: Any
+
+
+class EvaluationMixin:
+    """`evaluate`, `predict` and what they call through self."""
+
+    args: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    place: Any
+    accelerator: Any
+    state: TrainerState
+    control: Any
+    callback_handler: Any
+    label_names: list[str]
+    gather_function: Any
+    model_preparation_time: float
+    _preparation_to_leave_out = 0.0
+    """Of the evaluation that is under way, for the time that it took."""
+    """Seconds; of a Trainer that evaluated before it trained."""
+
+    # --- evaluate and predict -----------------------------------------------------------------
+
+    def evaluate(
+        self: Any,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Metrics on `eval_dataset`, or on the Trainer's own: logged, and given to callbacks.
+
+        Of a dict of data sets each is evaluated by itself, with `<prefix>_<name>` as prefix. A
+        string names one of the Trainer's own. `ignore_keys`: outputs of the model to leave out.
+        """
+        given = eval_dataset is not None
+        datasets = eval_dataset if given else self.eval_dataset
+        if isinstance(datasets, dict):
+            metrics: dict[str, float] = {}
+            for name, dataset in datasets.items():
+                metrics |= self.evaluate(
+                    eval_dataset=dataset if given else name,
+                    ignore_keys=ignore_keys,
+                    metric_key_prefix=f"{metric_key_prefix}_{name}",
+                )
+            return metrics
+        self._memory_tracker.start()
+        dataloader = self.get_eval_dataloader(eval_dataset)
+        start_time = time.time()
+        output = self.evaluation_loop(
+            dataloader,
+            description="Evaluation",
+            # without metrics nobody looks at predictions
+            prediction_loss_only=True if self.compute_metrics is None else None,
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        self._add_speed(output, metric_key_prefix, start_time)
+        self.log(output.metrics)
+        print_xla_metrics(self.args, self.place)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, output.metrics
+        )
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        return output.metrics  # type: ignore[no-any-return]
+
+    def predict(
+        self: Any,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
+    ) -> PredictionOutput:
+        """Predictions for each sample of a data set, and metrics where it has labels; not logged.
+
+        Rows of different width are filled up with -100 at their end.
+        """
+        self._memory_tracker.start()
+        dataloader = self.get_test_dataloader(test_dataset)
+        start_time = time.time()
+        output = self.evaluation_loop(
+            dataloader,
+            description="Prediction",
+            ignore_keys=ignore_keys,
+            metric_key_prefix=metric_key_prefix,
+        )
+        self._add_speed(output, metric_key_prefix, start_time)
+        self.control = self.callback_handler.on_predict(
+            self.args, self.state, self.control, output.metrics
+        )
+        self._memory_tracker.stop_and_update_metrics(output.metrics)
+        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+
+    def _add_speed(self: Any, output: EvalLoopOutput, prefix: str, start_time: float) -> None:
+        metrics, num_samples = output.metrics or {}, output.num_samples or 0
+        start_time += self._preparation_to_leave_out
+        self._preparation_to_leave_out = 0.0
+        total_batch = self.args.eval_batch_size * self.args.world_size
+        steps = math.ceil(num_samples / total_batch)
+        metrics |= speed_metrics(prefix, start_time, num_samples=num_samples, num_steps=steps)
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Every batch of a loader through `prediction_step`; all ranks call it and get the same.
+
+        Under `batch_eval_metrics` each batch goes to `compute_metrics` and is let go.
+        """
+        args = self.args
+        if prediction_loss_only is None:
+            prediction_loss_only = args.prediction_loss_only
+        model = self._model_to_evaluate()
+        self._announce_evaluation(dataloader, description)
+        self.callback_handler.eval_dataloader = dataloader
+        gather = self._gathering()
+        by_batch = args.batch_eval_metrics
+        collects_all = not by_batch or description == "Prediction"
+        kept = _Batch(*(self._container() for _ in range(4)))
+        metrics: dict[str, Any] = {}
+        num_seen = 0
+        with self._random_state_kept():
+            for step, (inputs, is_last) in enumerate(_with_last(dataloader), 1):
+                batch = self._gathered_batch(
+                    gather, model, inputs, prediction_loss_only, ignore_keys
+                )
+                num_seen += find_batch_size(batch) or find_batch_size(inputs) or 0
+                for container, part in zip(kept, batch, strict=True):
+                    if part is not None and (collects_all or part is batch.losses):
+                        container.add(part)
+                self.control = self.callback_handler.on_prediction_step(
+                    args, self.state, self.control
+                )
+                if by_batch and self._can_measure(batch):
+                    given = batch._replace(inputs=inputs)
+                    metrics = self._compute_metrics(given, compute_result=is_last)
+                elif args.eval_accumulation_steps and step % args.eval_accumulation_steps == 0:
+                    for container in kept:
+                        container.to_cpu_and_numpy()
+        self.gather_function = self.accelerator.gather_for_metrics
+        whole = _Batch(*(container.get_arrays() for container in kept))
+        if not by_batch and self._can_measure(whole):
+            metrics = self._compute_metrics(whole)
+        return EvalLoopOutput(
+            whole.predictions,
+            whole.label_ids,
+            self._finished_metrics(metrics, whole.losses, metric_key_prefix),
+            self._num_samples(dataloader, num_seen),
+        )
+
+    def prediction_loop(
+        self: Any,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The old name of `evaluation_loop`."""
+        output: EvalLoopOutput = self.evaluation_loop(
+            dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+        )
+        return output
+
+    def _model_to_evaluate(self: Any) -> nn.Module:
+        """The module to call, in evaluation mode, where and in what the arguments ask for."""
+        args, start_time = self.args, time.time()
+        is_first = self.place.prepared is None and not hasattr(self, "model_preparation_time")
+        model: nn.Module = self._wrap_model(self.model, training=False)
+        if is_first:
+            self.model_preparation_time = round(time.time() - start_time, 4)
+            self._preparation_to_leave_out = self.model_preparation_time
+        if model is not self.model:
+            self.model_wrapped = model
+        if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
+            model = model.to(dtype=dtype, device=args.device)
+        for switched in (model, self.optimizer):
+            if callable(to_evaluation := getattr(switched, "eval", None)):
+                to_evaluation()
+        return model
+
+    def _announce_evaluation(self: Any, dataloader: Any, description: str) -> None:
+        known = has_length(dataloader)
+        _LOG.info("***** Running %s *****", description)
+        _LOG.info("  Num examples = %s", self.num_examples(dataloader) if known else "unknown")
+        _LOG.info("  Batch size = %s", self.args.eval_batch_size)
+
+    def _container(self: Any) -> EvalLoopContainer:
+        args = self.args
+        return EvalLoopContainer(
+            args.eval_do_concat_batches, _PADDING, lists_of_samples=args.eval_use_gather_object
+        )
+
+    def _gathering(self: Any) -> Callable[[Any], Any]:
+        """What brings ranks' outputs together: `gather_function`. Where nobody chose another one,
+        it is left out for one rank alone, and under `eval_use_gather_object` lists, which hold one
+        item a sample, whatever it is, come as one list of all ranks' items.
+        """
+        usual, chosen = self.accelerator.gather_for_metrics, self.gather_function
+        if chosen != usual:
+            return chosen  # type: ignore[no-any-return]
+        if self.place.world.size == 1:
+            return _as_it_is
+        if self.args.eval_use_gather_object:
+            return partial(map_outputs, _with_lists(usual))
+        return usual  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _random_state_kept(self: Any) -> Iterator[None]:
+        session = self.place.session
+        before = session.rng_state()
+        try:
+            yield
+        finally:
+            session.set_rng_state(before)
+
+    def _gathered_batch(
+        self: Any,
+        gather: Callable[[Any], Any],
+        model: nn.Module,
+        inputs: Any,
+        loss_only: bool,
+        ignore_keys: list[str] | None,
+    ) -> _Batch:
+        """One batch of each rank through `prediction_step`, padded, gathered and trimmed."""
+        size = find_batch_size(inputs) or self.args.eval_batch_size
+        loss, logits, labels = self.prediction_step(
+            model, inputs, loss_only, ignore_keys=ignore_keys
+        )
+        losses = shown = None
+        if loss is not None:
+            losses = gather(loss.expand(size))
+        if "inputs" in self.args.include_for_metrics:
+            name = getattr(self.model, "main_input_name", "input_ids")
+            shown = gather(self._pad_across_processes(self._prepare_input(inputs[name])))
+        labels = self._pad_across_processes(labels)
+        if logits is not None:
+            logits = self._pad_across_processes(logits)
+            if self.preprocess_logits_for_metrics is not None:
+                logits = self.preprocess_logits_for_metrics(logits, labels)
+            logits = gather(logits)
+        if labels is not None:
+            labels = gather(labels)
+        return _Batch(losses, logits, labels, shown)
+
+    def prediction_step(
+        self: Any,
+        model: nn.Module,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Loss, logits and labels of one batch; each None where there is none.
+
+        Several outputs, or labels, are a tuple. Without labels there is no loss, but of models
+        that can compute one from the rest (`can_return_loss`).
+        """
+        names = self.label_names
+        asked = inputs.get("return_loss")
+        has_loss = (
+            all(inputs.get(name) is not None for name in names)
+            if names
+            else bool(self.can_return_loss if asked is None else asked)
+        )
+        inputs = self._prepare_inputs(inputs)
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            default = ["past_key_values"] if config is not None else []
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
+        # taken first: computing the loss may pop them
+        labels = nested_detach(tuple(inputs.get(name) for name in names)) if has_loss else None
+        with torch.no_grad():
+            loss, outputs = self._loss_and_outputs(model, inputs, has_loss, prediction_loss_only)
+        if prediction_loss_only:
+            return loss, None, None
+        if isinstance(outputs, Mapping):
+            left_out = {*ignore_keys, *(["loss"] if has_loss else [])}
+            outputs = tuple(value for name, value in outputs.items() if name not in left_out)
+        elif has_loss and isinstance(outputs, list | tuple):
+            outputs = outputs[1:]
+        return loss, _only(nested_detach(outputs)), None if labels is None else _only(labels)
+
+    def _loss_and_outputs(
+        self: Any, model: nn.Module, inputs: Any, has_loss: bool, loss_only: bool
+    ) -> tuple[Tensor | None, Any]:
+        if not has_loss:
+            with self.compute_loss_context_manager():
+                return None, model(**inputs)
+        counted: dict[str, Any] = {}
+        if getattr(self.args, "profile", "") != "4.47":
+            counted["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
+        if loss_only and self.args.use_liger_kernel:
+            inputs = {**inputs, "skip_logits": True}
+        with self.compute_loss_context_manager():
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **counted)
+        return loss.detach().mean() if loss.dim() else loss.detach(), outputs
+
+    # --- metrics --------------------------------------------------------------------------------
+
+    def _can_measure(self: Any, batch: _Batch) -> bool:
+        return (
+            self.compute_metrics is not None
+            and batch.predictions is not None
+            and batch.label_ids is not None
+        )
+
+    def _compute_metrics(self: Any, batch: _Batch, **kwargs: bool) -> dict[str, Any]:
+        extras = self.args.include_for_metrics
+        metrics: dict[str, Any] = self.compute_metrics(
+            EvalPrediction(
+                predictions=batch.predictions,
+                label_ids=batch.label_ids,
+                inputs=batch.inputs if "inputs" in extras else None,
+                losses=batch.losses if "loss" in extras else None,
+            ),
+            **kwargs,
+        )
+        return metrics
+
+    def _finished_metrics(
+        self: Any, metrics: dict[str, Any], losses: Any, prefix: str
+    ) -> dict[str, float]:
+        """Python numbers, with the mean loss, each under `<prefix>_<name>`."""
+        metrics = denumpify_detensorize(metrics or {})
+        if losses is not None:
+            losses = np.concatenate(losses) if isinstance(losses, list) else losses
+            finite = np.isfinite(losses)
+            if self.args.logging_nan_inf_filter and finite.any():
+                losses = losses[finite]
+            metrics[f"{prefix}_loss"] = losses.mean().item()
+        if hasattr(self, "model_preparation_time"):
+            metrics[f"{prefix}_model_preparation_time"] = self.model_preparation_time
+        begin = f"{prefix}_"
+        return {
+            name if name.startswith(begin) else begin + name: value
+            for name, value in metrics.items()
+        }
+
+    def _num_samples(self: Any, dataloader: Any, num_seen: int) -> int:
+        """Of the data set; where it does not know, as many as were seen."""
+        dataset = getattr(dataloader, "dataset", None)
+        dataset = dataset.dataset if isinstance(dataset, RankStream) else dataset
+        if dataset is not None and has_length(dataset):
+            return len(dataset) or num_seen
+        known = self.num_examples(dataloader) if has_length(dataloader) else 0
+        return int(known) or num_seen
+
+    # --- during training ------------------------------------------------------------------------
+
+    def _evaluate(
+        self: Any, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
+    ) -> dict[str, float]:
+        """Evaluate, tell a search, and step a schedule that follows a metric."""
+        try:
+            metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
+        except RuntimeError as error:
+            if not (self.args.auto_find_batch_size and out_of_memory(error)):
+                raise
+            raise RuntimeError(
+                # in words by which nobody takes it for one of training's
+                "evaluation met an out-of-memory error, and auto_find_batch_size changes the batch "
+                f"size of training only: reduce per_device_eval_batch_size "
+                f"({self.args.per_device_eval_batch_size})"
+            ) from error
+        self._report_to_hp_search(trial, self.state.global_step, metrics)
+        if hasattr(self.lr_scheduler, "patience") and not skip_scheduler:
+            self.lr_scheduler.step(_watched(self.args, metrics))
+        return metrics
+
+    def _determine_best_metric(self: Any, metrics: dict[str, float], trial: Any) -> bool:
+        """Whether `metric_for_best_model` is better than ever before; if so it is noted."""
+        args, state = self.args, self.state
+        if args.metric_for_best_model is None:
+            return False
+        value, best = _watched(args, metrics), state.best_metric
+        worst = -math.inf if args.greater_is_better else math.inf
+        state.best_metric = worst if best is None else best
+        if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):
+            return False
+        state.best_metric = value
+        if args.save_strategy != SaveStrategy.NO:
+            state.best_global_step = state.global_step
+            if getattr(args, "profile", "") == "4.47":  # which names it before it exists
+                folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+                state.best_model_checkpoint = f"{self._get_output_dir(trial=trial)}/{folder}"
+        return True
+
+    # --- old names ------------------------------------------------------------------------------
+
+    def _nested_gather(self: Any, tensors: Any, name: str | None = None) -> Any:
+        """Every rank's tensors, one after the other along dimension 0; sizes of others agree."""
+        return None if tensors is None else self.accelerator.gather(tensors)
+
+    def _gather_and_numpify(self: Any, tensors: Any, name: str | None = None) -> Any:
+        """The same, as numpy arrays."""
+        return nested_numpify(self._nested_gather(tensors, name))
+
+    def _pad_across_processes(self: Any, tensor: Any, pad_index: float = _PADDING) -> Any:
+        """Tensors whose dimension 1 is as large as the largest of all ranks'; see `_gathering` for
+        lists that are left alone.
+        """
+        if tensor is None or self.place.world.size == 1:
+            return tensor
+        pad = partial(self.accelerator.pad_across_processes, dim=1, pad_index=pad_index)
+        if self.args.eval_use_gather_object:
+            return map_outputs(lambda part: part if isinstance(part, list) else pad(part), tensor)
+        return pad(tensor)
+
+
+def _watched(args: Any, metrics: Mapping[str, float]) -> float:
+    """The value of `metric_for_best_model`. Raises KeyError that lists what there is."""
+    name = args.metric_for_best_model
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    if name not in metrics:
+        raise KeyError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, and {name!r} is not among "
+            f"the metrics of the evaluation: {', '.join(metrics)}. Return it from compute_metrics, "
+            "or set metric_for_best_model to one of these"
+        )
+    return metrics[name]
+
+
+def _as_it_is(outputs: Any) -> Any:
+    return outputs
+
+
+def _with_lists(gather: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda part: gather(part, use_gather_object=isinstance(part, list))
+
+
+def _only(values: Any) -> Any:
+    """Of several values, themselves; the value where there is only one."""
+    return values[0] if isinstance(values, list | tuple) and len(values) == 1 else values
+
+
+def _with_last(dataloader: Any) -> Iterator[tuple[Any, bool]]:
+    """Each batch, and whether it is the last."""
+    if isinstance(dataloader, RankLoader):
+        for batch in dataloader:
+            yield batch, dataloader.end_of_dataloader
+        return
+    batches = iter(dataloader)
+    for held in batches:
+        for following in batches:
+            yield held, False
+            held = following
+        yield held, True

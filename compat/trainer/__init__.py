@@ -1,0 +1,1 @@
+"""`Trainer`: what it is made of, and how it runs the kernel's loop."""

@@ -1,0 +1,573 @@
+"""Training: HF Trainer's methods around the kernel's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernel.contract import Outcome
+from ...kernel.errors import SaveFailed
+from ...kernel.loop import TrainLoop
+from ...kernel.progress import Window
+from ...kernel.recipe import Microstep
+from ...kernel.signals import Requests
+from ...trainer.run_lock import RunLock
+from ..callbacks.metrics import speed_metrics
+from ..callbacks.state import ExportableState, TrainerState
+from ..data.loading import has_length
+from ..enums import SaveStrategy
+from ..evaluation.outputs import TrainOutput
+from ..integrations.hub import quiet_uploads
+from .epochs import Epochs
+from .loss import count_items, is_causal_lm, loss_of
+from .memory_limits import out_of_memory, smaller_batch
+from .module_utils import TrainMode
+from .preparation import make_ready
+from .step_callbacks import TrainerPolicy
+
+__all__ = ["Schedule", "TrainingMixin"]
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How long a call of `train` is, as `set_initial_training_values` works it out."""
+
+    num_epochs: int
+    updates_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    total_batch: int
+    batches_per_epoch: int
+    max_steps: int
+
+
+class TrainingMixin:
+    """`train` and what it calls through self."""
+
+    args: Any
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+    place: Any
+    state: TrainerState
+    control: Any
+    callback_handler: Any
+    loss_is_scaled_for_ga: bool | None = None
+    """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
+    of batches, or of items, of the whole update. None: as the model and the arguments imply."""
+
+    _lock: RunLock | None = None
+    _training: TrainLoop | None = None
+    _microstep: Microstep | None = None
+    _mode: TrainMode | None = None
+    _last_outcome: Outcome | None = None
+    _interrupted: TrainLoop | None = None
+    """The one that ran out of memory, while another goes on from there."""
+    current_gradient_accumulation_steps = 1
+
+    # --- train ------------------------------------------------------------------------------
+
+    def train(
+        self: Any,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train to the end, or from a checkpoint on: a path, or True for the newest in
+        `output_dir`.
+
+        Raises ValueError where there is no such checkpoint.
+        """
+        resume_from_checkpoint = _old_model_path(resume_from_checkpoint, kwargs)
+        self._memory_tracker.start()
+        self.is_in_train = True
+        self._hp_search_setup(trial)  # first: a trial may change the seed
+        if self.model_init is not None:
+            self._build_anew(trial)
+        make_ready(self)
+        quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
+        with self._locked_output(trial), quiet:
+            checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
+            if checkpoint is not None:
+                self._load_from_checkpoint(checkpoint)
+            result: TrainOutput = self._within_memory(
+                args=self.args,
+                resume_from_checkpoint=checkpoint,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
+        return result
+
+    @contextlib.contextmanager
+    def _locked_output(self: Any, trial: Any) -> Iterator[None]:
+        """While it is open, no other process trains with checkpoints in the same folder; other
+        Trainers of this one may. Raises `OutputError`, with the process that does.
+        """
+        if self.args.save_strategy == SaveStrategy.NO:
+            yield
+            return
+        lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
+        try:
+            lock.take(self.place.session, _LOG.warning)
+            yield
+        finally:
+            lock.release()
+            self._lock = None
+
+    def _within_memory(self: Any, args: Any, **kwargs: Any) -> TrainOutput:
+        """The training loop; with `auto_find_batch_size`, again with a smaller batch, and more of
+        them an update, each time that memory runs out. What was trained stays.
+        """
+        batch_size, accumulation = self._train_batch_size, args.gradient_accumulation_steps
+        self._training = None
+        if args.auto_find_batch_size and args.train_batch_size % batch_size == 0:
+            # an earlier run may have found it
+            args.gradient_accumulation_steps *= args.train_batch_size // batch_size
+        try:
+            while True:
+                try:
+                    return self._inner_training_loop(  # type: ignore[no-any-return]
+                        batch_size=self._train_batch_size, args=args, **kwargs
+                    )
+                except RuntimeError as error:
+                    if not args.auto_find_batch_size or not out_of_memory(error):
+                        raise
+                    size, factor = smaller_batch(self._train_batch_size, error)
+                    _LOG.warning(
+                        "out of memory with batches of %s: going on with %s, and %s times as many "
+                        "an update, so that the global batch stays",
+                        self._train_batch_size,
+                        size,
+                        factor,
+                    )
+                self._interrupted = self._training
+                self.model.zero_grad()
+                self._train_batch_size = size
+                args.gradient_accumulation_steps *= factor
+        finally:
+            self._interrupted = None
+            args.gradient_accumulation_steps = accumulation
+            if not args.auto_find_batch_size:
+                self._train_batch_size = batch_size
+
+    def _build_anew(self: Any, trial: Any) -> None:
+        """A model that has seen nothing, and no optimizer or schedule."""
+        self._seed()
+        self.model = self.call_model_init(trial)
+        self.optimizer = self.lr_scheduler = None
+        if self.place_model_on_device:
+            self._move_model_to_device(self.model, self.args.device)
+        self.model_wrapped = self.model
+
+    def _inner_training_loop(
+        self: Any,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train with batches of that size: everything is made ready, and the kernel runs it."""
+        self._train_batch_size = batch_size or self._train_batch_size
+        loader = self.get_train_dataloader()
+        schedule = Schedule(*self.set_initial_training_values(args, loader))
+        self._wrap_for_training(schedule.max_steps)
+        self._fresh_state(schedule, trial, loader)
+        epochs = self._epochs(loader, schedule)
+        start_time = time.time()
+        policy = TrainerPolicy(
+            self,
+            epochs,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+            start_time=start_time,
+        )
+        requests = Requests()
+        training = self._training = TrainLoop(
+            self._recipe(policy),
+            self.place.session,
+            self.place.engine,
+            epochs,
+            schedule.max_steps,
+            policy,
+            requests,
+        )
+        try:
+            self._resume(training, epochs, schedule, resume_from_checkpoint, trial)
+            self._announce(schedule)
+            self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+            if args.eval_on_start:
+                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            with requests.from_signals() if _catches_signals(args) else contextlib.nullcontext():
+                training.run()
+            training.resolve_pending_outcome()
+            return self._finalize_training(  # type: ignore[no-any-return]
+                trial, schedule.num_train_samples, start_time
+            )
+        finally:
+            policy.close()
+
+    def _recipe(self: Any, policy: TrainerPolicy) -> Any:
+        return self.place.recipe(self.model, step=policy.step)
+
+    def _epochs(self: Any, loader: Any, schedule: Schedule) -> Epochs:
+        return Epochs(
+            self,
+            loader,
+            accumulation=self.args.gradient_accumulation_steps,
+            batches_per_epoch=schedule.batches_per_epoch,
+            updates_per_epoch=schedule.updates_per_epoch,
+            num_epochs=schedule.num_epochs,
+            global_batch=schedule.total_batch // self.args.gradient_accumulation_steps,
+            start_anew=self.args.ignore_data_skip,
+        )
+
+    def _wrap_for_training(self: Any, max_steps: int) -> None:
+        """The model wrapped, with optimizer and schedule."""
+        if self._created_lr_scheduler and self._interrupted is None:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._max_steps = max_steps
+        self.model_wrapped = self._wrap_model(self.model)
+        if self.optimizer is None:
+            self.optimizer = self.place.prepared.optimizer
+        if self.lr_scheduler is None:
+            self.create_scheduler(num_training_steps=max_steps)
+        handler = self.callback_handler
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler = self.lr_scheduler
+
+    def _wrap_model(
+        self: Any, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """The module to call: the driver's wrapper once there is one. Idempotent."""
+        if training or self.place.is_sharded():
+            module: nn.Module = self.place.prepare(model, self._build_optimizer).module
+            return module
+        prepared = self.place.prepared
+        if prepared is not None and prepared.model is model:
+            wrapped: nn.Module = prepared.engine.module
+            return wrapped
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        return model
+
+    def _build_optimizer(self: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
+        """Called by the driver, when the parameters are where they will be trained."""
+        steps = getattr(self, "_max_steps", 0)
+        if self.optimizer is None and steps and self._builds_both():
+            self.create_optimizer_and_scheduler(num_training_steps=steps)
+        else:
+            self.create_optimizer()
+        return self.optimizer
+
+    def _builds_both(self) -> bool:
+        """Whether a subclass overrides `create_optimizer_and_scheduler`, or 4.47 is asked for."""
+        from ..optim.build import OptimizationMixin
+
+        mine = type(self).create_optimizer_and_scheduler  # type: ignore[attr-defined]
+        overridden = mine is not OptimizationMixin.create_optimizer_and_scheduler
+        return overridden or _is_old(self.args)
+
+    def _fresh_state(self: Any, schedule: Schedule, trial: Any, loader: Any) -> None:
+        self.callback_handler.train_dataloader = loader
+        if self._interrupted is not None:
+            self.state.train_batch_size = self._train_batch_size
+            return
+        stateful = [*self.callback_handler.callbacks, self.control]
+        self.state = TrainerState(
+            stateful_callbacks=[each for each in stateful if isinstance(each, ExportableState)]
+        )
+        self.state.is_hyper_param_search = trial is not None
+        self.state.train_batch_size = self._train_batch_size
+        self.state.compute_steps(self.args, schedule.max_steps)
+
+    def _resume(
+        self: Any,
+        training: TrainLoop,
+        epochs: Epochs,
+        schedule: Schedule,
+        checkpoint: str | None,
+        trial: Any,
+    ) -> None:
+        """Take over a checkpoint, or what an out-of-memory error left."""
+        left = self._interrupted
+        if left is not None:
+            training.progress, training.window = left.progress, left.window
+        elif checkpoint is not None:
+            self._resume_training(training, checkpoint)
+        if training.progress.position.samples:
+            session = training.session
+            before = session.rng_state()
+            epochs.after_first_fetch = lambda: session.set_rng_state(before)
+        self.state.global_step = training.progress.step
+        self.state.init_training_references(self, schedule.max_steps, schedule.num_epochs, trial)
+        if left is not None:
+            return
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._total_loss_scalar = 0.0
+
+    def _announce(self: Any, schedule: Schedule) -> None:
+        args = self.args
+        _LOG.info("***** Running training *****")
+        for name, value in {
+            "Num examples": schedule.num_examples,
+            "Num Epochs": schedule.num_epochs,
+            "Instantaneous batch size per device": args.per_device_train_batch_size,
+            "Total train batch size (with ranks and accumulation)": schedule.total_batch,
+            "Gradient Accumulation steps": args.gradient_accumulation_steps,
+            "Total optimization steps": schedule.max_steps,
+            "Number of trainable parameters": self.get_num_trainable_parameters(),
+        }.items():
+            _LOG.info("  %s = %s", name, f"{value:,}")
+
+    def set_initial_training_values(
+        self: Any, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[Any, ...]:
+        """Epochs, updates an epoch, examples, samples in all, samples an update, batches an epoch
+        and updates in all. Raises ValueError when nothing says how long to train.
+        """
+        accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
+        total = self.get_total_train_batch_size(args)
+        length = len(dataloader) if has_length(dataloader) else None
+        if not length and max_steps <= 0:
+            raise ValueError(
+                "the training data has no length, so max_steps has to say how many updates to "
+                f"make; it is {max_steps}"
+            )
+        if not length:
+            samples, batches = max_steps * total, max_steps * accumulation
+            return sys.maxsize, max_steps, samples, samples, total, batches, max_steps
+        whole, rest = divmod(length, accumulation)
+        updates = max(whole + (rest > 0 and not _is_old(args)), 1)
+        examples = self.num_examples(dataloader)
+        if max_steps > 0:
+            epochs, samples = math.ceil(max_steps / updates), max_steps * total
+        else:
+            max_steps = math.ceil(args.num_train_epochs * updates)
+            epochs, samples = math.ceil(args.num_train_epochs), examples * args.num_train_epochs
+        return epochs, updates, examples, samples, total, length, max_steps
+
+    def _finalize_training(
+        self: Any, trial: Any, num_train_samples: float, start_time: float
+    ) -> TrainOutput:
+        """The summary, the best model, and the last events."""
+        training, state = self._training, self.state
+        if training.window.has_grown(training.progress):
+            self._total_loss_scalar += self._window_loss()
+        steps = state.global_step - self._initial_global_step
+        loss = self._total_loss_scalar / max(steps, 0.001)
+        metrics = speed_metrics(
+            "train",
+            start_time,
+            num_samples=num_train_samples * steps / max(state.max_steps, 1),
+            num_steps=steps,
+        )
+        self.store_flos()
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = loss
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        self.log(metrics)
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        self._keep_only_the_best(trial)
+        self.control = self.callback_handler.on_train_end(self.args, state, self.control)
+        self._finish_current_push()
+        self._deactivate_neftune(self.model)
+        self._training = self._mode = None
+        self.is_in_train = False
+        return TrainOutput(state.global_step, loss, metrics)
+
+    # --- one step ---------------------------------------------------------------------------
+
+    def training_step(
+        self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
+        if self._mode is None or self._mode.model is not model:
+            self._mode = TrainMode(model)
+        self._mode.enter()
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        del inputs
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            torch.accelerator.empty_cache()
+        weight = 1.0
+        if not self._loss_is_scaled(num_items_in_batch):
+            weight /= self.current_gradient_accumulation_steps
+        detached: Tensor = self._backward(loss, weight)
+        return detached
+
+    def _loss_is_scaled(self: Any, num_items_in_batch: Any) -> bool:
+        """Whether the loss is already divided by the items of the whole update."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counted or self.compute_loss_func is not None
+
+    def _backward(self: Any, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
+        if self._microstep is None:
+            loss = loss * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        detached: Tensor = self._microstep.backward(loss, weight)
+        return detached
+
+    def compute_loss(
+        self: Any,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch, and the model's outputs when asked for. Labels are popped from
+        `inputs` for a `compute_loss_func` or label smoothing.
+        """
+        elsewhere = self.label_smoother is not None or self.compute_loss_func is not None
+        labels = inputs.pop("labels") if elsewhere and "labels" in inputs else None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            if labels is None:
+                _LOG.warning("compute_loss_func is called with labels=None: the batch has none")
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif labels is not None:
+            loss = self.label_smoother(
+                outputs,
+                labels,
+                shift_labels=is_causal_lm(self.model),
+                num_items_in_batch=num_items_in_batch,
+            )
+        else:
+            loss = loss_of(outputs, inputs)
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        averages = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        if counted and averages and self.model.training:
+            loss = loss * self.place.world.num_feeders
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self: Any) -> AbstractContextManager[Any]:
+        """Around the forward, and around `compute_loss`."""
+        stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
+        if type(precision) is not contextlib.nullcontext:
+            stack.enter_context(precision)
+        return stack
+
+    def autocast_smart_context_manager(
+        self: Any, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        """The precision of the arguments, around a forward."""
+        context: AbstractContextManager[Any] = self.place.autocast()
+        return context
+
+    def get_batch_samples(
+        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of an update, fewer at the end, and the items in them on this rank."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
+        """This rank's labels in these batches; None where the loss is not told of them."""
+        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
+            return None
+        return count_items(batch_samples, self._loss_shifts_labels)
+
+    def _maybe_log_save_evaluate(
+        self: Any,
+        tr_loss: Tensor,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save where the control flags ask for it, in this order."""
+        state = self.state
+        if self.control.should_log and state.global_step > self._globalstep_last_logged:
+            self._log_steps(grad_norm, learning_rate, start_time)
+        if self.control.should_evaluate:
+            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            improved = self._determine_best_metric(metrics=metrics, trial=trial)
+            if self.args.save_strategy == SaveStrategy.BEST:
+                self.control.should_save = improved
+        if self.control.should_save and self._is_saved(model, trial):
+            self.control = self.callback_handler.on_save(self.args, state, self.control)
+
+    def _is_saved(self: Any, model: nn.Module, trial: Any) -> bool:
+        """Save a checkpoint. One that cannot be written is told; training goes on with the last."""
+        best = self.state.best_model_checkpoint
+        try:
+            self._save_checkpoint(model, trial)
+        except SaveFailed as error:
+            self.state.best_model_checkpoint = best
+            _LOG.error("%s. Training goes on", error)
+            return False
+        return True
+
+    def _log_steps(
+        self: Any, grad_norm: Any, learning_rate: float | None, start_time: float
+    ) -> None:
+        training, state, old = self._training, self.state, _is_old(self.args)
+        total = self._window_loss()
+        loss = total / (state.global_step - training.window.first_step)
+        logs: dict[str, float] = {"loss": round(loss, 4) if old else loss}
+        if grad_norm is not None and not (old and not self.args.max_grad_norm):
+            logs["grad_norm"] = float(grad_norm)
+        current = self._get_learning_rate()
+        logs["learning_rate"] = current if old or learning_rate is None else learning_rate
+        self._total_loss_scalar += total
+        self._globalstep_last_logged = state.global_step
+        training.window = Window(training.progress)
+        self.store_flos()
+        self.log(logs, start_time)
+
+    def _window_loss(self: Any) -> float:
+        """The losses since the last log, added up over steps and averaged over ranks."""
+        training = self._training
+        losses = torch.as_tensor(training.window.loss_sum, device=training.session.world.device)
+        num_feeders: int = training.session.world.num_feeders
+        return float(training.session.reduce(losses)) / num_feeders
+
+
+def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:
+    if "model_path" in kwargs:
+        _LOG.warning("train(model_path=...) is the old name of resume_from_checkpoint")
+        resume = kwargs.pop("model_path")
+    if kwargs:
+        raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
+    return resume
+
+
+def _is_old(args: Any) -> bool:
+    """Whether the numbers of transformers 4.47 are asked for."""
+    return getattr(args, "profile", "") == "4.47"
+
+
+def _catches_signals(args: Any) -> bool:
+    return bool(getattr(args, "enable_jit_checkpoint", False))

@@ -1,0 +1,554 @@
+"""One run on one rank: what happens between steps, as the settings say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checkpoint import (
+    CHECKPOINTS,
+    CheckpointReader,
+    CheckpointStore,
+    Manifest,
+    WithoutOptimizer,
+    storage_of,
+)
+from ..data.indexed import length_of
+from ..data.open_dataset import Source, once, open_dataset
+from ..data.partition import fitting_size
+from ..kernel.batches import ENDLESS, Group
+from ..kernel.contract import Driver, Engine, Session
+from ..kernel.errors import (
+    CheckpointDamaged,
+    DataError,
+    NonFiniteTraining,
+    OutOfMemory,
+    TrainingDiverged,
+    ran_out,
+)
+from ..kernel.evaluate import evaluate
+from ..kernel.events import (
+    Evaluated,
+    Event,
+    Logged,
+    Observer,
+    Request,
+    Resumed,
+    RolledBack,
+    RunEnded,
+    RunStarted,
+    StepEnded,
+    StepSkipped,
+    Warned,
+)
+from ..kernel.loop import NextAction, TrainLoop
+from ..kernel.paths import Place, Url
+from ..kernel.plan import Plan
+from ..kernel.progress import Progress, Window
+from ..kernel.recipe import Recipe
+from ..kernel.signals import Requests
+from ..kernel.step import StepResult
+from .optimizer_record import OptimizerRecord
+from .out_of_memory import OutOfMemoryPolicy
+from .planned_steps import Planned
+from .resume import differences, find_checkpoint
+from .run_lock import RunLock
+from .saves import Saves, stored_metrics
+from .schedule import Schedule, build_schedule
+from .settings import Settings
+from .spikes import SkipGroups, Spikes
+from .start_checks import agree, json_types, on_rank_0, start_conditions
+
+__all__ = ["Result", "RetryWithSmallerBatch", "Run"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    step: int
+    reason: str
+    """`finished`, `stopped` or `preempted`."""
+    loss: float
+    """The last one logged; NaN when none was."""
+    metrics: Mapping[str, Mapping[str, float]]
+    """The last ones of each evaluation data set."""
+    checkpoint: Place | None
+    """The newest that this run saved or resumed from."""
+    finish: Any = None
+    """What `finish` returned."""
+    save_error: str = ""
+    """Why the last checkpoint that was to be saved is not there."""
+
+
+@dataclass(frozen=True)
+class RetryWithSmallerBatch:
+    """How to go on where memory ran out."""
+
+    settings: Settings
+    resume: Place | None
+    """From what the run itself saved; None: as it began."""
+
+
+class Run:
+    """One call of `fit` on one rank."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        session: Session,
+        plan: Plan,
+        recipe: Recipe,
+        settings: Settings,
+        lock: RunLock | None,
+        observers: Sequence[Observer],
+        requests: Requests,
+        aside: Callable[[], Path],
+    ) -> None:
+        started = time.perf_counter()
+        world = session.world
+        self.lock, self.out = lock, (out := None if lock is None else lock.folder)
+        self.driver, self.session, self.settings = driver, session, settings
+        self.observers, self.requests, self.started = observers, requests, started
+        self.aside = aside
+        """Makes a folder that lasts until `fit` returns."""
+        self.own_optimizer = recipe.optimizer is not None
+        self.optimizer = OptimizerRecord(
+            recipe.optimizer or settings.optimizer.build, saved=out is not None
+        )
+        self.recipe = dataclasses.replace(recipe, optimizer=self.optimizer)
+        agree(session, start_conditions(driver, plan, recipe, settings))
+        if lock is not None:
+            on_rank_0(session, lambda: storage_of(lock.folder).check(lock.folder))
+            lock.take(session, lambda note: self._emit(Warned(note)))
+        for name, data in recipe.eval_data.items():
+            if length_of(data) == 0:
+                raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
+        able = driver.capabilities(plan)
+        self.fixed_size = able.static_shapes
+        largest = -(-settings.global_batch // world.num_feeders)
+        self.micro_batch = plan.micro_batch or largest
+        if self.fixed_size:
+            self.micro_batch = fitting_size(largest, self.micro_batch)
+        self.eval_micro_batch = settings.evaluate.micro_batch or self.micro_batch
+        self.memory = OutOfMemoryPolicy(settings, world, out, able.saves_memory, self._emit)
+        self.source = self._open(
+            recipe.train_data,
+            seed=settings.seed,
+            global_batch=settings.global_batch,
+            micro_batch=self.micro_batch,
+            num_epochs=None if settings.steps else math.ceil(settings.epochs),
+            shuffle=settings.data.shuffle,
+            by_length=settings.data.by_length,
+            lengths=self.recipe.lengths,
+            drop_last=settings.data.drop_last,
+            # what is fetched ahead must not draw from the generators that a checkpoint holds
+            isolate_random=able.feeds_ahead or None,
+        )
+        self.planned = Planned(settings, self.source)
+        try:
+            self.engine: Engine = session.prepare(self.recipe)
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(
+                    f"no memory for the model: {error}; {self.memory.advice()}"
+                ) from error
+            raise
+        session.seed(settings.seed + 1 + world.rank)
+        self.base_rates = [group["lr"] for group in self.engine.param_groups]
+        self.schedule = self._schedule()
+        self.saves = self._saves_to(out / CHECKPOINTS) if out is not None else None
+        self.spikes = Spikes(settings.spikes, session, self.source.where)
+        data = self.source
+        if settings.spikes.roll_back:
+            data = SkipGroups(self.source, self.spikes.left_out)
+        self.training = TrainLoop(
+            self.recipe, session, self.engine, data, self.planned.total, self, requests
+        )
+        self.first_step = 0
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.loss = math.nan
+        self.evaluated_at = -1
+        self.resumed_from: Place | None = None
+        self.unused_told = False
+
+    def _schedule(self) -> Schedule:
+        settings = dataclasses.asdict(self.settings.schedule)
+        return build_schedule(total_steps=self.planned.total, **settings)
+
+    def _saves_to(self, folder: Place) -> Saves:
+        keep = self.settings.checkpoint
+        store = CheckpointStore(
+            folder,
+            keep_last=keep.keep_last,
+            keep_best=keep.keep_best,
+            best_metric=keep.best_metric,
+            best_mode=keep.best_mode,
+            keep_every=keep.keep_every,
+            guard=None if self.lock is None else self.lock.check_now,
+        )
+        return Saves(
+            store,
+            self._what_to_save,
+            self._emit,
+            self._leave_out,
+            stop_on_error=keep.stop_on_error,
+        )
+
+    def _open(self, data: Any, **options: Any) -> Source:
+        """The source of training or evaluation data."""
+        return open_dataset(
+            data,
+            self.session,
+            collate=self.recipe.collate,
+            count_items=self.recipe.count_items,
+            fixed_size=self.fixed_size,
+            workers=self.settings.data.workers,
+            **options,
+        )
+
+    def resume(self, source: str | os.PathLike[str] | Url) -> None:
+        """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
+        left_out: list[str] = []
+        path = find_checkpoint(
+            self.session,
+            source,
+            self.out,
+            verify=self.settings.checkpoint.verify,
+            tell=left_out.append,
+        )
+        if path is None:
+            for note in left_out:
+                self._emit(Warned(note))
+            return
+        manifest, notes = self._restore(path)
+        step = self.training.progress.step
+        self.first_step, self.resumed_from = step, path
+        if metrics := stored_metrics(manifest.state, str(path)):
+            self.evaluated_at = step
+            self.metrics = {
+                name: {
+                    key.removeprefix(f"{name}."): value
+                    for key, value in metrics.items()
+                    if key.startswith(f"{name}.")
+                }
+                for name in self.recipe.eval_data
+            }
+        changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
+        self._emit(Resumed(path, step, (*left_out, *changed, *notes)))
+
+    def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
+        """Take over that checkpoint; what it could not give, in words."""
+        reader = CheckpointReader(path)
+        state, where = reader.manifest.state, str(path)
+        stored_metrics(state, where)  # may raise, while nothing is changed
+        reader, notes = self._take_optimizer(reader)
+        notes += self._go_on_with_data(state, where)
+        self.spikes.restore(state.get("spikes"), where)
+        unknown = self.training.restore(reader, self.driver.name)
+        step = self.training.progress.step
+        if self.saves is not None:
+            self.saves.is_saved(step)
+        if unknown:
+            if len(unknown) == len(self.session.rng_state()):
+                self.session.seed(self.settings.seed + 1 + self.session.world.rank + step)
+            names = ", ".join(unknown)
+            notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
+        return reader.manifest, notes
+
+    def _take_optimizer(self, reader: CheckpointReader) -> tuple[CheckpointReader, tuple[str, ...]]:
+        """What is read of it: all, or, where the optimizer starts anew, nothing of that; and what
+        has changed. It does so once: a run that is started again goes on."""
+        manifest, ours = reader.manifest, self.optimizer
+        stored = manifest.state.get("optimizer")
+        notes = tuple(ours.differences(stored, self.own_optimizer))
+        began_so = manifest.settings.get("resume.optimizer") == "fresh"
+        if self.settings.resume.optimizer == "keep" or (began_so and not ours.is_another(stored)):
+            ours.refuse_another(stored)
+            return reader, notes
+        note = "the optimizer starts anew (resume.optimizer=fresh)"
+        return WithoutOptimizer(reader.folder), (*notes, note)
+
+    def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
+        """The order of the begun epoch, the number of steps and the schedule; what changed."""
+        progress = Progress.from_json(state, where) if state else Progress()
+        try:
+            self.source.resume(progress.position, state.get("begun", {}))
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
+        notes = self.planned.restore(state.get("planned"), progress, where)
+        self.training.total_steps = ENDLESS if self.planned.total is None else self.planned.total
+        self.schedule = self._schedule()
+        return notes
+
+    # --- the loop -------------------------------------------------------------------------
+
+    def go(self, finish: Callable[[nn.Module], Any] | None) -> Result | RetryWithSmallerBatch:
+        """To the end, or to where memory runs out."""
+        self._emit(
+            RunStarted(
+                backend=self.driver.name,
+                world=self.session.world,
+                settings=self.settings,
+                total_steps=self.planned.total,
+                steps_per_epoch=self.source.steps_per_epoch,
+                num_samples=self.source.num_samples,
+                num_parameters=self.engine.num_parameters,
+                first_step=self.first_step,
+                out=self.out,
+                flops_per_item=self.recipe.flops_per_item,
+            )
+        )
+        then = self._train()
+        if isinstance(then, RetryWithSmallerBatch):
+            return then
+        done = self.training.progress.step
+        if then is NextAction.FINISHED and self.settings.steps and done < self.settings.steps:
+            self._emit(Warned(f"the data ended after {done} of {self.settings.steps} steps"))
+        if self.training.window.has_grown(self.training.progress):
+            self._log()  # and the window stays open: a longer run logs as if it had not ended here
+        self._tell_spikes()
+        preempted = then is NextAction.PREEMPTED
+        if not preempted and self.settings.evaluate.at_end:
+            self._evaluate()
+        if preempted or self.settings.checkpoint.at_end:
+            self._save(behind=False)
+        if self.saves is not None:
+            self.saves.close()
+        finished = None
+        if finish is not None and not preempted:
+            with self.engine.full_params() as module:
+                module.eval()
+                finished = finish(module)
+        step, reason = self.training.progress.step, then.value
+        self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
+        error = "" if self.saves is None else self.saves.error
+        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished, error)
+
+    def _train(self) -> NextAction | RetryWithSmallerBatch:
+        if any(self.session.exchange(self.requests.is_asked(Request.PREEMPT))):
+            return (
+                NextAction.PREEMPTED
+            )  # a signal came while all was built: no step, that may compile
+        try:
+            return self.training.run()
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}; {self.memory.advice()}") from error
+        except Exception as error:
+            if not ran_out(error):
+                raise
+            cause = str(error)
+        # here, where nothing holds what the failed step held
+        step = self.training.progress.step
+        size = self.memory.less(
+            f"step {step + 1}", "micro_batch", self.micro_batch, cause, self.recipe.train_data
+        )
+        smaller = dataclasses.replace(self.settings, micro_batch=size)
+        if step > self.first_step:
+            if self.saves is None:
+                self.saves = self._saves_to(self.aside())
+            self._save(behind=False)
+        return RetryWithSmallerBatch(smaller, self._checkpoint())
+
+    # --- between steps (see `LoopPolicy`) ------------------------------------------------------
+
+    def before_update(self) -> None:
+        if not self.unused_told:
+            self.unused_told = True
+            if unused := self.engine.unused():
+                self._emit(Warned(_unused(unused)))
+        factor = self.schedule(self.training.progress.applied)
+        for group, rate in zip(self.engine.param_groups, self.base_rates, strict=True):
+            group["lr"] = rate * factor
+
+    def after_step(self, group: Group, result: StepResult) -> NextAction:
+        step, settings = self.training.progress.step, self.settings
+        if self.lock is not None:
+            self.lock.check()
+        if self.observers:
+            self._emit(StepEnded(step))
+        if self.spikes.watches:
+            self.spikes.add(step, group, result.loss)
+        requests = self.training.agreed(result)
+        log = requests[Request.LOG] or step % settings.log_every == 0
+        save = requests[Request.SAVE] or _due(step, settings.checkpoint.every)
+        rolled_back = (log or save) and self._tell_spikes() and self._roll_back()
+        if not rolled_back:
+            if log:
+                self._log()
+                self.training.window = Window(self.training.progress)
+            if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
+                self._evaluate()
+            if self.saves is not None:
+                self.requests.ask(self.saves.after_step(requests))
+            if save:
+                self._save(settings.checkpoint.behind)
+        if requests[Request.PREEMPT]:
+            return NextAction.PREEMPTED
+        if requests[Request.STOP]:
+            return NextAction.STOPPED
+        return NextAction.ROLLED_BACK if rolled_back else NextAction.GO_ON
+
+    def _tell_spikes(self) -> bool:
+        """Whether there were any since the last look."""
+        found = self.spikes.find()
+        for spike in found:
+            self._emit(spike)
+        return bool(found)
+
+    def _roll_back(self) -> bool:
+        """Go back to the newest checkpoint, if that is wanted and there is one."""
+        spikes, settings = self.spikes, self.settings.spikes
+        if not settings.roll_back:
+            return False
+        if self.saves is not None:
+            self.saves.finish()
+        path = self._checkpoint()
+        if path is None:
+            self._emit(
+                Warned("there is no checkpoint to roll back to: training goes on. Save some")
+            )
+            return False
+        if spikes.roll_backs == settings.max_roll_backs:
+            raise TrainingDiverged(
+                f"the loss spiked again after {spikes.roll_backs} roll-backs (spikes."
+                f"max_roll_backs); the last checkpoint is {path}, from before the spike. Lower "
+                "optimizer.lr, lengthen schedule.warmup, or check the samples that were named"
+            )
+        spikes.roll_backs += 1
+        self._restore(path)
+        step = self.training.progress.step
+        self._emit(RolledBack(step, path, len(spikes.left_out)))
+        return True
+
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        samples = self.source.where(group.position, group.num_samples)
+        self._emit(dataclasses.replace(event, samples=samples))
+        if event.in_a_row >= self.settings.max_nonfinite:
+            if self.saves is not None:
+                self.saves.finish()
+            last = self._checkpoint()
+            kept = f"the last checkpoint is {last}" if last else "none saved"
+            raise NonFiniteTraining(
+                f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
+                f"{event.in_a_row} steps in a row could not be applied (max_nonfinite="
+                f"{self.settings.max_nonfinite}), the last for {samples}; {kept}. The weights are "
+                "those before these steps. Lower optimizer.lr, check the data, or raise precision"
+            )
+
+    # --- log, evaluate, save --------------------------------------------------------------
+
+    def _log(self) -> None:
+        self.training.resolve_pending_outcome()
+        progress = self.training.progress
+        position = progress.position
+        figures = self.training.window.figures(progress, self.session)
+        self.loss = figures["loss"]
+        self._emit(
+            Logged(
+                step=progress.step,
+                epoch=position.epoch
+                + position.samples / (self.source.length_at(position) or math.inf),
+                learning_rate=float(self.engine.param_groups[0]["lr"]),
+                items=progress.items,
+                samples=progress.samples,
+                skipped=progress.skipped,
+                **figures,
+            )
+        )
+
+    def _evaluate(self) -> None:
+        if self.evaluated_at == self.training.progress.step:
+            return
+        for name, data in self.recipe.eval_data.items():
+            started = time.perf_counter()
+            metrics = self.metrics[name] = self._measured(name, data)
+            seconds = time.perf_counter() - started
+            self.training.window.leave_out(seconds)
+            self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
+        self.evaluated_at = self.training.progress.step
+
+    def _measured(self, name: str, data: Any) -> dict[str, float]:
+        while True:
+            size = self.eval_micro_batch
+            source = self._open(
+                data,
+                seed=0,
+                global_batch=size * self.session.world.num_feeders,
+                micro_batch=size,
+                num_epochs=1,
+            )
+            try:
+                return evaluate(self.session, self.engine, self.recipe, once(source))
+            except Exception as error:
+                if not ran_out(error):
+                    raise
+                cause = str(error)
+            doing = f"the evaluation {name!r}"
+            self.eval_micro_batch = self.memory.less(
+                doing, "evaluate.micro_batch", size, cause, data
+            )
+
+    def _save(self, behind: bool) -> None:
+        self.training.resolve_pending_outcome()
+        if self.saves is not None:
+            self.saves.save(self.training.progress.step, behind)
+
+    def _what_to_save(self) -> dict[str, Any]:
+        self.optimizer.refuse_unsaved()
+        return {
+            "step": self.training.progress.step,
+            "engine": self.engine,
+            "session": self.session,
+            "state": {
+                **self.training.state(),
+                "begun": self.source.begun(self.training.progress.position),
+                "planned": self.planned.to_json(),
+                "metrics": self._metrics_now(),
+                "optimizer": self.optimizer.noted,
+                **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
+            },
+            "settings": json_types(self.settings),
+            "driver": self.driver.name,
+        }
+
+    def _checkpoint(self) -> Place | None:
+        """The newest that this run saved or resumed from."""
+        return (self.saves and self.saves.newest) or self.resumed_from
+
+    def _leave_out(self, seconds: float) -> None:
+        self.training.window.leave_out(seconds)
+
+    def _metrics_now(self) -> dict[str, float]:
+        """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
+        if self.evaluated_at != self.training.progress.step:
+            return {}
+        named: dict[str, float] = {}
+        for name, metrics in reversed(self.metrics.items()):
+            named |= {f"{name}.{key}": value for key, value in metrics.items()}
+        first = next(iter(self.metrics.values()), {})
+        return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
+
+    def _emit(self, event: Event) -> None:
+        for observer in self.observers:
+            self.requests.ask(observer(event))
+
+
+def _unused(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return (
+        f"no gradient reached {shown} in the first step: they stay as they are until one does. "
+        "Freeze them (requires_grad=False) or leave them out if that is meant"
+    )
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
