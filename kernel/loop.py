@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from ..checkpoint import CheckpointReader, load_rng
 from .batches import ENDLESS, Group, Groups, Position, split_evenly
 from .contract import Engine, Outcome, Session
 from .errors import RecipeError
 from .events import StepSkipped
 from .progress import Progress, Window
 from .recipe import Batch, Recipe
+from .shards import Reader
 from .signals import Requests
 from .step import Stepper, StepResult
 
@@ -91,27 +91,18 @@ class TrainLoop:
         self.resolve_pending_outcome()
         return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
 
-    def restore(self, reader: CheckpointReader, driver: str = "") -> list[str]:
-        """Take over a checkpoint, whoever wrote it, or raise before anything is changed. Returns
-        the names of the generators that it holds no state of, which the caller has to seed.
-        `driver`: the name of this run's.
+    def restore(self, reader: Reader, state: Mapping[str, Any], where: str) -> None:
+        """Take over a checkpoint, whoever wrote it, or raise before anything is changed: its
+        tensors, and what `state` gave then. Random state is the caller's matter. Raises
+        `CheckpointDamaged`, naming `where`, for a malformed state.
         """
-        state: Mapping[str, Any] = reader.manifest.state
-        where = str(reader.folder)
         progress = Progress.from_json(state, where) if state else Progress()
         window = Window(progress)
         if stored := state.get("window"):
             window.restore(stored, self.session, where)
-        before = self.session.rng_state()
-        unknown = load_rng(reader, self.session, driver)
-        try:
-            self.engine.restore(reader)
-        except Exception:
-            self.session.set_rng_state(before)
-            raise
+        self.engine.restore(reader)
         self._pending_outcome, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, window
-        return unknown
 
     # --- the loop -------------------------------------------------------------------------
 

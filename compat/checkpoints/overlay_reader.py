@@ -8,9 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checkpoint import CheckpointReader, Manifest
+from ...checkpoint import CheckpointReader
 from ...kernel.errors import CheckpointMismatch
-from ...kernel.paths import Place
 from ...kernel.shards import Flat, Kind, Region, TensorInfo
 
 __all__ = ["OverlayReader"]
@@ -29,32 +28,9 @@ class OverlayReader:
     kinds: Collection[str] = ("weights", "optimizer", "state")
     """What is taken from the checkpoint."""
 
-    @property
-    def manifest(self) -> Manifest:
-        """The checkpoint's own."""
-        assert self.below is not None
-        return self.below.manifest
-
-    @property
-    def folder(self) -> Place:
-        """The checkpoint's own."""
-        assert self.below is not None
-        return self.below.folder
-
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted."""
         return sorted({*self._stored(kind), *self._at_hand(kind)})
-
-    def own(self, kind: Kind, part: int, prefix: str) -> dict[str, Tensor]:
-        """See `CheckpointReader.own`; what is at hand is everybody's."""
-        below = self.below if kind in self.kinds else None
-        stored = {} if below is None else below.own(kind, part, prefix)
-        at_hand = {
-            name.removeprefix(prefix): self.read(kind, name)
-            for name in self._at_hand(kind)
-            if name.startswith(prefix)
-        }
-        return at_hand | stored
 
     def info(self, kind: Kind, name: str) -> TensorInfo:
         """See `contract.Reader`."""

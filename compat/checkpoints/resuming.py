@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...checkpoint import CheckpointReader, load_rng, read_manifest
+from ...checkpoint import CheckpointReader, load_rng, own_random_state, read_manifest
 from ...checkpoint.catalog import set_aside
 from ...checkpoint.manifest import MANIFEST
 from ...data.indexed import length_of
@@ -191,13 +191,14 @@ class ResumingMixin:
         folder = Path(checkpoint)
         self._load_trainer_state(folder)
         if (folder / MANIFEST).is_file():
-            reader: Any = CheckpointReader(folder)
-            stored = reader.manifest.state
-            self._say_differences(reader)
-            if frozen := self._frozen_names():
-                reader = OverlayReader(reader, weights=self._weights_now(frozen))
-            training.restore(reader, self.place.driver.name)
-            self._say_other_length(training.progress.position, stored)
+            stored = CheckpointReader(folder)
+            state, where = stored.manifest.state, str(folder)
+            self._say_differences(stored)
+            frozen = self._frozen_names()
+            reader = OverlayReader(stored, weights=self._weights_now(frozen)) if frozen else stored
+            with own_random_state(stored, training.session, self.place.driver.name):
+                training.restore(reader, state, where)
+            self._say_other_length(training.progress.position, state)
         else:
             training.progress = hf_folders.progress_at(self.state.global_step, training.data)
             training.window = Window(training.progress)

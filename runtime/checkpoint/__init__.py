@@ -22,7 +22,7 @@ from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .reader import CheckpointReader, WithoutOptimizer
 from .storage.protocol import OpenFile, Storage, read_small, storage_of
-from .store import CheckpointStore, SavingBehind, load_rng, save_folder
+from .store import CheckpointStore, SavingBehind, load_rng, own_random_state, save_folder
 
 __all__ = [
     "CHECKPOINTS",
@@ -46,6 +46,7 @@ __all__ = [
     "list_checkpoints",
     "load_rng",
     "newest",
+    "own_random_state",
     "read_manifest",
     "read_small",
     "save_folder",

@@ -36,7 +36,7 @@ from .storage import local
 from .storage.protocol import storage_of
 from .writer import RNG, collect, write_pieces
 
-__all__ = ["CheckpointStore", "SavingBehind", "load_rng", "save_folder"]
+__all__ = ["CheckpointStore", "SavingBehind", "load_rng", "own_random_state", "save_folder"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -338,6 +338,20 @@ def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> li
     if stored:
         session.set_rng_state(stored)
     return [name for name in current if name not in stored]
+
+
+@contextlib.contextmanager
+def own_random_state(
+    reader: CheckpointReader, session: Session, driver: str
+) -> Iterator[list[str]]:
+    """Around taking over that checkpoint: `load_rng`, undone where the block raises."""
+    before = session.rng_state()
+    unknown = load_rng(reader, session, driver)
+    try:
+        yield unknown
+    except Exception:
+        session.set_rng_state(before)
+        raise
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

@@ -19,6 +19,7 @@ from ..checkpoint import (
     CheckpointStore,
     Manifest,
     WithoutOptimizer,
+    own_random_state,
     storage_of,
 )
 from ..data.indexed import length_of
@@ -253,7 +254,8 @@ class Run:
         reader, notes = self._take_optimizer(reader)
         notes += self._go_on_with_data(state, where)
         self.spikes.restore(state.get("spikes"), where)
-        unknown = self.training.restore(reader, self.driver.name)
+        with own_random_state(reader, self.session, self.driver.name) as unknown:
+            self.training.restore(reader, state, where)
         step = self.training.progress.step
         if self.saves is not None:
             self.saves.is_saved(step)
