@@ -29,7 +29,7 @@ _HOMES = {
     "DebugOption": "enums",
     "DefaultDataCollator": "data.collators",
     "DefaultFlowCallback": "callbacks.flow_callbacks",
-    "DistributedType": "trainer.processes",
+    "DistributedType": "arguments.processes",
     "EarlyStoppingCallback": "callbacks.flow_callbacks",
     "EvalLoopContainer": "evaluation.nested",
     "EvalLoopOutput": "evaluation.outputs",

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ..arguments.accelerator_config import AcceleratorConfig
 from ..arguments.backend import chosen, notes
+from ..arguments.processes import Processes
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
 from ..evaluation.gathering import (
@@ -25,7 +26,6 @@ from ..evaluation.gathering import (
     has_only_tensors,
     pad_to_the_longest,
 )
-from ..trainer.processes import Processes
 from ..trainer.tree import map_tensors, move
 
 __all__ = ["Accelerator"]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,7 +34,6 @@ __all__ = [
     "expected_device",
     "mixed_precision",
     "notes",
-    "place_of",
     "planned",
     "settings",
 ]
@@ -176,13 +174,6 @@ def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
     if (stage := choice.options.get("stage")) is not None:
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     return deepspeed.DeepspeedFacts(config, mixed_precision(args))
-
-
-def place_of(args: Any) -> Any:
-    """The place where the process of these arguments trains, made when nobody has done so yet."""
-    if getattr(args, "_place", None) is None:
-        args._place = import_module("...place", __name__).Place(args)
-    return args._place
 
 
 def _driver(asked: Asked) -> tuple[str, str]:

@@ -16,7 +16,9 @@ import torch
 
 from ..enums import ParallelMode
 from . import backend
+from .driver_session import DriverSession, session_of
 from .launcher import launched
+from .processes import partial_state
 from .resolve import log_verbosity
 from .validate import LOG_LEVELS
 
@@ -28,8 +30,8 @@ _LOG = logging.getLogger(__name__)
 class Members:
     """Properties and methods that code written for HF expects of arguments."""
 
-    _place: Any = None
-    """Where this process trains (`place.Place`); set by the Trainer."""
+    _place: DriverSession | None = None
+    """Where this process trains; set by the Trainer."""
 
     ddp_timeout: int
     log_level: str
@@ -49,12 +51,12 @@ class Members:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return int(self._place.world.size) if self._place else launched().size
+        return self._place.world.size if self._place else launched().size
 
     @property
     def process_index(self) -> int:
         """Which of them this is."""
-        return int(self._place.world.rank) if self._place else launched().rank
+        return self._place.world.rank if self._place else launched().rank
 
     @property
     def local_process_index(self) -> int:
@@ -65,9 +67,9 @@ class Members:
     def device(self) -> torch.device:
         """Where this process computes."""
         if self._place is not None:
-            return self._place.world.device  # type: ignore[no-any-return]
+            return self._place.world.device
         expected = backend.expected_device(self)
-        return backend.place_of(self).world.device if expected is None else expected
+        return session_of(self).world.device if expected is None else expected
 
     @property
     def _setup_devices(self) -> torch.device:
@@ -95,8 +97,6 @@ class Members:
         """accelerate's `PartialState` of these processes where accelerate is installed, otherwise
         an object with those members of it that describe processes.
         """
-        from ..trainer.processes import partial_state
-
         return partial_state(self)
 
     @property
@@ -119,7 +119,7 @@ class Members:
         if self.world_size == 1:
             yield
             return
-        meet = backend.place_of(self).session.exchange
+        meet = session_of(self).session.exchange
         is_main = (self.local_process_index if local else self.process_index) == 0
         try:
             if not is_main:

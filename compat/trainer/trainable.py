@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments.driver_session import DriverSession
 from ..errors import ArgumentError, ArgumentRefused
-from .driver_session import DriverSession
 from .inspection import is_peft_model
 
 __all__ = ["refuse_untrainable"]

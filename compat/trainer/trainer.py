@@ -14,6 +14,7 @@ from torch import nn
 
 from ..accelerate.accelerator import Accelerator
 from ..arguments import TrainingArguments
+from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
 from ..callbacks.reporting import ReportingMixin, set_verbosity
 from ..callbacks.state import ExportableState, TrainerControl, TrainerState
@@ -27,7 +28,6 @@ from ..integrations.neftune import NeftuneMixin
 from ..integrations.search import SearchMixin
 from ..integrations.trackers import all_callbacks
 from ..optim.build import OptimizationMixin
-from .driver_session import DriverSession
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import loss_shifts_labels
 from .memory import TrainerMemoryTracker

@@ -123,7 +123,7 @@ def test_it_needs_no_accelerate() -> None:
     script = """
 import sys
 from drivetrain.compat import Accelerator, TrainingArguments
-from drivetrain.compat.trainer.processes import Processes
+from drivetrain.compat.arguments.processes import Processes
 processes = Processes(TrainingArguments("o"))
 assert processes.is_main_process and processes.distributed_type == "NO"
 print([name for name in ("accelerate", "transformers") if name in sys.modules])

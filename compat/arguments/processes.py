@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ..arguments import backend, fsdp
 from ..enums import Word
+from . import backend, fsdp
+from .driver_session import session_of
 
 __all__ = ["DistributedType", "Processes", "partial_state"]
 
@@ -125,7 +126,7 @@ def partial_state(args: Any) -> Any:
         PartialState._reset_state()
     if not PartialState._shared_state:
         if args.world_size > 1:
-            backend.place_of(args).session  # noqa: B018  # brings the group up
+            session_of(args).session  # noqa: B018  # brings the group up
         with _own_threads():
             return PartialState(cpu=args.device.type == "cpu")
     return PartialState()

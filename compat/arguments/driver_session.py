@@ -1,4 +1,4 @@
-"""Where a Trainer runs: the driver, its session, and the engine once the model is wrapped."""
+"""Where a Trainer runs: the driver that its arguments choose, the session, and the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ...kernel.contract import Driver, Engine, Session, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.registry import usable_driver
-from ..arguments.backend import chosen, planned
+from .backend import chosen, planned
 
-__all__ = ["DriverSession", "Prepared"]
+__all__ = ["DriverSession", "Prepared", "session_of"]
 
 BuildOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -131,6 +131,14 @@ class DriverSession:
         self.prepared = self._session = self._plan = None
         self._open.close()
         atexit.unregister(self._open.close)
+
+
+def session_of(args: Any) -> DriverSession:
+    """The one in which the process of these arguments trains, made when nobody has done so yet."""
+    if getattr(args, "_place", None) is None:
+        args._place = DriverSession(args)
+    place: DriverSession = args._place
+    return place
 
 
 def _same(plan: Plan, other: Plan | None) -> bool:
