@@ -1,6 +1,6 @@
 """`trainer.accelerator`: the members of accelerate's `Accelerator` that trainers made for HF use.
 
-It has no process group or wrapper of its own: the place where the Trainer runs does the work.
+It has no process group or wrapper of its own: the Trainer's `driver_session` does the work.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GradientState:
 
 
 class Accelerator(Processes):
-    """A view of the Trainer's place. What talks to other processes must be called by all."""
+    """A view of the Trainer's `driver_session`. All processes call what talks to the others."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.args)
@@ -191,7 +191,7 @@ class Accelerator(Processes):
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
         """The user's own module inside of whatever a driver put around it."""
-        prepared = self._trainer.place.prepared
+        prepared = self._trainer.driver_session.prepared
         if prepared is not None and model is prepared.engine.module:
             return prepared.model
         compiled = hasattr(model, "_orig_mod")
@@ -213,7 +213,7 @@ class Accelerator(Processes):
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """The precision of the arguments, around a forward."""
-        with self._trainer.place.autocast():
+        with self._trainer.driver_session.autocast():
             yield
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
@@ -231,7 +231,7 @@ class Accelerator(Processes):
         Returns the norm before clipping, 0-d. Under DeepSpeed, which clips by itself, that norm of
         the last update.
         """
-        prepared = self._trainer.place.prepared
+        prepared = self._trainer.driver_session.prepared
         if prepared is not None and hasattr(prepared.engine.module, "get_global_grad_norm"):
             return prepared.engine.module.get_global_grad_norm()
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -336,7 +336,7 @@ class Accelerator(Processes):
 
     @property
     def _session(self) -> Any:
-        return self._trainer.place.session
+        return self._trainer.driver_session.session
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the first process of each machine."""
@@ -369,11 +369,11 @@ class Accelerator(Processes):
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
         """All weights of the Trainer's model, whole, on the host; a call for all processes."""
-        place = self._trainer.place
+        prepared = self._trainer.driver_session.prepared
         inner = self.unwrap_model(model)
-        if place.prepared is None or place.prepared.model is not inner:
+        if prepared is None or prepared.model is not inner:
             return dict(inner.state_dict())
-        with place.prepared.engine.full_params() as whole:
+        with prepared.engine.full_params() as whole:
             return {
                 name: value.detach().cpu().clone() for name, value in whole.state_dict().items()
             }

@@ -1,6 +1,6 @@
 """What arguments know of the process that they live in, and what follows from several of them.
 
-Before a Trainer has opened its place, the launcher's environment answers; afterwards the place.
+Before a Trainer has a `DriverSession`, the launcher's environment answers; afterwards that does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 class Members:
     """Properties and methods that code written for HF expects of arguments."""
 
-    _place: DriverSession | None = None
+    _driver_session: DriverSession | None = None
     """Where this process trains; set by the Trainer."""
 
     ddp_timeout: int
@@ -43,20 +43,20 @@ class Members:
     warmup_steps: float
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the place stays where it is."""
-        return {name: value for name, value in vars(self).items() if name != "_place"}
+        """For copies: the session stays where it is."""
+        return {name: value for name, value in vars(self).items() if name != "_driver_session"}
 
     # --- which process this is
 
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self._place.world.size if self._place else launched().size
+        return self._driver_session.world.size if self._driver_session else launched().size
 
     @property
     def process_index(self) -> int:
         """Which of them this is."""
-        return self._place.world.rank if self._place else launched().rank
+        return self._driver_session.world.rank if self._driver_session else launched().rank
 
     @property
     def local_process_index(self) -> int:
@@ -66,8 +66,8 @@ class Members:
     @property
     def device(self) -> torch.device:
         """Where this process computes."""
-        if self._place is not None:
-            return self._place.world.device
+        if self._driver_session is not None:
+            return self._driver_session.world.device
         expected = backend.expected_device(self)
         return session_of(self).world.device if expected is None else expected
 

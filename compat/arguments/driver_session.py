@@ -135,10 +135,10 @@ class DriverSession:
 
 def session_of(args: Any) -> DriverSession:
     """The one in which the process of these arguments trains, made when nobody has done so yet."""
-    if getattr(args, "_place", None) is None:
-        args._place = DriverSession(args)
-    place: DriverSession = args._place
-    return place
+    if getattr(args, "_driver_session", None) is None:
+        args._driver_session = DriverSession(args)
+    session: DriverSession = args._driver_session
+    return session
 
 
 def _same(plan: Plan, other: Plan | None) -> bool:

@@ -56,7 +56,7 @@ class ReportingMixin:
     state: TrainerState
     control: TrainerControl
     callback_handler: Any
-    place: Any
+    driver_session: Any
     current_flos: float
     _initial_num_input_tokens_seen: int
     _counted: tuple[Any, int] | None = None
@@ -166,9 +166,9 @@ class ReportingMixin:
 
     def _over_ranks(self, value: float) -> float:
         """The sum over ranks, which all must call."""
-        if self.place.world.size == 1:
+        if self.driver_session.world.size == 1:
             return value
-        return float(self.place.session.tally([value])()[0])
+        return float(self.driver_session.session.tally([value])()[0])
 
 
 def _write_json(path: Path, metrics: Mapping[str, Any]) -> None:

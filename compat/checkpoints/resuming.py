@@ -45,7 +45,7 @@ class ResumingMixin:
     model: Any
     optimizer: Any
     lr_scheduler: Any
-    place: Any
+    driver_session: Any
     state: TrainerState
     control: Any
     callback_handler: Any
@@ -64,7 +64,7 @@ class ResumingMixin:
         """
         if not resume_from_checkpoint:
             return None
-        session, path = self.place.session, str(resume_from_checkpoint)
+        session, path = self.driver_session.session, str(resume_from_checkpoint)
         if "://" in path:
             raise ValueError(f"Can't resume from {path}: it is a URL; copy it to a folder")
         if resume_from_checkpoint is True:
@@ -133,8 +133,8 @@ class ResumingMixin:
                 folder,
                 problem,
             )
-        elif self.place.is_sharded() and self.place.engine is not None:
-            self.place.engine.restore(self._weights_reader(folder))
+        elif self.driver_session.is_sharded() and self.driver_session.engine is not None:
+            self.driver_session.engine.restore(self._weights_reader(folder))
         elif is_peft_model(self.model) and adapters_in(folder):
             self._load_best_adapter(folder)
         else:
@@ -171,7 +171,7 @@ class ResumingMixin:
         """Weights as the model has them: whole, by FQN; copies where ranks hold parts of them."""
         if names is not None and not names:
             return {}
-        sharded, engine = self.place.is_sharded(), self.place.engine
+        sharded, engine = self.driver_session.is_sharded(), self.driver_session.engine
         chosen = None if names is None else sorted(names)
         with engine.full_params(chosen) if sharded else nullcontext(self.model) as module:
             return {
@@ -196,7 +196,7 @@ class ResumingMixin:
             self._say_differences(stored)
             frozen = self._frozen_names()
             reader = OverlayReader(stored, weights=self._weights_now(frozen)) if frozen else stored
-            with own_random_state(stored, training.session, self.place.driver.name):
+            with own_random_state(stored, training.session, self.driver_session.driver.name):
                 training.restore(reader, state, where)
             self._say_other_length(training.progress.position, state)
         else:
@@ -242,8 +242,10 @@ class ResumingMixin:
             _LOG.warning("other arguments than in the checkpoint: %s", "; ".join(differing))
 
     def _say_differences(self: Any, reader: CheckpointReader) -> None:
-        size = self.place.session.world.size
-        for each in differences(reader.manifest, settings(self.args), self.place.driver.name, size):
+        size = self.driver_session.session.world.size
+        for each in differences(
+            reader.manifest, settings(self.args), self.driver_session.driver.name, size
+        ):
             _LOG.info("resuming: %s", each)
 
     def _say_other_length(self: Any, position: Position, state: Mapping[str, Any]) -> None:
@@ -303,12 +305,14 @@ class ResumingMixin:
             if saved is None:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
-            order = self.place.prepared.order
+            order = self.driver_session.prepared.order
             tensors, scaler = (
                 hf_folders.optimizer_tensors(saved, order),
                 hf_folders.read_scaler(folder),
             )
-            self.place.engine.restore(OverlayReader(None, self._weights_now(), tensors, scaler))
+            self.driver_session.engine.restore(
+                OverlayReader(None, self._weights_now(), tensors, scaler)
+            )
             groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
@@ -316,7 +320,7 @@ class ResumingMixin:
 
     def _restore_groups(self: Any, saved: list[Mapping[str, Any]]) -> None:
         """The hyper-parameters of the optimizer, with the learning rate where it was."""
-        for groups in (self.place.engine.param_groups, self.optimizer.param_groups):
+        for groups in (self.driver_session.engine.param_groups, self.optimizer.param_groups):
             for group, values in zip(groups, saved, strict=False):
                 for name, value in hyper_parameters(values).items():
                     given = group.get(name)
@@ -333,15 +337,17 @@ class ResumingMixin:
         if folder is None or hf_folders.saved_optimizer(folder) is not None:
             return
         if scaler := hf_folders.read_scaler(folder):
-            self.place.engine.restore(OverlayReader(None, self._weights_now(), state=scaler))
+            self.driver_session.engine.restore(
+                OverlayReader(None, self._weights_now(), state=scaler)
+            )
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         """Take over this rank's random state, where the checkpoint holds it."""
         if checkpoint is None:
             return
-        folder, session = Path(checkpoint), self.place.session
+        folder, session = Path(checkpoint), self.driver_session.session
         if (folder / MANIFEST).is_file():
-            if load_rng(CheckpointReader(folder), session, self.place.driver.name):
+            if load_rng(CheckpointReader(folder), session, self.driver_session.driver.name):
                 _LOG.info(
                     "%s holds no random state for this rank, as after a run on another number of "
                     "ranks: random numbers will not continue where they were",

@@ -67,9 +67,9 @@ class CheckpointMixin(ResumingMixin):
 
     def _whole_model(self: Any) -> AbstractContextManager[nn.Module | None]:
         """Where ranks hold parts of the weights, the model made whole; None where it is whole."""
-        if self.place.engine is None or not self.place.is_sharded():
+        if self.driver_session.engine is None or not self.driver_session.is_sharded():
             return nullcontext()
-        whole: AbstractContextManager[nn.Module] = self.place.engine.full_params()
+        whole: AbstractContextManager[nn.Module] = self.driver_session.engine.full_params()
         return whole
 
     def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -103,7 +103,7 @@ class CheckpointMixin(ResumingMixin):
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         self._note_best_checkpoint(run_dir)
         if self.args.save_only_model or self._writes_hf_format():
-            save_folder(folder, self.place.session, self._write_hf_files)
+            save_folder(folder, self.driver_session.session, self._write_hf_files)
         else:
             self._write_kernel_checkpoint(folder.parent, step)
         if self.args.push_to_hub:
@@ -112,7 +112,7 @@ class CheckpointMixin(ResumingMixin):
             self._rotate_checkpoints(use_mtime=not _is_old(self.args), output_dir=run_dir)
 
     def _write_kernel_checkpoint(self: Any, run_dir: Path, step: int) -> None:
-        state, engine = self._training.state(), self.place.engine
+        state, engine = self._training.state(), self.driver_session.engine
         state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
         if self.lr_scheduler is not None:
@@ -126,10 +126,10 @@ class CheckpointMixin(ResumingMixin):
         CheckpointStore(run_dir, digits=0, guard=guard).save(
             step,
             saved,
-            self.place.session,
+            self.driver_session.session,
             {name: to_plain(value, name) for name, value in state.items()},
             settings=json_types(settings(self.args)),
-            driver=self.place.driver.name,
+            driver=self.driver_session.driver.name,
             beside=self._write_beside,
         )
 
@@ -162,10 +162,10 @@ class CheckpointMixin(ResumingMixin):
     def _writes_hf_format(self: Any) -> bool:
         if getattr(self.args, "checkpoint_format", "drivetrain") != "hf":
             return False
-        if self.place.is_sharded():
+        if self.driver_session.is_sharded():
             raise ArgumentRefused(
                 "checkpoint_format='hf'",
-                self.place.driver.name,
+                self.driver_session.driver.name,
                 "its optimizer lies in parts on all ranks, and that format holds it whole. Leave "
                 "checkpoint_format='drivetrain': any driver resumes from it, and its "
                 "model.safetensors is whole too",
@@ -196,7 +196,7 @@ class CheckpointMixin(ResumingMixin):
 
     def _save_scaler(self: Any, output_dir: str) -> None:
         """Write `scaler.pt` where there is a loss scaler; a part of `checkpoint_format="hf"`."""
-        pieces = [piece for piece in self.place.engine.shards() if piece.kind == "state"]
+        pieces = [piece for piece in self.driver_session.engine.shards() if piece.kind == "state"]
         if self.args.should_save:
             hf_folders.save_scaler(Path(output_dir), {piece.name: piece.tensor for piece in pieces})
 

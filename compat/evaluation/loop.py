@@ -64,7 +64,7 @@ class EvaluationMixin:
     model_wrapped: Any
     optimizer: Any
     lr_scheduler: Any
-    place: Any
+    driver_session: Any
     accelerator: Any
     state: TrainerState
     control: Any
@@ -113,7 +113,7 @@ class EvaluationMixin:
         )
         self._add_speed(output, metric_key_prefix, start_time)
         self.log(output.metrics)
-        print_xla_metrics(self.args, self.place)
+        print_xla_metrics(self.args, self.driver_session)
         self.control = self.callback_handler.on_evaluate(
             self.args, self.state, self.control, output.metrics
         )
@@ -226,7 +226,9 @@ class EvaluationMixin:
     def _model_to_evaluate(self: Any) -> nn.Module:
         """The module to call, in evaluation mode, where and in what the arguments ask for."""
         args, start_time = self.args, time.time()
-        is_first = self.place.prepared is None and not hasattr(self, "model_preparation_time")
+        is_first = self.driver_session.prepared is None and not hasattr(
+            self, "model_preparation_time"
+        )
         model: nn.Module = self._wrap_model(self.model, training=False)
         if is_first:
             self.model_preparation_time = round(time.time() - start_time, 4)
@@ -261,7 +263,7 @@ class EvaluationMixin:
         usual, chosen = self.accelerator.gather_for_metrics, self.gather_function
         if chosen != usual:
             return chosen  # type: ignore[no-any-return]
-        if self.place.world.size == 1:
+        if self.driver_session.world.size == 1:
             return _as_it_is
         if self.args.eval_use_gather_object:
             return partial(map_outputs, _with_lists(usual))
@@ -269,7 +271,7 @@ class EvaluationMixin:
 
     @contextmanager
     def _random_state_kept(self: Any) -> Iterator[None]:
-        session = self.place.session
+        session = self.driver_session.session
         before = session.rng_state()
         try:
             yield
@@ -461,7 +463,7 @@ class EvaluationMixin:
         """Tensors whose dimension 1 is as large as the largest of all ranks'; see `_gathering` for
         lists that are left alone.
         """
-        if tensor is None or self.place.world.size == 1:
+        if tensor is None or self.driver_session.world.size == 1:
             return tensor
         pad = partial(self.accelerator.pad_across_processes, dim=1, pad_index=pad_index)
         if self.args.eval_use_gather_object:

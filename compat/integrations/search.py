@@ -83,7 +83,7 @@ class SearchMixin:
             self.hp_search_backend = None
 
     def _hp_search_setup(self: Any, trial: Any) -> None:
-        """Take the trial's values into the arguments; a fresh place, as they may change it."""
+        """Take the trial's values into the arguments; a fresh session, as they may change it."""
         self._trial = trial
         if self.hp_search_backend is None or trial is None:
             return
@@ -95,7 +95,7 @@ class SearchMixin:
         _LOG.info("trial: %s", values)
         self._train_batch_size = self.args.train_batch_size
         describe(self.args)
-        self.place.close()
+        self.driver_session.close()
         self.create_accelerator_and_postprocess()
 
     def _report_to_hp_search(self: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:

@@ -150,7 +150,7 @@ def _told(trainer: Any, value: Any) -> Any:
     """What rank 0 gives here, on every rank."""
     if trainer.args.world_size == 1:
         return value
-    return trainer.place.session.exchange(value)[0]
+    return trainer.driver_session.session.exchange(value)[0]
 
 
 # --- Ray Tune -------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ def is_debugged(args: Any, what: str) -> bool:
     return what in [str(getattr(word, "value", word)) for word in args.debug or ()]
 
 
-def print_xla_metrics(args: Any, place: Any) -> None:
+def print_xla_metrics(args: Any, session: Any) -> None:
     """With `tpu_metrics_debug`, on the first rank: how often XLA compiled, ran and copied, and for
     how long.
     """
-    if place.driver.name != "xla" or not is_debugged(args, "tpu_metrics_debug"):
+    if session.driver.name != "xla" or not is_debugged(args, "tpu_metrics_debug"):
         return
     if args.process_index == 0:
         print(import_module("torch_xla.debug.metrics").metrics_report())

@@ -157,8 +157,8 @@ class Seq2SeqTrainer(Trainer):
 
     def _whole_to_generate(self) -> AbstractContextManager[Any]:
         """The model, whole: ranks may generate for more or fewer steps than others."""
-        if self.place.is_sharded() and self.place.engine is not None:
-            whole: AbstractContextManager[Any] = self.place.engine.full_params()
+        if self.driver_session.is_sharded() and self.driver_session.engine is not None:
+            whole: AbstractContextManager[Any] = self.driver_session.engine.full_params()
             return whole
         return nullcontext(self.model)
 

@@ -115,7 +115,7 @@ class TrainerPolicy:
         trainer._last_outcome = None
         self.learning_rate = trainer._get_learning_rate()
         groups = trainer.optimizer.param_groups
-        for theirs, ours in zip(trainer.place.engine.param_groups, groups, strict=False):
+        for theirs, ours in zip(trainer.driver_session.engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
 
     def after_step(self, group: Group, result: StepResult) -> NextAction:
@@ -142,7 +142,7 @@ class TrainerPolicy:
         if ended or control.should_epoch_stop or control.should_training_stop:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
             self.act(group.position.epoch)
-            print_xla_metrics(trainer.args, trainer.place)
+            print_xla_metrics(trainer.args, trainer.driver_session)
         if trainer.control.should_training_stop:
             return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
         return (
@@ -180,6 +180,6 @@ class TrainerPolicy:
         scheduler = trainer.lr_scheduler
         if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):  # stepped by evaluations
             return
-        if trainer.place.prepared.plan.precision.loss_scaling and not outcome.applied():
+        if trainer.driver_session.prepared.plan.precision.loss_scaling and not outcome.applied():
             return
         scheduler.step()

@@ -14,7 +14,7 @@ from .inspection import is_peft_model
 __all__ = ["refuse_untrainable"]
 
 
-def refuse_untrainable(model: nn.Module, place: DriverSession) -> None:
+def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
     """Raises `ArgumentError` for a quantized model that nothing can train, and `ArgumentRefused`
     for a model whose weights this driver cannot hold.
     """
@@ -22,16 +22,16 @@ def refuse_untrainable(model: nn.Module, place: DriverSession) -> None:
     if parts and any(isinstance(each, parts.DTensor) for each in model.parameters()):
         raise ArgumentRefused(
             "a model that was cut into parts when it was loaded",
-            place.driver.name,
+            session.driver.name,
             "its driver deals out weights by itself: load the model without tp_plan and "
             "distributed_config, and choose backend='fsdp' or 'deepspeed' to cut it",
         )
     if getattr(model, "is_quantized", False):
         _refuse_quantized(model)
-        if place.is_sharded():
+        if session.is_sharded():
             raise ArgumentRefused(
                 "a quantized model",
-                place.driver.name,
+                session.driver.name,
                 "packed weights cannot be cut into parts for its ranks; use backend='ddp', which "
                 "keeps them whole and averages the gradients of the adapters",
             )

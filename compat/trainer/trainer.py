@@ -112,8 +112,8 @@ class Trainer(
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The place that the arguments ask for, and the `accelerator` that others look at."""
-        self.place = self.args._place = DriverSession(self.args, self.model)
+        """The session that the arguments ask for, and the `accelerator` that others look at."""
+        self.driver_session = self.args._driver_session = DriverSession(self.args, self.model)
         self.accelerator = Accelerator(self)
         state = self.accelerator.state
         self.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
@@ -133,7 +133,7 @@ class Trainer(
             _LOG.warning("model and model_init are given: train() starts from model_init's")
         if model is None:
             model = self.call_model_init()
-        refuse_untrainable(model, self.place)
+        refuse_untrainable(model, self.driver_session)
         devices = {d for d in getattr(model, "hf_device_map", {}).values() if d not in _NO_DEVICE}
         alone = devices and {torch.device(device) for device in devices} == {self.args.device}
         self.is_model_parallel = bool(devices) and not alone
@@ -149,7 +149,7 @@ class Trainer(
         if asked is not None:
             return asked
         half = self.args.fp16_full_eval or self.args.bf16_full_eval
-        return not (self.is_model_parallel or half or self.place.is_sharded())
+        return not (self.is_model_parallel or half or self.driver_session.is_sharded())
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         """Move a model; one that lies where it was loaded to stays."""
@@ -209,10 +209,10 @@ class Trainer(
                 "`model_init` makes a new model for each train(), which `optimizers=` would not "
                 "train: override `create_optimizer_and_scheduler` instead"
             )
-        if (self.optimizer or self.lr_scheduler) and self.place.is_sharded():
+        if (self.optimizer or self.lr_scheduler) and self.driver_session.is_sharded():
             raise RuntimeError(
-                f"`optimizers=` was given, and {self.place.driver.name} replaces the parameters "
-                "that an optimizer holds. Give `optimizer_cls_and_kwargs=`, or override "
+                f"`optimizers=` was given, and {self.driver_session.driver.name} replaces the "
+                "parameters that an optimizer holds. Give `optimizer_cls_and_kwargs=`, or override "
                 "`create_optimizer`, which is called when they are there"
             )
         if args.n_gpu > 1:
@@ -297,7 +297,7 @@ class Trainer(
 
     def end(self) -> None:
         """Leave the process group; the Trainer cannot be used after it."""
-        self.place.close()
+        self.driver_session.close()
 
 
 _NO_DEVICE = ("cpu", "disk")

@@ -63,7 +63,7 @@ class TrainingMixin:
     model_wrapped: Any
     optimizer: Any
     lr_scheduler: Any
-    place: Any
+    driver_session: Any
     state: TrainerState
     control: Any
     callback_handler: Any
@@ -124,7 +124,7 @@ class TrainingMixin:
             return
         lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
         try:
-            lock.take(self.place.session, _LOG.warning)
+            lock.take(self.driver_session.session, _LOG.warning)
             yield
         finally:
             lock.release()
@@ -201,8 +201,8 @@ class TrainingMixin:
         requests = Requests()
         training = self._training = TrainLoop(
             self._recipe(policy),
-            self.place.session,
-            self.place.engine,
+            self.driver_session.session,
+            self.driver_session.engine,
             epochs,
             schedule.max_steps,
             policy,
@@ -224,7 +224,7 @@ class TrainingMixin:
             policy.close()
 
     def _recipe(self: Any, policy: TrainerPolicy) -> Any:
-        return self.place.recipe(self.model, step=policy.step)
+        return self.driver_session.recipe(self.model, step=policy.step)
 
     def _epochs(self: Any, loader: Any, schedule: Schedule) -> Epochs:
         return Epochs(
@@ -245,7 +245,7 @@ class TrainingMixin:
         self._max_steps = max_steps
         self.model_wrapped = self._wrap_model(self.model)
         if self.optimizer is None:
-            self.optimizer = self.place.prepared.optimizer
+            self.optimizer = self.driver_session.prepared.optimizer
         if self.lr_scheduler is None:
             self.create_scheduler(num_training_steps=max_steps)
         handler = self.callback_handler
@@ -256,10 +256,10 @@ class TrainingMixin:
         self: Any, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
         """The module to call: the driver's wrapper once there is one. Idempotent."""
-        if training or self.place.is_sharded():
-            module: nn.Module = self.place.prepare(model, self._build_optimizer).module
+        if training or self.driver_session.is_sharded():
+            module: nn.Module = self.driver_session.prepare(model, self._build_optimizer).module
             return module
-        prepared = self.place.prepared
+        prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
             wrapped: nn.Module = prepared.engine.module
             return wrapped
@@ -465,7 +465,7 @@ class TrainingMixin:
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         averages = self.args.average_tokens_across_devices and num_items_in_batch is not None
         if counted and averages and self.model.training:
-            loss = loss * self.place.world.num_feeders
+            loss = loss * self.driver_session.world.num_feeders
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self: Any) -> AbstractContextManager[Any]:
@@ -479,7 +479,7 @@ class TrainingMixin:
         self: Any, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
         """The precision of the arguments, around a forward."""
-        context: AbstractContextManager[Any] = self.place.autocast()
+        context: AbstractContextManager[Any] = self.driver_session.autocast()
         return context
 
     def get_batch_samples(

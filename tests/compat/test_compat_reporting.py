@@ -49,7 +49,7 @@ class Teller(ReportingMixin):
         self.watcher = Watcher()
         flow = compat.DefaultFlowCallback
         self.callback_handler = compat.CallbackHandler([flow, self.watcher], None, None, None, None)
-        self.place = SimpleNamespace(world=SimpleNamespace(size=1))
+        self.driver_session = SimpleNamespace(world=SimpleNamespace(size=1))
         self.model: Any = torch.nn.Linear(2, 2)
         self.processing_class = None
         self.current_flos = 0
@@ -122,7 +122,7 @@ def test_counts_are_summed_over_ranks_and_what_is_missing_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     teller = Teller(include_num_input_tokens_seen="all")
-    teller.place = SimpleNamespace(
+    teller.driver_session = SimpleNamespace(
         world=SimpleNamespace(size=2),
         session=SimpleNamespace(tally=lambda values: lambda: [values[0] + 10]),
     )

@@ -32,7 +32,7 @@ class Searching(SearchMixin):
     def __init__(self, output_dir: Path | str, **given: Any) -> None:
         self.args: Any = TrainingArguments(str(output_dir), **given)
         self.model_init: Any = dict
-        self.place = SimpleNamespace(close=lambda: None)
+        self.driver_session = SimpleNamespace(close=lambda: None)
         self.accelerator = SimpleNamespace(free_memory=lambda: None)
         self.callback_handler = SimpleNamespace(on_train_end=self._ended)
         self.state = self.control = SimpleNamespace(should_save=False)
@@ -222,14 +222,14 @@ def test_other_ranks_follow_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sent: list[Any] = []
     leading, following = Searching(tmp_path), Searching(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    leading.place = SimpleNamespace(
+    leading.driver_session = SimpleNamespace(
         close=lambda: None,
         session=SimpleNamespace(exchange=lambda value: (sent.append(value), [value])[1]),
     )
     best = leading.hyperparameter_search(rates(1e-5, 3e-5), n_trials=3)
     assert best is not None
     heard = iter(sent)
-    following.place = SimpleNamespace(
+    following.driver_session = SimpleNamespace(
         close=lambda: None, session=SimpleNamespace(exchange=lambda value: [next(heard)])
     )
     monkeypatch.setenv("RANK", "1")
