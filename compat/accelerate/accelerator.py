@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,67 +15,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..arguments.accelerator_config import AcceleratorConfig
+from ..arguments.accelerator_config import AcceleratorConfig, settle_accumulation
 from ..arguments.backend import chosen, notes
 from ..arguments.processes import Processes
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
-from ..evaluation.gathering import (
-    exchange_objects,
-    gather_tensors,
-    has_only_tensors,
-    pad_to_the_longest,
-)
-from ..trainer.tree import map_tensors, move
+from ..trainer.tree import move
+from .collectives import Collectives
 
 __all__ = ["Accelerator"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class GradientState:
-    """Where the loop is: in which loader, and in which microbatch of an update."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.active: list[RankLoader] = []
-        self.num_steps = 1
-
-    @property
-    def active_dataloader(self) -> RankLoader | None:
-        """The innermost loader that is being walked through."""
-        return self.active[-1] if self.active else None
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether any is."""
-        return bool(self.active)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether its batch in hand is the last."""
-        return bool(self.active) and self.active[-1].end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """How many samples of the last global batch are real; 0: all; -1: not known."""
-        return self.active[-1].remainder if self.active else -1
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether an update follows this microbatch."""
-        microstep = getattr(self._trainer, "_microstep", None)
-        return microstep is None or bool(microstep.last)
-
-
-class Accelerator(Processes):
+class Accelerator(Collectives):
     """A view of the Trainer's `driver_session`. All processes call what talks to the others."""
 
     def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer.args)
-        self._trainer = trainer
+        super().__init__(trainer)
         self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
-        self.gradient_state = GradientState(trainer)
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
         self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
@@ -240,103 +198,7 @@ class Accelerator(Processes):
         """Limit every element of the gradients that a subclass handles itself."""
         nn.utils.clip_grad_value_(parameters, clip_value)
 
-    # --- all processes call these
-
-    def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, one after the other along dimension 0, on every process.
-
-        Any structure of tensors; those of no dimension become elements of a vector. One process
-        gets back what it gave. Raises TypeError for what is not a tensor.
-        """
-        if not has_only_tensors(tensor):
-            raise TypeError(
-                f"gather takes tensors and structures of them, not {type(tensor).__name__}; use "
-                "gather_for_metrics(..., use_gather_object=True)"
-            )
-        return tensor if self.num_processes == 1 else gather_tensors(self._session, tensor)
-
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather`, without the samples that the last round of a loader was filled up with.
-
-        What is not made of tensors comes as one list of the items of all processes.
-        """
-        if use_gather_object or not has_only_tensors(input_data):
-            data = self._gather_objects(input_data)
-            trim: Callable[[Any], Any] = lambda items: items[: self._real_samples()]  # noqa: E731
-            return trim(data) if isinstance(data, list) else data
-        real = self._real_samples()
-        return map_tensors(lambda t: t[:real] if t.dim() else t, self.gather(input_data))
-
-    def _gather_objects(self, data: Any) -> Any:
-        return data if self.num_processes == 1 else exchange_objects(self._session, data)
-
-    def _real_samples(self) -> int | None:
-        """How many of the samples just gathered are real; None: all of them."""
-        state = self.gradient_state
-        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors as long in dimension `dim` as the longest of all processes, padded with
-        `pad_index`, behind or, with `pad_first`, in front.
-        """
-        if self.num_processes == 1:
-            return tensor
-        return pad_to_the_longest(self._session, tensor, dim, pad_index, pad_first)
-
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over processes, times `scale`; one process gets a copy."""
-        if reduction not in ("sum", "mean", "none"):
-            raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
-        if self.num_processes == 1 or reduction == "none":
-            return map_tensors(Tensor.clone, tensor)
-        factor = scale / self.num_processes if reduction == "mean" else scale
-        session = self._session
-        return map_tensors(lambda t: session.reduce(t) * factor, tensor)
-
-    def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
-        if self.num_processes > 1:
-            self._session.exchange(None)
-
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Let the first process through, and the others when it is done."""
-        with self.args.main_process_first(local=False):
-            yield
-
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """Likewise for the first process of each machine."""
-        with self.args.main_process_first(local=True):
-            yield
-
-    @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tensor or dict of them, cut as evenly as can be; with
-        padding the last element is repeated until all parts are equally long.
-        """
-        if isinstance(inputs, dict):
-            yield {key: self._part(value, apply_padding) for key, value in inputs.items()}
-        else:
-            yield self._part(inputs, apply_padding)
-
-    def _part(self, items: Any, pad: bool) -> Any:
-        size, index = self.num_processes, self.process_index
-        each, rest = divmod(len(items), size)
-        start = index * each + min(index, rest)
-        part = items[start : start + each + (index < rest)]
-        if pad and rest and index >= rest and len(items):
-            last = items[-1:]
-            part = torch.cat([part, last]) if isinstance(items, Tensor) else [*part, *last]
-        return part
-
     # --- the rest
-
-    @property
-    def _session(self) -> Any:
-        return self._trainer.driver_session.session
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the first process of each machine."""
@@ -387,26 +249,3 @@ class _Share:
 
     def __init__(self, processes: Processes) -> None:
         self.feeder_index, self.num_feeders = processes.process_index, processes.num_processes
-
-
-def settle_accumulation(args: Any) -> None:
-    """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
-
-    Raises `ArgumentError` when both are given and differ.
-    """
-    config = AcceleratorConfig.of(args.accelerator_config)
-    given = config.gradient_accumulation_kwargs or {}
-    if unknown := sorted(given.keys() - {"num_steps", "sync_each_batch"}):
-        raise ArgumentError(
-            f"gradient_accumulation_kwargs has {', '.join(unknown)}; allowed: num_steps and "
-            "sync_each_batch"
-        )
-    steps = given.get("num_steps")
-    if steps is None or steps == args.gradient_accumulation_steps:
-        return
-    if args.gradient_accumulation_steps > 1:
-        raise ArgumentError(
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and "
-            f"accelerator_config['gradient_accumulation_kwargs']['num_steps'] is {steps}; give one"
-        )
-    args.gradient_accumulation_steps = steps

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Recipe
 from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat.accelerate.collectives import exchange_objects
 from drivetrain.compat.arguments import backend
-from drivetrain.compat.evaluation.gathering import exchange_objects
 from drivetrain.kernel.registry import find_driver
 
 
