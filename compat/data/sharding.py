@@ -23,7 +23,7 @@ from .rank_batches import (
     tell_epoch,
 )
 
-__all__ = ["RankLoader", "shard", "skip_first_batches"]
+__all__ = ["RankLoader", "shard", "skip_first_batches", "with_last"]
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class RankLoader(DataLoader[Any]):
             device = self.device
             if device is not None and device.type == "cpu":
                 device = None  # where collated batches are
-            for batch, is_last in _with_last(batches):
+            for batch, is_last in with_last(batches):
                 self.end_of_dataloader = is_last
                 yield batch if device is None else move(batch, device)
             self.epoch += 1
@@ -278,7 +278,7 @@ def _quick(batches: Any) -> Iterator[Any]:
         yield batch
 
 
-def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
     """Each item, and whether it is the last; reads one ahead."""
     items = iter(items)
     for held in items:

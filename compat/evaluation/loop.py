@@ -13,33 +13,31 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..callbacks.metrics import speed_metrics
 from ..callbacks.state import TrainerState
 from ..data.loading import has_length
 from ..data.rank_batches import RankStream
-from ..data.sharding import RankLoader
-from ..enums import SaveStrategy
-from ..names import PREFIX_CHECKPOINT_DIR
+from ..data.sharding import RankLoader, with_last
 from ..trainer.debugging import print_xla_metrics
-from ..trainer.memory_limits import out_of_memory
+from .in_training import EvaluationInTrainingMixin
 from .nested import (
     EvalLoopContainer,
     denumpify_detensorize,
     find_batch_size,
     map_outputs,
-    nested_detach,
     nested_numpify,
 )
 from .outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
+from .prediction_step import PredictionStepMixin
 
 __all__ = ["EvaluationMixin"]
 
@@ -56,7 +54,7 @@ class _Batch(NamedTuple):
     inputs: Any
 
 
-class EvaluationMixin:
+class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
     """`evaluate`, `predict` and what they call through self."""
 
     args: Any
@@ -72,9 +70,9 @@ class EvaluationMixin:
     label_names: list[str]
     gather_function: Any
     model_preparation_time: float
+    """Seconds; of a Trainer that evaluated before it trained."""
     _preparation_to_leave_out = 0.0
     """Of the evaluation that is under way, for the time that it took."""
-    """Seconds; of a Trainer that evaluated before it trained."""
 
     # --- evaluate and predict -----------------------------------------------------------------
 
@@ -307,58 +305,6 @@ class EvaluationMixin:
             labels = gather(labels)
         return _Batch(losses, logits, labels, shown)
 
-    def prediction_step(
-        self: Any,
-        model: nn.Module,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, logits and labels of one batch; each None where there is none.
-
-        Several outputs, or labels, are a tuple. Without labels there is no loss, but of models
-        that can compute one from the rest (`can_return_loss`).
-        """
-        names = self.label_names
-        asked = inputs.get("return_loss")
-        has_loss = (
-            all(inputs.get(name) is not None for name in names)
-            if names
-            else bool(self.can_return_loss if asked is None else asked)
-        )
-        inputs = self._prepare_inputs(inputs)
-        if ignore_keys is None:
-            config = getattr(self.model, "config", None)
-            default = ["past_key_values"] if config is not None else []
-            ignore_keys = getattr(config, "keys_to_ignore_at_inference", default)
-        # taken first: computing the loss may pop them
-        labels = nested_detach(tuple(inputs.get(name) for name in names)) if has_loss else None
-        with torch.no_grad():
-            loss, outputs = self._loss_and_outputs(model, inputs, has_loss, prediction_loss_only)
-        if prediction_loss_only:
-            return loss, None, None
-        if isinstance(outputs, Mapping):
-            left_out = {*ignore_keys, *(["loss"] if has_loss else [])}
-            outputs = tuple(value for name, value in outputs.items() if name not in left_out)
-        elif has_loss and isinstance(outputs, list | tuple):
-            outputs = outputs[1:]
-        return loss, _only(nested_detach(outputs)), None if labels is None else _only(labels)
-
-    def _loss_and_outputs(
-        self: Any, model: nn.Module, inputs: Any, has_loss: bool, loss_only: bool
-    ) -> tuple[Tensor | None, Any]:
-        if not has_loss:
-            with self.compute_loss_context_manager():
-                return None, model(**inputs)
-        counted: dict[str, Any] = {}
-        if getattr(self.args, "profile", "") != "4.47":
-            counted["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
-        if loss_only and self.args.use_liger_kernel:
-            inputs = {**inputs, "skip_logits": True}
-        with self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True, **counted)
-        return loss.detach().mean() if loss.dim() else loss.detach(), outputs
-
     # --- metrics --------------------------------------------------------------------------------
 
     def _can_measure(self: Any, batch: _Batch) -> bool:
@@ -409,46 +355,6 @@ class EvaluationMixin:
         known = self.num_examples(dataloader) if has_length(dataloader) else 0
         return int(known) or num_seen
 
-    # --- during training ------------------------------------------------------------------------
-
-    def _evaluate(
-        self: Any, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        """Evaluate, tell a search, and step a schedule that follows a metric."""
-        try:
-            metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
-        except RuntimeError as error:
-            if not (self.args.auto_find_batch_size and out_of_memory(error)):
-                raise
-            raise RuntimeError(
-                # in words by which nobody takes it for one of training's
-                "evaluation met an out-of-memory error, and auto_find_batch_size changes the batch "
-                f"size of training only: reduce per_device_eval_batch_size "
-                f"({self.args.per_device_eval_batch_size})"
-            ) from error
-        self._report_to_hp_search(trial, self.state.global_step, metrics)
-        if hasattr(self.lr_scheduler, "patience") and not skip_scheduler:
-            self.lr_scheduler.step(_watched(self.args, metrics))
-        return metrics
-
-    def _determine_best_metric(self: Any, metrics: dict[str, float], trial: Any) -> bool:
-        """Whether `metric_for_best_model` is better than ever before; if so it is noted."""
-        args, state = self.args, self.state
-        if args.metric_for_best_model is None:
-            return False
-        value, best = _watched(args, metrics), state.best_metric
-        worst = -math.inf if args.greater_is_better else math.inf
-        state.best_metric = worst if best is None else best
-        if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):
-            return False
-        state.best_metric = value
-        if args.save_strategy != SaveStrategy.NO:
-            state.best_global_step = state.global_step
-            if getattr(args, "profile", "") == "4.47":  # which names it before it exists
-                folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-                state.best_model_checkpoint = f"{self._get_output_dir(trial=trial)}/{folder}"
-        return True
-
     # --- old names ------------------------------------------------------------------------------
 
     def _nested_gather(self: Any, tensors: Any, name: str | None = None) -> Any:
@@ -471,19 +377,6 @@ class EvaluationMixin:
         return pad(tensor)
 
 
-def _watched(args: Any, metrics: Mapping[str, float]) -> float:
-    """The value of `metric_for_best_model`. Raises KeyError that lists what there is."""
-    name = args.metric_for_best_model
-    name = name if name.startswith("eval_") else f"eval_{name}"
-    if name not in metrics:
-        raise KeyError(
-            f"metric_for_best_model is {args.metric_for_best_model!r}, and {name!r} is not among "
-            f"the metrics of the evaluation: {', '.join(metrics)}. Return it from compute_metrics, "
-            "or set metric_for_best_model to one of these"
-        )
-    return metrics[name]
-
-
 def _as_it_is(outputs: Any) -> Any:
     return outputs
 
@@ -492,20 +385,8 @@ def _with_lists(gather: Callable[..., Any]) -> Callable[[Any], Any]:
     return lambda part: gather(part, use_gather_object=isinstance(part, list))
 
 
-def _only(values: Any) -> Any:
-    """Of several values, themselves; the value where there is only one."""
-    return values[0] if isinstance(values, list | tuple) and len(values) == 1 else values
-
-
 def _with_last(dataloader: Any) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last."""
-    if isinstance(dataloader, RankLoader):
-        for batch in dataloader:
-            yield batch, dataloader.end_of_dataloader
-        return
-    batches = iter(dataloader)
-    for held in batches:
-        for following in batches:
-            yield held, False
-            held = following
-        yield held, True
+    """Each batch, and whether it is the last, which our own loaders know without a look ahead."""
+    if not isinstance(dataloader, RankLoader):
+        return with_last(dataloader)
+    return ((batch, dataloader.end_of_dataloader) for batch in dataloader)
