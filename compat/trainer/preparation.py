@@ -1,16 +1,20 @@
-"""What is done to a model before it is trained."""
+"""What is done to a model before it is trained, and how a driver wraps it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
+
 from ..integrations.liger import apply_liger_kernel
+from ..optim.build import OptimizationMixin
 from .debugging import is_debugged
 from .overflow import OverflowWatch
 from .recompute import enable_recompute
 
-__all__ = ["make_ready"]
+__all__ = ["PreparationMixin", "make_ready"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,3 +55,57 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
                 changed[name] = ours
     if changed:
         _LOG.warning("the model's special tokens now are the tokenizer's: %s", changed)
+
+
+class PreparationMixin:
+    """The model as the driver wraps it, with its optimizer and schedule."""
+
+    model_wrapped: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def _wrap_for_training(self: Any, max_steps: int) -> None:
+        """The model wrapped, with optimizer and schedule."""
+        if self._created_lr_scheduler and self._interrupted is None:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._max_steps = max_steps
+        self.model_wrapped = self._wrap_model(self.model)
+        if self.optimizer is None:
+            self.optimizer = self.driver_session.prepared.optimizer
+        if self.lr_scheduler is None:
+            self.create_scheduler(num_training_steps=max_steps)
+        handler = self.callback_handler
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler = self.lr_scheduler
+
+    def _wrap_model(
+        self: Any, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """The module to call: the driver's wrapper once there is one. Idempotent."""
+        if training or self.driver_session.is_sharded():
+            module: nn.Module = self.driver_session.prepare(model, self._build_optimizer).module
+            return module
+        prepared = self.driver_session.prepared
+        if prepared is not None and prepared.model is model:
+            wrapped: nn.Module = prepared.engine.module
+            return wrapped
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        return model
+
+    def _build_optimizer(self: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
+        """Called by the driver, when the parameters are where they will be trained."""
+        steps = getattr(self, "_max_steps", 0)
+        if self.optimizer is None and steps and self._builds_both():
+            self.create_optimizer_and_scheduler(num_training_steps=steps)
+        else:
+            self.create_optimizer()
+        return self.optimizer
+
+    def _builds_both(self: Any) -> bool:
+        """Whether a subclass overrides `create_optimizer_and_scheduler`, or 4.47 is asked for."""
+        usual = OptimizationMixin.create_optimizer_and_scheduler
+        return (
+            type(self).create_optimizer_and_scheduler is not usual
+            or getattr(self.args, "profile", "") == "4.47"
+        )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from ...kernel.contract import Outcome
 from ...kernel.errors import SaveFailed
 from ...kernel.loop import TrainLoop
 from ...kernel.progress import Window
-from ...kernel.recipe import Microstep
 from ...kernel.signals import Requests
 from ...trainer.run_lock import RunLock
 from ..callbacks.metrics import speed_metrics
@@ -31,19 +28,18 @@ from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from .epochs import Epochs
-from .loss import count_items, is_causal_lm, loss_of
 from .memory_limits import out_of_memory, smaller_batch
-from .module_utils import TrainMode
-from .preparation import make_ready
+from .preparation import PreparationMixin, make_ready
 from .step_callbacks import TrainerPolicy
+from .training_step import StepMixin
 
-__all__ = ["Schedule", "TrainingMixin"]
+__all__ = ["RunLength", "TrainingMixin"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class RunLength:
     """How long a call of `train` is, as `set_initial_training_values` works it out."""
 
     num_epochs: int
@@ -55,30 +51,20 @@ class Schedule:
     max_steps: int
 
 
-class TrainingMixin:
+class TrainingMixin(PreparationMixin, StepMixin):
     """`train` and what it calls through self."""
 
     args: Any
     model: Any
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
     driver_session: Any
     state: TrainerState
     control: Any
     callback_handler: Any
-    loss_is_scaled_for_ga: bool | None = None
-    """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
-    of batches, or of items, of the whole update. None: as the model and the arguments imply."""
-
     _lock: RunLock | None = None
     _training: TrainLoop | None = None
-    _microstep: Microstep | None = None
-    _mode: TrainMode | None = None
     _last_outcome: Outcome | None = None
     _interrupted: TrainLoop | None = None
     """The one that ran out of memory, while another goes on from there."""
-    current_gradient_accumulation_steps = 1
 
     # --- train ------------------------------------------------------------------------------
 
@@ -186,10 +172,10 @@ class TrainingMixin:
         """Train with batches of that size: everything is made ready, and the kernel runs it."""
         self._train_batch_size = batch_size or self._train_batch_size
         loader = self.get_train_dataloader()
-        schedule = Schedule(*self.set_initial_training_values(args, loader))
-        self._wrap_for_training(schedule.max_steps)
-        self._fresh_state(schedule, trial, loader)
-        epochs = self._epochs(loader, schedule)
+        length = RunLength(*self.set_initial_training_values(args, loader))
+        self._wrap_for_training(length.max_steps)
+        self._fresh_state(length, trial, loader)
+        epochs = self._epochs(loader, length)
         start_time = time.time()
         policy = TrainerPolicy(
             self,
@@ -204,13 +190,13 @@ class TrainingMixin:
             self.driver_session.session,
             self.driver_session.engine,
             epochs,
-            schedule.max_steps,
+            length.max_steps,
             policy,
             requests,
         )
         try:
-            self._resume(training, epochs, schedule, resume_from_checkpoint, trial)
-            self._announce(schedule)
+            self._resume(training, epochs, length, resume_from_checkpoint, trial)
+            self._announce(length)
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
@@ -218,7 +204,7 @@ class TrainingMixin:
                 training.run()
             training.resolve_pending_outcome()
             return self._finalize_training(  # type: ignore[no-any-return]
-                trial, schedule.num_train_samples, start_time
+                trial, length.num_train_samples, start_time
             )
         finally:
             policy.close()
@@ -226,65 +212,19 @@ class TrainingMixin:
     def _recipe(self: Any, policy: TrainerPolicy) -> Any:
         return self.driver_session.recipe(self.model, step=policy.step)
 
-    def _epochs(self: Any, loader: Any, schedule: Schedule) -> Epochs:
+    def _epochs(self: Any, loader: Any, length: RunLength) -> Epochs:
         return Epochs(
             self,
             loader,
             accumulation=self.args.gradient_accumulation_steps,
-            batches_per_epoch=schedule.batches_per_epoch,
-            updates_per_epoch=schedule.updates_per_epoch,
-            num_epochs=schedule.num_epochs,
-            global_batch=schedule.total_batch // self.args.gradient_accumulation_steps,
+            batches_per_epoch=length.batches_per_epoch,
+            updates_per_epoch=length.updates_per_epoch,
+            num_epochs=length.num_epochs,
+            global_batch=length.total_batch // self.args.gradient_accumulation_steps,
             start_anew=self.args.ignore_data_skip,
         )
 
-    def _wrap_for_training(self: Any, max_steps: int) -> None:
-        """The model wrapped, with optimizer and schedule."""
-        if self._created_lr_scheduler and self._interrupted is None:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._max_steps = max_steps
-        self.model_wrapped = self._wrap_model(self.model)
-        if self.optimizer is None:
-            self.optimizer = self.driver_session.prepared.optimizer
-        if self.lr_scheduler is None:
-            self.create_scheduler(num_training_steps=max_steps)
-        handler = self.callback_handler
-        handler.model, handler.optimizer = self.model, self.optimizer
-        handler.lr_scheduler = self.lr_scheduler
-
-    def _wrap_model(
-        self: Any, model: nn.Module, training: bool = True, dataloader: Any = None
-    ) -> nn.Module:
-        """The module to call: the driver's wrapper once there is one. Idempotent."""
-        if training or self.driver_session.is_sharded():
-            module: nn.Module = self.driver_session.prepare(model, self._build_optimizer).module
-            return module
-        prepared = self.driver_session.prepared
-        if prepared is not None and prepared.model is model:
-            wrapped: nn.Module = prepared.engine.module
-            return wrapped
-        if self.place_model_on_device:
-            self._move_model_to_device(model, self.args.device)
-        return model
-
-    def _build_optimizer(self: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
-        """Called by the driver, when the parameters are where they will be trained."""
-        steps = getattr(self, "_max_steps", 0)
-        if self.optimizer is None and steps and self._builds_both():
-            self.create_optimizer_and_scheduler(num_training_steps=steps)
-        else:
-            self.create_optimizer()
-        return self.optimizer
-
-    def _builds_both(self) -> bool:
-        """Whether a subclass overrides `create_optimizer_and_scheduler`, or 4.47 is asked for."""
-        from ..optim.build import OptimizationMixin
-
-        mine = type(self).create_optimizer_and_scheduler  # type: ignore[attr-defined]
-        overridden = mine is not OptimizationMixin.create_optimizer_and_scheduler
-        return overridden or _is_old(self.args)
-
-    def _fresh_state(self: Any, schedule: Schedule, trial: Any, loader: Any) -> None:
+    def _fresh_state(self: Any, length: RunLength, trial: Any, loader: Any) -> None:
         self.callback_handler.train_dataloader = loader
         if self._interrupted is not None:
             self.state.train_batch_size = self._train_batch_size
@@ -295,13 +235,13 @@ class TrainingMixin:
         )
         self.state.is_hyper_param_search = trial is not None
         self.state.train_batch_size = self._train_batch_size
-        self.state.compute_steps(self.args, schedule.max_steps)
+        self.state.compute_steps(self.args, length.max_steps)
 
     def _resume(
         self: Any,
         training: TrainLoop,
         epochs: Epochs,
-        schedule: Schedule,
+        length: RunLength,
         checkpoint: str | None,
         trial: Any,
     ) -> None:
@@ -316,23 +256,23 @@ class TrainingMixin:
             before = session.rng_state()
             epochs.after_first_fetch = lambda: session.set_rng_state(before)
         self.state.global_step = training.progress.step
-        self.state.init_training_references(self, schedule.max_steps, schedule.num_epochs, trial)
+        self.state.init_training_references(self, length.max_steps, length.num_epochs, trial)
         if left is not None:
             return
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._total_loss_scalar = 0.0
 
-    def _announce(self: Any, schedule: Schedule) -> None:
+    def _announce(self: Any, length: RunLength) -> None:
         args = self.args
         _LOG.info("***** Running training *****")
         for name, value in {
-            "Num examples": schedule.num_examples,
-            "Num Epochs": schedule.num_epochs,
+            "Num examples": length.num_examples,
+            "Num Epochs": length.num_epochs,
             "Instantaneous batch size per device": args.per_device_train_batch_size,
-            "Total train batch size (with ranks and accumulation)": schedule.total_batch,
+            "Total train batch size (with ranks and accumulation)": length.total_batch,
             "Gradient Accumulation steps": args.gradient_accumulation_steps,
-            "Total optimization steps": schedule.max_steps,
+            "Total optimization steps": length.max_steps,
             "Number of trainable parameters": self.get_num_trainable_parameters(),
         }.items():
             _LOG.info("  %s = %s", name, f"{value:,}")
@@ -394,107 +334,7 @@ class TrainingMixin:
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
 
-    # --- one step ---------------------------------------------------------------------------
-
-    def training_step(
-        self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
-    ) -> Tensor:
-        """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
-        if self._mode is None or self._mode.model is not model:
-            self._mode = TrainMode(model)
-        self._mode.enter()
-        if callable(switch := getattr(self.optimizer, "train", None)):
-            switch()
-        inputs = self._prepare_inputs(inputs)
-        with self.compute_loss_context_manager():
-            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        del inputs
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            torch.accelerator.empty_cache()
-        weight = 1.0
-        if not self._loss_is_scaled(num_items_in_batch):
-            weight /= self.current_gradient_accumulation_steps
-        detached: Tensor = self._backward(loss, weight)
-        return detached
-
-    def _loss_is_scaled(self: Any, num_items_in_batch: Any) -> bool:
-        """Whether the loss is already divided by the items of the whole update."""
-        if self.loss_is_scaled_for_ga is not None:
-            return bool(self.loss_is_scaled_for_ga)
-        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        return counted or self.compute_loss_func is not None
-
-    def _backward(self: Any, loss: Tensor, weight: float = 1.0) -> Tensor:
-        """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
-        if self._microstep is None:
-            loss = loss * weight
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.detach()
-        detached: Tensor = self._microstep.backward(loss, weight)
-        return detached
-
-    def compute_loss(
-        self: Any,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The loss of a batch, and the model's outputs when asked for. Labels are popped from
-        `inputs` for a `compute_loss_func` or label smoothing.
-        """
-        elsewhere = self.label_smoother is not None or self.compute_loss_func is not None
-        labels = inputs.pop("labels") if elsewhere and "labels" in inputs else None
-        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
-        outputs = model(**inputs)
-        if self.compute_loss_func is not None:
-            if labels is None:
-                _LOG.warning("compute_loss_func is called with labels=None: the batch has none")
-            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif labels is not None:
-            loss = self.label_smoother(
-                outputs,
-                labels,
-                shift_labels=is_causal_lm(self.model),
-                num_items_in_batch=num_items_in_batch,
-            )
-        else:
-            loss = loss_of(outputs, inputs)
-        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        averages = self.args.average_tokens_across_devices and num_items_in_batch is not None
-        if counted and averages and self.model.training:
-            loss = loss * self.driver_session.world.num_feeders
-        return (loss, outputs) if return_outputs else loss
-
-    def compute_loss_context_manager(self: Any) -> AbstractContextManager[Any]:
-        """Around the forward, and around `compute_loss`."""
-        stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
-        if type(precision) is not contextlib.nullcontext:
-            stack.enter_context(precision)
-        return stack
-
-    def autocast_smart_context_manager(
-        self: Any, cache_enabled: bool | None = True
-    ) -> AbstractContextManager[Any]:
-        """The precision of the arguments, around a forward."""
-        context: AbstractContextManager[Any] = self.driver_session.autocast()
-        return context
-
-    def get_batch_samples(
-        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
-    ) -> tuple[list[Any], Tensor | int | None]:
-        """The batches of an update, fewer at the end, and the items in them on this rank."""
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        return batches, self._get_num_items_in_batch(batches, device)
-
-    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
-        """This rank's labels in these batches; None where the loss is not told of them."""
-        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
-            return None
-        return count_items(batch_samples, self._loss_shifts_labels)
+    # --- between steps ----------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(
         self: Any,
