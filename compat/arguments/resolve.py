@@ -21,6 +21,7 @@ from ..enums import (
     SchedulerType,
 )
 from ..errors import ArgumentError
+from ..profile import profile_of
 from . import backend
 from .accelerator_config import AcceleratorConfig
 from .values import as_numbers
@@ -115,8 +116,8 @@ def _derive(args: Any) -> None:
         args.metric_for_best_model = args.metric_for_best_model or "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
-    if args.report_to is None:  # was all until 4.47
-        args.report_to = "all" if args.profile == "4.47" else "none"
+    if args.report_to is None:
+        args.report_to = profile_of(args).default_trackers
     args.report_to = _trackers(args.report_to)
 
 

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from ..enums import IntervalStrategy, SaveStrategy
+from ..profile import profile_of
 from .base import TrainerCallback
 from .state import ExportableState, TrainerControl, TrainerState
 
@@ -28,7 +29,7 @@ class DefaultFlowCallback(TrainerCallback):
             control.should_log = True
         if args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step:
             control.should_evaluate |= step % state.eval_steps == 0
-            control.should_evaluate |= last and _evaluates_last(args)
+            control.should_evaluate |= last and profile_of(args).evaluates_last_step
         if args.save_strategy == SaveStrategy.STEPS:
             control.should_save |= last or (state.save_steps > 0 and step % state.save_steps == 0)
         if last:
@@ -45,11 +46,6 @@ class DefaultFlowCallback(TrainerCallback):
         if args.save_strategy == SaveStrategy.EPOCH:
             control.should_save = True
         return control
-
-
-def _evaluates_last(args: Any) -> bool:
-    """Whether the last step is evaluated even if it is not due: since transformers 5."""
-    return getattr(args, "profile", "") != "4.47"
 
 
 class EarlyStoppingCallback(TrainerCallback, ExportableState):

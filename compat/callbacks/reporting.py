@@ -12,6 +12,7 @@ from typing import Any
 
 from ...checkpoint.storage.local import replace_text
 from ..names import TRAINER_STATE_NAME
+from ..profile import profile_of
 from .metrics import speed_metrics
 from .state import TrainerControl, TrainerState
 
@@ -118,9 +119,9 @@ class ReportingMixin:
         """Operations of one forward and backward of this batch: six for each token and each
         parameter outside embeddings; 0 for a model that cannot tell its parameters.
 
-        Under `profile="4.47"` the model's own `floating_point_ops` is asked.
+        See `Profile.model_counts_operations`.
         """
-        if getattr(self.args, "profile", "") == "4.47":
+        if profile_of(self.args).model_counts_operations:
             own = getattr(self.model, "floating_point_ops", None)
             return float(own(inputs)) if callable(own) else 0
         tokens = inputs.get(self._main_input_name())

@@ -26,6 +26,7 @@ from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
 from ..names import TRAINER_STATE_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
+from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from . import hf_folders
 from .json_state import from_plain
@@ -76,7 +77,7 @@ class ResumingMixin:
 
     def _take_batch_size(self: Any, folder: Path) -> None:
         """Go on with the batch size that was found before."""
-        wanted = self.args.auto_find_batch_size or getattr(self.args, "profile", "") == "4.47"
+        wanted = self.args.auto_find_batch_size or profile_of(self.args).resumes_batch_size
         if wanted and (folder / TRAINER_STATE_NAME).is_file():
             stored = TrainerState.load_from_json(folder / TRAINER_STATE_NAME).train_batch_size
             self._train_batch_size = stored or self._train_batch_size

@@ -32,6 +32,7 @@ from ..enums import SaveStrategy
 from ..errors import ArgumentRefused
 from ..names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from ..optim.resumability import unsaved_state
+from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from . import hf_folders
 from .json_state import to_plain
@@ -109,7 +110,9 @@ class CheckpointMixin(ResumingMixin):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            self._rotate_checkpoints(use_mtime=not _is_old(self.args), output_dir=run_dir)
+            self._rotate_checkpoints(
+                use_mtime=profile_of(self.args).rotates_by_time, output_dir=run_dir
+            )
 
     def _write_kernel_checkpoint(self: Any, run_dir: Path, step: int) -> None:
         state, engine = self._training.state(), self.driver_session.engine
@@ -283,8 +286,3 @@ def _trial_id(trial: Any) -> Any:
     if isinstance(trial, dict):  # of Ray Tune, which knows the trial of this process
         return import_module("ray.tune").get_context().get_trial_id()
     return getattr(trial, "id", trial)
-
-
-def _is_old(args: Any) -> bool:
-    """Whether checkpoints are ordered as in transformers 4.47, by number."""
-    return getattr(args, "profile", "") == "4.47"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..enums import SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR
+from ..profile import profile_of
 from ..trainer.memory_limits import out_of_memory
 
 __all__ = ["EvaluationInTrainingMixin"]
@@ -49,7 +50,7 @@ class EvaluationInTrainingMixin:
         state.best_metric = value
         if args.save_strategy != SaveStrategy.NO:
             state.best_global_step = state.global_step
-            if getattr(args, "profile", "") == "4.47":  # which names it before it exists
+            if profile_of(args).names_best_early:
                 folder = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
                 state.best_model_checkpoint = f"{self._get_output_dir(trial=trial)}/{folder}"
         return True

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..profile import profile_of
 from .nested import nested_detach
 
 __all__ = ["PredictionStepMixin"]
@@ -60,7 +61,7 @@ class PredictionStepMixin:
             with self.compute_loss_context_manager():
                 return None, model(**inputs)
         counted: dict[str, Any] = {}
-        if getattr(self.args, "profile", "") != "4.47":
+        if profile_of(self.args).counts_items_in_evaluation:
             counted["num_items_in_batch"] = self._get_num_items_in_batch([inputs], self.args.device)
         if loss_only and self.args.use_liger_kernel:
             inputs = {**inputs, "skip_logits": True}

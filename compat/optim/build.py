@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ..profile import profile_of
 from . import optimizer_class_and_kwargs
 from .decay import decay_groups, decayed_names
 from .plateau import GreedyLR
@@ -93,7 +94,7 @@ class OptimizationMixin:
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """The names of the parameters that decay: no biases, nothing of norms."""
-        return decayed_names(model, getattr(self.args, "profile", "5.23"))
+        return decayed_names(model, profile_of(self.args).decays_by_name)
 
     def get_num_trainable_parameters(self) -> int:
         """How many numbers are trained."""

@@ -14,13 +14,13 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.|_)norm(?:$|\.)"]
 """Patterns in names."""
 
 
-def decayed_names(model: nn.Module, profile: str = "5.23") -> list[str]:
+def decayed_names(model: nn.Module, by_name: bool = True) -> list[str]:
     """The names of the parameters that weight decay applies to, frozen ones too.
 
-    Left out are those of `nn.LayerNorm`, and those whose name speaks of a bias or a norm. With
-    the profile "4.47" names do not count but for "bias", and classes called RMSNorm do.
+    Left out are those of `nn.LayerNorm`, and those whose name speaks of a bias or a norm. Unless
+    `by_name`, names do not count but for "bias", and classes called RMSNorm do.
     """
-    if profile == "4.47":
+    if not by_name:
         kinds = {type(module) for module in model.modules()}
         norms = {kind for kind in kinds if kind.__name__.endswith("RMSNorm")}
         return get_parameter_names(model, {nn.LayerNorm, *norms}, ["bias"])

@@ -37,16 +37,15 @@ def count_items(batches: Sequence[Any], shifts_labels: bool) -> Tensor | None:
     return total  # type: ignore[no-any-return]
 
 
-def loss_shifts_labels(model: nn.Module, profile: str = "5.23") -> bool:
+def loss_shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss compares each position with the label of the next one.
 
-    True for models of transformers whose loss is the causal one, unless they encode as well;
-    always False with the profile "4.47", which counts all labels.
+    True for models of transformers whose loss is the causal one, unless they encode as well.
     """
     model = unwrap_peft(model)
     kind = getattr(model, "loss_type", None)
     encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if kind is None or encodes or profile == "4.47" or "transformers" not in sys.modules:
+    if kind is None or encodes or "transformers" not in sys.modules:
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..integrations.liger import apply_liger_kernel
 from ..optim.build import OptimizationMixin
+from ..profile import profile_of
 from .debugging import is_debugged
 from .overflow import OverflowWatch
 from .recompute import enable_recompute
@@ -103,9 +104,7 @@ class PreparationMixin:
         return self.optimizer
 
     def _builds_both(self: Any) -> bool:
-        """Whether a subclass overrides `create_optimizer_and_scheduler`, or 4.47 is asked for."""
+        """Whether a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
         usual = OptimizationMixin.create_optimizer_and_scheduler
-        return (
-            type(self).create_optimizer_and_scheduler is not usual
-            or getattr(self.args, "profile", "") == "4.47"
-        )
+        overridden = type(self).create_optimizer_and_scheduler is not usual
+        return overridden or profile_of(self.args).builds_optimizer_and_schedule_at_once

@@ -28,6 +28,7 @@ from ..integrations.neftune import NeftuneMixin
 from ..integrations.search import SearchMixin
 from ..integrations.trackers import all_callbacks
 from ..optim.build import OptimizationMixin
+from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import loss_shifts_labels
 from .memory import TrainerMemoryTracker
@@ -102,7 +103,7 @@ class Trainer(
         self._start_state()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
         config = getattr(self.model, "config", None)
-        if config is not None and not _keeps_cache(args):
+        if config is not None and profile_of(args).switches_cache_off:
             config.use_cache = getattr(args, "use_cache", False)
         self._memory_tracker.stop_and_update_metrics()
 
@@ -126,7 +127,7 @@ class Trainer(
         if model is None and model_init is None:
             raise RuntimeError("`Trainer` requires either a `model` or `model_init` argument")
         if model is not None and model_init is not None:
-            if getattr(self.args, "profile", "") != "4.47":
+            if not profile_of(self.args).model_beside_model_init:
                 raise ValueError(
                     "`Trainer` requires either a `model` or `model_init` argument, but not both."
                 )
@@ -163,9 +164,8 @@ class Trainer(
         names = self.args.label_names
         self.label_names = find_labels(type(inner)) if names is None else names
         self.can_return_loss = can_return_loss(type(inner))
-        self._loss_shifts_labels = loss_shifts_labels(
-            self.model, getattr(self.args, "profile", "5.23")
-        )
+        counted = profile_of(self.args).counts_predicted_labels
+        self._loss_shifts_labels = counted and loss_shifts_labels(self.model)
         self.label_smoother = self._smoother()
         self._signature_columns: list[str] | None = None
 
@@ -316,8 +316,3 @@ def _takes_result(compute_metrics: Callable[..., Any] | None) -> bool:
     return (
         compute_metrics is None or "compute_result" in inspect.signature(compute_metrics).parameters
     )
-
-
-def _keeps_cache(args: Any) -> bool:
-    """Transformers 4.47 left the model's cache alone."""
-    return getattr(args, "profile", "") == "4.47"

@@ -27,6 +27,7 @@ from ..data.loading import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
+from ..profile import profile_of
 from .epochs import Epochs
 from .memory_limits import out_of_memory, smaller_batch
 from .preparation import PreparationMixin, make_ready
@@ -295,7 +296,8 @@ class TrainingMixin(PreparationMixin, StepMixin):
             samples, batches = max_steps * total, max_steps * accumulation
             return sys.maxsize, max_steps, samples, samples, total, batches, max_steps
         whole, rest = divmod(length, accumulation)
-        updates = max(whole + (rest > 0 and not _is_old(args)), 1)
+        short = rest > 0 and profile_of(args).ends_epochs_with_short_update
+        updates = max(whole + short, 1)
         examples = self.num_examples(dataloader)
         if max_steps > 0:
             epochs, samples = math.ceil(max_steps / updates), max_steps * total
@@ -373,14 +375,16 @@ class TrainingMixin(PreparationMixin, StepMixin):
     def _log_steps(
         self: Any, grad_norm: Any, learning_rate: float | None, start_time: float
     ) -> None:
-        training, state, old = self._training, self.state, _is_old(self.args)
+        training, state, profile = self._training, self.state, profile_of(self.args)
         total = self._window_loss()
         loss = total / (state.global_step - training.window.first_step)
-        logs: dict[str, float] = {"loss": round(loss, 4) if old else loss}
-        if grad_norm is not None and not (old and not self.args.max_grad_norm):
+        logs: dict[str, float] = {"loss": round(loss, 4) if profile.rounds_loss else loss}
+        clips = self.args.max_grad_norm or profile.logs_unclipped_grad_norm
+        if grad_norm is not None and clips:
             logs["grad_norm"] = float(grad_norm)
-        current = self._get_learning_rate()
-        logs["learning_rate"] = current if old or learning_rate is None else learning_rate
+        if learning_rate is None or not profile.logs_rate_of_update:
+            learning_rate = self._get_learning_rate()
+        logs["learning_rate"] = learning_rate
         self._total_loss_scalar += total
         self._globalstep_last_logged = state.global_step
         training.window = Window(training.progress)
@@ -402,11 +406,6 @@ def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | 
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
     return resume
-
-
-def _is_old(args: Any) -> bool:
-    """Whether the numbers of transformers 4.47 are asked for."""
-    return getattr(args, "profile", "") == "4.47"
 
 
 def _catches_signals(args: Any) -> bool:

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother as TheirSmoother
 
+from drivetrain import compat
 from drivetrain.compat.trainer.inspection import (
     accepted_columns,
     can_return_loss,
@@ -107,7 +108,8 @@ def test_labels_are_counted_as_transformers_counts_them(tmp_path: Path) -> None:
             theirs = reference._get_num_items_in_batch(batches, torch.device("cpu"))
             assert count_items(batches, shifts) == theirs
     assert count_items(plain, True) != count_items(plain, False)
-    assert not loss_shifts_labels(models[0], profile="4.47")
+    old = compat.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", profile="4.47")
+    assert not compat.Trainer(models[0], old)._loss_shifts_labels
     assert not loss_shifts_labels(Plain()) and not is_causal_lm(Plain())
 
 
