@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from ..arguments.accelerator_config import AcceleratorConfig, settle_accumulation
 from ..arguments.backend import chosen, notes
 from ..arguments.processes import Processes
+from ..data.rank_batches import OneOf
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
 from ..trainer.tree import move
@@ -103,7 +104,7 @@ class Accelerator(Collectives):
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = shard(
             data_loader,
-            _Share(self.state),
+            OneOf(self.process_index, self.num_processes),
             seed=seed if config.use_seedable_sampler else None,
             split_batches=config.split_batches,
             even_batches=config.even_batches,
@@ -242,10 +243,3 @@ class Accelerator(Collectives):
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")
-
-
-class _Share:
-    """Which part of the data is this process's."""
-
-    def __init__(self, processes: Processes) -> None:
-        self.feeder_index, self.num_feeders = processes.process_index, processes.num_processes

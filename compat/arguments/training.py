@@ -23,8 +23,9 @@ from .old_names import OldNames
 from .resolve import settle
 from .serialize import Written
 from .setters import Setters
+from .validate import validate
 
-__all__ = ["TrainingArguments", "says"]
+__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments", "says"]
 
 
 def says(default: Any, text: str) -> Any:
@@ -250,6 +251,15 @@ class TrainingArguments(Members, Setters, Written, metaclass=OldNames):
 
     def _validate_args(self) -> None:
         """Called while the arguments are settled; for subclasses that check more."""
-        from .validate import validate
-
         validate(self)
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """`TrainingArguments`, and how to generate."""
+
+    sortish_sampler: bool = says(False, "Accepted for old scripts; use train_sampling_strategy")
+    predict_with_generate: bool = says(False, "Compute metrics on generated texts")
+    generation_max_length: int | None = says(None, "Longest text to generate in evaluation")
+    generation_num_beams: int | None = says(None, "Beams to generate with in evaluation")
+    generation_config: Any = says(None, "GenerationConfig, its path or id; replaces the model's")

@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,9 @@ from typing import Any
 from ...checkpoint.storage.local import replace_text
 from ..names import TRAINER_STATE_NAME
 from ..profile import profile_of
-from .metrics import speed_metrics
 from .state import TrainerControl, TrainerState
 
-__all__ = ["ReportingMixin", "metrics_format", "set_verbosity"]
+__all__ = ["ReportingMixin", "metrics_format", "set_verbosity", "speed_metrics"]
 
 _log = logging.getLogger(__name__)
 
@@ -183,3 +183,24 @@ def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         _log.warning(message)
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: float | None = None,
+    num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:
+    """Seconds since `start_time` (of `time.time()`), and what was done in one of them.
+
+    Keys `<split>_runtime` (4 decimals), `<split>_samples_per_second` and so on (3 decimals) for
+    each number given; no rates when no time has passed.
+    """
+    seconds = time.time() - start_time
+    metrics = {f"{split}_runtime": round(seconds, 4)}
+    counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    for what, count in counts.items():
+        if count is not None and seconds > 0:
+            metrics[f"{split}_{what}_per_second"] = round(count / seconds, 3)
+    return metrics

@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from ...checkpoint import CheckpointStore, save_folder
+from ...checkpoint.optimizer_entries import unsaved
 from ...checkpoint.storage.local import replace_text
 from ...data.indexed import length_of
 from ...kernel.contract import Engine
@@ -31,7 +32,7 @@ from ..callbacks.state import TrainerState
 from ..enums import SaveStrategy
 from ..errors import ArgumentRefused
 from ..names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from ..optim.resumability import unsaved_state
+from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from . import hf_folders
@@ -286,3 +287,14 @@ def _trial_id(trial: Any) -> Any:
     if isinstance(trial, dict):  # of Ray Tune, which knows the trial of this process
         return import_module("ray.tune").get_context().get_trial_id()
     return getattr(trial, "id", trial)
+
+
+def unsaved_state(optimizer: Any) -> list[str]:
+    """What of an optimizer's state, by name, is in no checkpoint: objects that are neither tensor
+    nor number (GaLore's projectors), and all that optimizers inside backward keep to themselves.
+    """
+    if isinstance(optimizer, LayerWiseDummyOptimizer):
+        states = [s for each in optimizer.optimizer_dict.values() for s in each.state.values()]
+        return sorted({key for state in states for key in state})
+    of_adalomo = {name for name in vars(optimizer) if name.startswith("exp_avg")}
+    return sorted({*unsaved(optimizer), *of_adalomo})

@@ -12,21 +12,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
+from ...data.stream import set_epoch
+
 __all__ = [
     "BatchSharder",
+    "IterableDatasetShard",
     "LaterBatches",
+    "OneOf",
     "RankBatches",
     "RankStream",
     "SeededSampler",
     "Share",
     "chunks",
-    "tell_epoch",
 ]
 
 T = TypeVar("T")
@@ -44,6 +48,14 @@ class Share(Protocol):
     def num_feeders(self) -> int:
         """At least 1."""
         ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A `Share` by its numbers; by default all of it."""
+
+    feeder_index: int = 0
+    num_feeders: int = 1
 
 
 class SeededSampler(RandomSampler):
@@ -170,7 +182,7 @@ class RankStream(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Which epoch comes next; passed on to the stream."""
         self.epoch = epoch
-        tell_epoch(self.dataset, epoch)
+        set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
@@ -214,7 +226,24 @@ class LaterBatches(Sampler[list[int]]):
         return max(0, len(self.batch_sampler) - self.num_skipped)
 
 
-def tell_epoch(listener: Any, epoch: int) -> None:
-    """Say which epoch comes next, to whoever wants to know."""
-    if hasattr(listener, "set_epoch"):
-        listener.set_epoch(epoch)
+class IterableDatasetShard(RankStream):
+    """Deals a stream out over ranks: of each `batch_size * num_processes` samples, this rank's
+    `batch_size`, so that all ranks yield equally many.
+
+    At the end a group that is not full is dropped, or filled up from the first group.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
+    ) -> None:
+        dealer = BatchSharder(OneOf(process_index, num_processes), batch_size, drop_last=drop_last)
+        super().__init__(dataset, dealer, batch_size, seed)
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index

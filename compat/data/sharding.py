@@ -1,4 +1,4 @@
-"""A DataLoader over one feeder's share of what a user's loader gives (see `dealing`)."""
+"""A DataLoader over one feeder's share of what a user's loader gives (see `rank_batches`)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.autograd import profiler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from ...data.stream import set_epoch
 from ..trainer.tree import move
 from .rank_batches import (
     BatchSharder,
     LaterBatches,
+    OneOf,
     RankBatches,
     RankStream,
     SeededSampler,
     Share,
-    tell_epoch,
 )
 
 __all__ = ["RankLoader", "shard", "skip_first_batches", "with_last"]
@@ -81,10 +82,10 @@ class RankLoader(DataLoader[Any]):
         self.epoch = epoch
         sampler: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
         while sampler is not None:
-            tell_epoch(sampler, epoch)
+            set_epoch(sampler, epoch)
             inner = getattr(sampler, "batch_sampler", None)
             sampler = inner if inner is not None else getattr(sampler, "sampler", None)
-        tell_epoch(self.dataset, epoch)
+        set_epoch(self.dataset, epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own class
         self.set_epoch(self.epoch)
@@ -165,7 +166,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> RankLoader:
 
     No sample of theirs is read, but of a stream, which is drawn to its place.
     """
-    loader = shard(loader, _ALONE)
+    loader = shard(loader, OneOf())
     batching: dict[str, Any]
     skipped = 0
     if isinstance(loader.dataset, IterableDataset):
@@ -181,14 +182,6 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> RankLoader:
     later.epoch = loader.epoch
     later.skipped_stream_batches = skipped
     return later
-
-
-class _Alone:
-    feeder_index = 0
-    num_feeders = 1
-
-
-_ALONE = _Alone()
 
 
 def _shard_stream(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ...kernel.errors import ran_out
 from ..enums import SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR
 from ..profile import profile_of
-from ..trainer.memory_limits import out_of_memory
 
 __all__ = ["EvaluationInTrainingMixin"]
 
@@ -24,7 +24,7 @@ class EvaluationInTrainingMixin:
         try:
             metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
         except RuntimeError as error:
-            if not (self.args.auto_find_batch_size and out_of_memory(error)):
+            if not (self.args.auto_find_batch_size and ran_out(error)):
                 raise
             raise RuntimeError(
                 # in words by which nobody takes it for one of training's

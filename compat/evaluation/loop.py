@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..callbacks.metrics import speed_metrics
+from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import TrainerState
 from ..data.loading import has_length
 from ..data.rank_batches import RankStream

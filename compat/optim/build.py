@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..profile import profile_of
 from . import optimizer_class_and_kwargs
-from .decay import decay_groups, decayed_names
+from .parameters import decay_groups, decayed_names
 from .plateau import GreedyLR
 from .quantized import keep_embeddings_whole
 from .schedules import get_scheduler

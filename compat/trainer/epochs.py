@@ -12,9 +12,22 @@ from ...kernel.batches import Group, Microbatch, Position
 from ...kernel.recipe import Batch
 from ..data.sharding import skip_first_batches
 
-__all__ = ["Epochs"]
+__all__ = ["Epochs", "RunLength"]
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a call of `train` is, as `set_initial_training_values` works it out."""
+
+    num_epochs: int
+    updates_per_epoch: int
+    num_examples: int
+    num_train_samples: float
+    total_batch: int
+    batches_per_epoch: int
+    max_steps: int
 
 
 @dataclass(eq=False)

@@ -11,8 +11,7 @@ from torch import nn
 from ..integrations.liger import apply_liger_kernel
 from ..optim.build import OptimizationMixin
 from ..profile import profile_of
-from .debugging import is_debugged
-from .overflow import OverflowWatch
+from .debugging import OverflowWatch, is_debugged
 from .recompute import enable_recompute
 
 __all__ = ["PreparationMixin", "make_ready"]

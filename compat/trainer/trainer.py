@@ -30,10 +30,9 @@ from ..integrations.trackers import all_callbacks
 from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
-from .loss import loss_shifts_labels
+from .loss import LabelSmoother, loss_shifts_labels
 from .memory import TrainerMemoryTracker
 from .seeding import enable_full_determinism, set_seed
-from .smoothing import LabelSmoother
 from .trainable import refuse_untrainable
 from .training import TrainingMixin
 from .tree import move_model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import sys
@@ -16,40 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.contract import Outcome
-from ...kernel.errors import SaveFailed
+from ...kernel.errors import SaveFailed, ran_out
 from ...kernel.loop import TrainLoop
 from ...kernel.progress import Window
 from ...kernel.signals import Requests
 from ...trainer.run_lock import RunLock
-from ..callbacks.metrics import speed_metrics
+from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import ExportableState, TrainerState
 from ..data.loading import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
-from .epochs import Epochs
-from .memory_limits import out_of_memory, smaller_batch
+from .epochs import Epochs, RunLength
 from .preparation import PreparationMixin, make_ready
 from .step_callbacks import TrainerPolicy
 from .training_step import StepMixin
 
-__all__ = ["RunLength", "TrainingMixin"]
+__all__ = ["TrainingMixin"]
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunLength:
-    """How long a call of `train` is, as `set_initial_training_values` works it out."""
-
-    num_epochs: int
-    updates_per_epoch: int
-    num_examples: int
-    num_train_samples: float
-    total_batch: int
-    batches_per_epoch: int
-    max_steps: int
 
 
 class TrainingMixin(PreparationMixin, StepMixin):
@@ -133,9 +118,9 @@ class TrainingMixin(PreparationMixin, StepMixin):
                         batch_size=self._train_batch_size, args=args, **kwargs
                     )
                 except RuntimeError as error:
-                    if not args.auto_find_batch_size or not out_of_memory(error):
+                    if not args.auto_find_batch_size or not ran_out(error):
                         raise
-                    size, factor = smaller_batch(self._train_batch_size, error)
+                    size, factor = _smaller_batch(self._train_batch_size, error)
                     _LOG.warning(
                         "out of memory with batches of %s: going on with %s, and %s times as many "
                         "an update, so that the global batch stays",
@@ -410,3 +395,18 @@ def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | 
 
 def _catches_signals(args: Any) -> bool:
     return bool(getattr(args, "enable_jit_checkpoint", False))
+
+
+def _smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:
+    """The largest batch of at most half the size that divides it, and how many make up one of it.
+
+    Raises RuntimeError when even one sample does not fit.
+    """
+    if batch_size == 1:
+        raise RuntimeError(
+            "out of memory with a batch of one sample: no executable batch size is left. Recompute "
+            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or cut "
+            "the samples shorter"
+        ) from error
+    size = next(n for n in range(batch_size // 2, 0, -1) if batch_size % n == 0)
+    return size, batch_size // size

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ...kernel.recipe import Microstep
 from .loss import count_items, is_causal_lm, loss_of
-from .module_utils import TrainMode
 
 __all__ = ["StepMixin"]
 
@@ -131,3 +130,20 @@ class StepMixin:
         if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
             return None
         return count_items(batch_samples, self._loss_shifts_labels)
+
+
+class TrainMode:
+    """`model.train()`, which walks through all modules and sets each: here they are looked at, and
+    it is called where one is in another mode. A model with a `train` of its own has it called
+    always. Modules that are added later are not looked at; new ones are in training mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = list(model.modules())
+        self._plain = all(type(part).train is nn.Module.train for part in self._modules)
+
+    def enter(self) -> None:
+        """Put every module into training mode."""
+        if not self._plain or not all(part.training for part in self._modules):
+            self.model.train()

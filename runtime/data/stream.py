@@ -31,7 +31,7 @@ from .partition import Part, steps_per_epoch
 from .user_frames import last_line
 from .workers import COLLATE, from_one_worker, generators_kept, seed_generators
 
-__all__ = ["OPENING", "ReadAgain", "StreamLoader", "tell_epoch"]
+__all__ = ["OPENING", "ReadAgain", "StreamLoader", "set_epoch", "tell_epoch"]
 
 OPENING = 2
 """Tells the seed of opening an epoch from that of its first sample, and of a collation."""
@@ -253,6 +253,10 @@ def tell_epoch(data: Any, epoch: int) -> None:
     """Call `set_epoch` of the data and of the parts that a `DataLoader` has."""
     parts = [data, *(getattr(data, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
     for part in parts:
-        set_epoch = getattr(part, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
+        set_epoch(part, epoch)
+
+
+def set_epoch(listener: Any, epoch: int) -> None:
+    """Say which epoch comes next, to whoever wants to know."""
+    if callable(told := getattr(listener, "set_epoch", None)):
+        told(epoch)

@@ -22,8 +22,13 @@ from drivetrain.compat.trainer.inspection import (
     model_accepts_loss_kwargs,
     unwrap_peft,
 )
-from drivetrain.compat.trainer.loss import count_items, is_causal_lm, loss_of, loss_shifts_labels
-from drivetrain.compat.trainer.smoothing import LabelSmoother
+from drivetrain.compat.trainer.loss import (
+    LabelSmoother,
+    count_items,
+    is_causal_lm,
+    loss_of,
+    loss_shifts_labels,
+)
 
 # what PEFT asks of models still has the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -21,7 +21,7 @@ from drivetrain.compat.integrations.neftune import (
     activate_neftune,
     deactivate_neftune,
 )
-from drivetrain.compat.trainer.overflow import OverflowWatch
+from drivetrain.compat.trainer.debugging import OverflowWatch
 from drivetrain.compat.trainer.recompute import enable_recompute
 
 # what PEFT asks of models still has the old name
