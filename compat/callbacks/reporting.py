@@ -25,7 +25,7 @@ def set_verbosity(level: int) -> None:
     """Let drivetrain's Trainer say what is at or above `level`, a number of `logging`, and
     transformers too where it is in use.
     """
-    logging.getLogger(__package__).setLevel(level)
+    logging.getLogger("drivetrain.compat").setLevel(level)
     if "transformers" in sys.modules:
         from transformers.utils import logging as theirs
 

@@ -251,9 +251,8 @@ def verbosity() -> Iterator[None]:
 def test_the_level_holds_for_both_libraries() -> None:
     set_verbosity(logging.ERROR)
     assert transformers.utils.logging.get_verbosity() == logging.ERROR
-    assert not logging.getLogger("drivetrain.compat.callbacks.flow_callbacks").isEnabledFor(
-        logging.WARNING
-    )
+    for module in ("callbacks.flow_callbacks", "trainer.training"):
+        assert not logging.getLogger(f"drivetrain.compat.{module}").isEnabledFor(logging.WARNING)
 
 
 class Phases:
