@@ -15,7 +15,7 @@ from torch.nn import functional
 from ...kernel.contract import Session
 from ..arguments.processes import Processes
 from ..data.sharding import RankLoader
-from ..trainer.tree import map_tensors
+from ..trainer.tree import leaves, map_tensors
 
 __all__ = ["Collectives", "exchange_objects"]
 
@@ -160,11 +160,7 @@ class Collectives(Processes):
 
 def has_only_tensors(data: Any) -> bool:
     """Whether mappings, lists and tuples hold tensors and nothing else."""
-    if isinstance(data, Tensor):
-        return True
-    if isinstance(data, Mapping):
-        return all(map(has_only_tensors, data.values()))
-    return isinstance(data, list | tuple) and all(map(has_only_tensors, data))
+    return all(isinstance(leaf, Tensor) for leaf in leaves(data))
 
 
 def gather_tensors(session: Session, data: Any) -> Any:

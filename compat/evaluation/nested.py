@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..trainer.tree import leaves, nested_map
+
 __all__ = [
     "EvalLoopContainer",
     "denumpify_detensorize",
@@ -23,31 +25,6 @@ __all__ = [
     "nested_truncate",
     "pad_and_concatenate",
 ]
-
-
-def nested_map(function: Callable[..., Any], *nests: Any) -> Any:
-    """`function` of every leaf, in containers of the same kind; of several nests of one shape,
-    leaf by leaf. Raises TypeError where their containers differ, ValueError where lengths do.
-    """
-    first = nests[0]
-    if isinstance(first, torch.Tensor) and len(nests) == 1:
-        return function(first)
-    containers = (Mapping, list, tuple)
-    if len(nests) > 1 and any(
-        isinstance(n, containers) != isinstance(first, containers)
-        or (isinstance(first, containers) and type(n) is not type(first))
-        for n in nests
-    ):
-        raise TypeError(f"nests differ: {', '.join(type(n).__name__ for n in nests)}")
-    if isinstance(first, list | tuple):
-        parts = [nested_map(function, *leaves) for leaves in zip(*nests, strict=True)]
-        named = hasattr(first, "_fields")
-        return type(first)(*parts) if named else type(first)(parts)
-    if isinstance(first, Mapping):
-        return type(first)(  # type: ignore[call-arg]
-            {key: nested_map(function, *(n[key] for n in nests)) for key in first}
-        )
-    return function(*nests)
 
 
 def map_outputs(function: Callable[..., Any], *nests: Any) -> Any:
@@ -121,16 +98,8 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
 
 def find_batch_size(tensors: Any) -> int | None:
     """The first dimension of the first leaf that has one, or None."""
-    if isinstance(tensors, torch.Tensor | np.ndarray):
-        return int(tensors.shape[0]) if tensors.ndim else None
-    if isinstance(tensors, Mapping):
-        tensors = tensors.values()
-    elif not isinstance(tensors, list | tuple):
-        return None
-    for tensor in tensors:
-        if (size := find_batch_size(tensor)) is not None:
-            return size
-    return None
+    sized = (leaf for leaf in leaves(tensors) if isinstance(leaf, torch.Tensor | np.ndarray))
+    return next((int(leaf.shape[0]) for leaf in sized if leaf.ndim), None)
 
 
 def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = None) -> Any:
@@ -167,12 +136,6 @@ _JOINED_FIRST = 4 << 20
 """Bytes of small batches that are joined before they are copied: a copy of few costs its call."""
 
 
-def _num_bytes(nest: Any) -> int:
-    sizes: list[int] = []
-    nested_map(lambda leaf: sizes.append(getattr(leaf, "nbytes", 0)), nest)
-    return sum(sizes)
-
-
 class EvalLoopContainer:
     """Collects what evaluation yields batch by batch.
 
@@ -200,7 +163,8 @@ class EvalLoopContainer:
         """Move what was added to the host, as arrays, and free its device memory."""
         waiting, size = self._on_device, 1
         if self.do_nested_concat and waiting:
-            size = max(1, _JOINED_FIRST // max(1, _num_bytes(waiting[0])))
+            num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(waiting[0]))
+            size = max(1, _JOINED_FIRST // max(1, num_bytes))
         while waiting:
             some = [waiting.popleft() for _ in range(min(size, len(waiting)))]
             self._on_host.append(nested_numpify(self._joined(some)))
