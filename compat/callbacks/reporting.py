@@ -60,8 +60,8 @@ class ReportingMixin:
     driver_session: Any
     current_flos: float
     _initial_num_input_tokens_seen: int
-    _counted: tuple[Any, int] | None = None
-    """A model, and its parameters outside embeddings."""
+    _counted: tuple[Any, int | None] | None = None
+    """A model, and its parameters outside embeddings; None where it counts operations itself."""
 
     def is_world_process_zero(self) -> bool:
         """Of Trainer."""
@@ -121,16 +121,21 @@ class ReportingMixin:
 
         See `Profile.model_counts_operations`.
         """
-        if profile_of(self.args).model_counts_operations:
+        if self._counted is None or self._counted[0] is not self.model:
+            # a walk through all parameters, and so not one for each batch
+            self._counted = self.model, self._num_counted_parameters()
+        num_parameters = self._counted[1]
+        if num_parameters is None:
             own = getattr(self.model, "floating_point_ops", None)
             return float(own(inputs)) if callable(own) else 0
         tokens = inputs.get(self._main_input_name())
-        if tokens is None or not hasattr(self.model, "num_parameters"):
-            return 0
-        if self._counted is None or self._counted[0] is not self.model:
-            # a walk through all parameters, and so not one for each batch
-            self._counted = self.model, self.model.num_parameters(exclude_embeddings=True)
-        return int(6 * tokens.numel() * self._counted[1])
+        return 0 if tokens is None else int(6 * tokens.numel() * num_parameters)
+
+    def _num_counted_parameters(self) -> int | None:
+        if profile_of(self.args).model_counts_operations:
+            return None
+        count = getattr(self.model, "num_parameters", None)
+        return 0 if count is None else int(count(exclude_embeddings=True))
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call, on all ranks, to the state."""
