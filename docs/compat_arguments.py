@@ -44,7 +44,7 @@ _MODULES: dict[str, str] = {
         dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
         dataloader_pin_memory dataloader_prefetch_factor length_column_name remove_unused_columns
         train_sampling_strategy""",
-    "evaluation/in_training.py": "greater_is_better metric_for_best_model",
+    "trainer/between_steps.py": "greater_is_better metric_for_best_model",
     "evaluation/loop.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object include_for_metrics prediction_loss_only""",
     "integrations/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision

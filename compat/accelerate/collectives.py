@@ -101,7 +101,7 @@ class Collectives(Processes):
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
     def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
         """Tensors as long in dimension `dim` as the longest of all processes, padded with
         `pad_index`, behind or, with `pad_first`, in front.
@@ -173,7 +173,7 @@ def gather_tensors(session: Session, data: Any) -> Any:
     return map_tensors(gather, data)
 
 
-def pad_to_the_longest(session: Session, data: Any, dim: int, fill: int, in_front: bool) -> Any:
+def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_front: bool) -> Any:
     """The same structure, each tensor as long in `dim` as the longest of all ranks.
 
     Tensors without that dimension are left alone.

@@ -72,9 +72,14 @@ class DriverSession:
         return self.session.world
 
     @property
-    def engine(self) -> Engine | None:
-        """The wrapped model; None before anything was prepared."""
-        return self.prepared.engine if self.prepared else None
+    def engine(self) -> Engine:
+        """The wrapped model; there is one after `prepare`."""
+        return self.wrapped().engine
+
+    def wrapped(self) -> Prepared:
+        """What `prepare` made; there is one after it."""
+        assert self.prepared is not None
+        return self.prepared
 
     def is_sharded(self) -> bool:
         """A rank holds only a part of the weights."""

@@ -14,7 +14,7 @@ from typing import Any
 from ...checkpoint.storage.local import replace_text
 from ..names import TRAINER_STATE_NAME
 from ..profile import profile_of
-from .state import TrainerControl, TrainerState
+from ..trainer.parts import TrainerParts
 
 __all__ = ["ReportingMixin", "metrics_format", "set_verbosity", "speed_metrics"]
 
@@ -48,24 +48,11 @@ def _shown(name: str, value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-class ReportingMixin:
+class ReportingMixin(TrainerParts):
     """The part of Trainer that reports."""
 
-    args: Any
-    model: Any
-    processing_class: Any
-    state: TrainerState
-    control: TrainerControl
-    callback_handler: Any
-    driver_session: Any
-    current_flos: float
-    _initial_num_input_tokens_seen: int
     _counted: tuple[Any, int | None] | None = None
     """A model, and its parameters outside embeddings; None where it counts operations itself."""
-
-    def is_world_process_zero(self) -> bool:
-        """Of Trainer."""
-        raise NotImplementedError
 
     def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
         """Add the epoch (and, if asked for, the tokens seen) to `logs`, keep them in the history

@@ -28,6 +28,7 @@ from ..names import TRAINER_STATE_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
+from ..trainer.parts import TrainerParts
 from . import hf_folders
 from .json_state import from_plain
 from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
@@ -39,26 +40,12 @@ __all__ = ["ResumingMixin", "hyper_parameters"]
 _LOG = logging.getLogger(__name__)
 
 
-class ResumingMixin:
+class ResumingMixin(TrainerParts):
     """What `train(resume_from_checkpoint=...)` and the best model need."""
-
-    args: Any
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    driver_session: Any
-    state: TrainerState
-    control: Any
-    callback_handler: Any
-    processing_class: Any
-    data_collator: Any
-    hp_search_backend: Any
-    hp_name: Any
-    _training: TrainLoop | None
 
     # --- which checkpoint ---------------------------------------------------------------------
 
-    def _checkpoint_to_resume(self: Any, resume_from_checkpoint: str | bool | None) -> str | None:
+    def _checkpoint_to_resume(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The folder to resume from: True takes the newest one in `output_dir` that is whole.
 
         Raises ValueError when there is none, or the folder given is none.
@@ -75,7 +62,7 @@ class ResumingMixin:
         self._take_batch_size(Path(path))
         return path
 
-    def _take_batch_size(self: Any, folder: Path) -> None:
+    def _take_batch_size(self, folder: Path) -> None:
         """Go on with the batch size that was found before."""
         wanted = self.args.auto_find_batch_size or profile_of(self.args).resumes_batch_size
         if wanted and (folder / TRAINER_STATE_NAME).is_file():
@@ -85,7 +72,7 @@ class ResumingMixin:
     # --- weights ------------------------------------------------------------------------------
 
     def _load_from_checkpoint(
-        self: Any, resume_from_checkpoint: str, model: nn.Module | None = None
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         """Load a checkpoint's weights into the model, or into another one. Raises ValueError when
         the folder is no checkpoint.
@@ -106,7 +93,7 @@ class ResumingMixin:
         else:
             self._issue_warnings_after_load(load_weights(model, read_weights(folder)))
 
-    def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Name the keys that a checkpoint lacks, and those that the model has no place for."""
         ignored = getattr(self.model, "_keys_to_ignore_on_save", None)
         if load_result.missing_keys:
@@ -123,8 +110,9 @@ class ResumingMixin:
                 load_result.unexpected_keys,
             )
 
-    def _load_best_model(self: Any) -> None:
+    def _load_best_model(self) -> None:
         """Give the model the weights of the best checkpoint; the optimizer stays as it is."""
+        assert self.state.best_model_checkpoint is not None
         folder = Path(self.state.best_model_checkpoint)
         _LOG.info("loading the best model from %s (%s)", folder, self.state.best_metric)
         if problem := problem_with(folder):
@@ -134,14 +122,14 @@ class ResumingMixin:
                 folder,
                 problem,
             )
-        elif self.driver_session.is_sharded() and self.driver_session.engine is not None:
+        elif self.driver_session.prepared is not None and self.driver_session.is_sharded():
             self.driver_session.engine.restore(self._weights_reader(folder))
         elif is_peft_model(self.model) and adapters_in(folder):
             self._load_best_adapter(folder)
         else:
             self._issue_warnings_after_load(load_weights(self.model, read_weights(folder)))
 
-    def _load_best_adapter(self: Any, folder: Path) -> None:
+    def _load_best_adapter(self, folder: Path) -> None:
         name = first_adapter(self.model)
         own = folder / name
         try:
@@ -156,7 +144,7 @@ class ResumingMixin:
                 f"training by PeftModel.from_pretrained(base_model, {str(folder)!r})"
             ) from error
 
-    def _weights_reader(self: Any, folder: Path) -> OverlayReader:
+    def _weights_reader(self, folder: Path) -> OverlayReader:
         """A checkpoint's weights and nothing else; those that it lacks stay as they are."""
         if (folder / MANIFEST).is_file():
             frozen = self._weights_now(self._frozen_names())
@@ -168,7 +156,7 @@ class ResumingMixin:
             )
         return OverlayReader(None, weights={**self._weights_now(), **read_weights(folder)})
 
-    def _weights_now(self: Any, names: frozenset[str] | None = None) -> dict[str, Tensor]:
+    def _weights_now(self, names: frozenset[str] | None = None) -> dict[str, Tensor]:
         """Weights as the model has them: whole, by FQN; copies where ranks hold parts of them."""
         if names is not None and not names:
             return {}
@@ -181,9 +169,16 @@ class ResumingMixin:
                 if names is None or name in names
             }
 
+    def _frozen_names(self) -> frozenset[str]:
+        """What a checkpoint of adapters leaves out: the model below them."""
+        if not is_peft_model(self.model):
+            return frozenset()
+        named = self.model.named_parameters()
+        return frozenset(name for name, parameter in named if not parameter.requires_grad)
+
     # --- everything else ----------------------------------------------------------------------
 
-    def _resume_training(self: Any, training: TrainLoop, checkpoint: str) -> None:
+    def _resume_training(self, training: TrainLoop, checkpoint: str) -> None:
         """Take over a checkpoint: progress, state, optimizer, schedule, random state.
 
         The model is wrapped, and has the weights of a folder that HF Trainer wrote; of a kernel's
@@ -207,7 +202,7 @@ class ResumingMixin:
         self._load_scaler(checkpoint)
         self._load_rng_state(checkpoint)
 
-    def _load_trainer_state(self: Any, folder: Path) -> None:
+    def _load_trainer_state(self, folder: Path) -> None:
         path, fresh = folder / TRAINER_STATE_NAME, self.state
         if not path.is_file():
             return
@@ -224,7 +219,7 @@ class ResumingMixin:
         self._load_callback_state()
 
     def compare_trainer_and_checkpoint_args(
-        self: Any, training_args: Any, trainer_state: TrainerState
+        self, training_args: Any, trainer_state: TrainerState
     ) -> None:
         """Warn, once, of what the checkpoint's run did otherwise. The arguments count."""
         devices = max(1, training_args.n_gpu)
@@ -242,14 +237,14 @@ class ResumingMixin:
         if differing:
             _LOG.warning("other arguments than in the checkpoint: %s", "; ".join(differing))
 
-    def _say_differences(self: Any, reader: CheckpointReader) -> None:
+    def _say_differences(self, reader: CheckpointReader) -> None:
         size = self.driver_session.session.world.size
         for each in differences(
             reader.manifest, settings(self.args), self.driver_session.driver.name, size
         ):
             _LOG.info("resuming: %s", each)
 
-    def _say_other_length(self: Any, position: Position, state: Mapping[str, Any]) -> None:
+    def _say_other_length(self, position: Position, state: Mapping[str, Any]) -> None:
         """Warn where a begun epoch goes on in the order of other data, as with HF's Trainer."""
         then, now = state.get("data_length"), length_of(self.train_dataset)
         skips = position.samples and not self.args.ignore_data_skip
@@ -265,7 +260,7 @@ class ResumingMixin:
             position.epoch,
         )
 
-    def _load_callback_state(self: Any) -> None:
+    def _load_callback_state(self) -> None:
         """With `restore_callback_states_from_checkpoint`, put callbacks as they were in the place
         of those of the same class.
         """
@@ -288,7 +283,7 @@ class ResumingMixin:
                 ", ".join(lost),
             )
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Take over the learning rate schedule, and of HF's folders the optimizer: both, or, where
         one of the files is missing, neither.
         """
@@ -306,11 +301,9 @@ class ResumingMixin:
             if saved is None:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
-            order = self.driver_session.prepared.order
-            tensors, scaler = (
-                hf_folders.optimizer_tensors(saved, order),
-                hf_folders.read_scaler(folder),
-            )
+            order = self.driver_session.wrapped().order
+            tensors = hf_folders.optimizer_tensors(saved, order)
+            scaler = hf_folders.read_scaler(folder)
             self.driver_session.engine.restore(
                 OverlayReader(None, self._weights_now(), tensors, scaler)
             )
@@ -319,9 +312,12 @@ class ResumingMixin:
         if self.lr_scheduler is not None and schedule is not None:
             self.lr_scheduler.load_state_dict(schedule)
 
-    def _restore_groups(self: Any, saved: list[Mapping[str, Any]]) -> None:
+    def _restore_groups(self, saved: list[Mapping[str, Any]]) -> None:
         """The hyper-parameters of the optimizer, with the learning rate where it was."""
-        for groups in (self.driver_session.engine.param_groups, self.optimizer.param_groups):
+        for groups in (
+            self.driver_session.engine.param_groups,
+            self._optimizer_there_is().param_groups,
+        ):
             for group, values in zip(groups, saved, strict=False):
                 for name, value in hyper_parameters(values).items():
                     given = group.get(name)
@@ -330,7 +326,7 @@ class ResumingMixin:
                     else:
                         group[name] = tuple(value) if isinstance(given, tuple) else value
 
-    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+    def _load_scaler(self, checkpoint: str | None) -> None:
         """Take over the loss scaler of a folder that HF Trainer wrote; with an optimizer beside it
         that was done with that, which this would make a fresh one.
         """
@@ -342,7 +338,7 @@ class ResumingMixin:
                 OverlayReader(None, self._weights_now(), state=scaler)
             )
 
-    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+    def _load_rng_state(self, checkpoint: str | None) -> None:
         """Take over this rank's random state, where the checkpoint holds it."""
         if checkpoint is None:
             return

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,15 @@ from ...kernel.contract import Engine
 from ...kernel.shards import Piece
 from ...trainer.start_checks import json_types
 from ..arguments.backend import settings
+from ..callbacks.reporting import ReportingMixin
 from ..callbacks.state import TrainerState
 from ..enums import SaveStrategy
 from ..errors import ArgumentRefused
+from ..integrations.hub import HubMixin
+from ..integrations.search_libraries import LIBRARIES
 from ..names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..profile import profile_of
-from ..trainer.inspection import is_peft_model
 from . import hf_folders
 from .json_state import to_plain
 from .model_files import is_pretrained, write_weights
@@ -46,12 +47,12 @@ __all__ = ["CheckpointMixin"]
 _LOG = logging.getLogger(__name__)
 
 
-class CheckpointMixin(ResumingMixin):
+class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
     """`save_model` and `_save_checkpoint`, what they call through self, and how runs resume."""
 
     # --- a model ------------------------------------------------------------------------------
 
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, as `from_pretrained` reads it, the processing class and the arguments.
 
         All ranks call it; those that `args.should_save` write. Pushed to the hub when
@@ -67,14 +68,13 @@ class CheckpointMixin(ResumingMixin):
             revision = getattr(self.args, "hub_revision", None)
             self.push_to_hub(commit_message="Model save", revision=revision)
 
-    def _whole_model(self: Any) -> AbstractContextManager[nn.Module | None]:
+    def _whole_model(self) -> AbstractContextManager[nn.Module | None]:
         """Where ranks hold parts of the weights, the model made whole; None where it is whole."""
-        if self.driver_session.engine is None or not self.driver_session.is_sharded():
+        if self.driver_session.prepared is None or not self.driver_session.is_sharded():
             return nullcontext()
-        whole: AbstractContextManager[nn.Module] = self.driver_session.engine.full_params()
-        return whole
+        return self.driver_session.engine.full_params()
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Write the model's files on the ranks that save. `state_dict`: instead of its own."""
         folder = Path(self.args.output_dir if output_dir is None else output_dir)
         if not self.args.should_save:
@@ -93,7 +93,7 @@ class CheckpointMixin(ResumingMixin):
 
     # --- a checkpoint -------------------------------------------------------------------------
 
-    def _save_checkpoint(self: Any, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Write `checkpoint-<step>`, push it if asked to, and delete those that may go.
 
         Raises `SaveFailed` when it could not be written; the ones before it are untouched then.
@@ -115,17 +115,16 @@ class CheckpointMixin(ResumingMixin):
                 use_mtime=profile_of(self.args).rotates_by_time, output_dir=run_dir
             )
 
-    def _write_kernel_checkpoint(self: Any, run_dir: Path, step: int) -> None:
-        state, engine = self._training.state(), self.driver_session.engine
+    def _write_kernel_checkpoint(self, run_dir: Path, step: int) -> None:
+        state, engine = self._running().state(), self.driver_session.engine
         state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
         if self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler.state_dict()
         if unsaved := self._say_unsaved_state():
             state["optimizer_unsaved"] = unsaved
-        frozen, saved = self._frozen_names(), engine
-        if frozen:
-            saved = _Trained(engine, frozen)
+        frozen = self._frozen_names()
+        saved: Any = _Trained(engine, frozen) if frozen else engine
         guard = None if self._lock is None else self._lock.check_now
         CheckpointStore(run_dir, digits=0, guard=guard).save(
             step,
@@ -137,7 +136,7 @@ class CheckpointMixin(ResumingMixin):
             beside=self._write_beside,
         )
 
-    def _say_unsaved_state(self: Any) -> list[str]:
+    def _say_unsaved_state(self) -> list[str]:
         """What the optimizer keeps and the checkpoint does not, with a warning."""
         unsaved = unsaved_state(self.optimizer)
         if unsaved:
@@ -149,21 +148,21 @@ class CheckpointMixin(ResumingMixin):
             )
         return unsaved
 
-    def _write_beside(self: Any, folder: Path) -> None:
+    def _write_beside(self, folder: Path) -> None:
         """What a checkpoint holds beside the kernel's own; all ranks call it."""
         self.save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             self._collect_callback_states()
             self.state.save_to_json(folder / TRAINER_STATE_NAME)
 
-    def _write_hf_files(self: Any, folder: Path) -> None:
+    def _write_hf_files(self, folder: Path) -> None:
         self._write_beside(folder)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(folder))
             self._save_scaler(str(folder))
             self._save_rng_state(str(folder))
 
-    def _writes_hf_format(self: Any) -> bool:
+    def _writes_hf_format(self) -> bool:
         if getattr(self.args, "checkpoint_format", "drivetrain") != "hf":
             return False
         if self.driver_session.is_sharded():
@@ -176,7 +175,7 @@ class CheckpointMixin(ResumingMixin):
             )
         return True
 
-    def _collect_callback_states(self: Any) -> None:
+    def _collect_callback_states(self) -> None:
         stateful = [
             each
             for each in (*self.callback_handler.callbacks, self.control)
@@ -184,42 +183,36 @@ class CheckpointMixin(ResumingMixin):
         ]
         self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
 
-    def _frozen_names(self: Any) -> frozenset[str]:
-        """What a checkpoint of adapters leaves out: the model below them."""
-        if not is_peft_model(self.model):
-            return frozenset()
-        named = self.model.named_parameters()
-        return frozenset(name for name, parameter in named if not parameter.requires_grad)
-
     # --- HF's own files -----------------------------------------------------------------------
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write `optimizer.pt` and `scheduler.pt`; a part of `checkpoint_format="hf"`."""
         if self.args.should_save and not self._say_unsaved_state():
             hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
 
-    def _save_scaler(self: Any, output_dir: str) -> None:
+    def _save_scaler(self, output_dir: str) -> None:
         """Write `scaler.pt` where there is a loss scaler; a part of `checkpoint_format="hf"`."""
         pieces = [piece for piece in self.driver_session.engine.shards() if piece.kind == "state"]
         if self.args.should_save:
             hf_folders.save_scaler(Path(output_dir), {piece.name: piece.tensor for piece in pieces})
 
-    def _save_rng_state(self: Any, output_dir: str) -> None:
+    def _save_rng_state(self, output_dir: str) -> None:
         """Write this rank's random state; a part of `checkpoint_format="hf"`."""
         args = self.args
         hf_folders.save_random_state(Path(output_dir), args.process_index, args.world_size)
 
     # --- which checkpoints there are ----------------------------------------------------------
 
-    def _get_output_dir(self: Any, trial: Any) -> str:
+    def _get_output_dir(self, trial: Any) -> str:
         """Where checkpoints go: in a search, each trial has a folder in `output_dir`."""
         output_dir: str = self.args.output_dir
         if self.hp_search_backend is None or trial is None:
             return output_dir
-        name = f"run-{_trial_id(trial)}" if self.hp_name is None else self.hp_name(trial)
-        return os.path.join(output_dir, name)
+        if self.hp_name is not None:
+            return os.path.join(output_dir, self.hp_name(trial))
+        return os.path.join(output_dir, f"run-{LIBRARIES[self.hp_search_backend].run_id(trial)}")
 
-    def _note_best_checkpoint(self: Any, run_dir: str) -> None:
+    def _note_best_checkpoint(self, run_dir: str) -> None:
         """Where the best model is, or will be once this checkpoint is written."""
         state = self.state
         if self.args.save_strategy == SaveStrategy.NO or not state.best_global_step:
@@ -229,7 +222,7 @@ class CheckpointMixin(ResumingMixin):
             state.best_model_checkpoint = best
 
     def _sorted_checkpoints(
-        self: Any,
+        self,
         output_dir: str | None = None,
         checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
         use_mtime: bool = False,
@@ -242,9 +235,7 @@ class CheckpointMixin(ResumingMixin):
             self.state.best_model_checkpoint,
         )
 
-    def _rotate_checkpoints(
-        self: Any, use_mtime: bool = False, output_dir: str | None = None
-    ) -> None:
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
         """See `rotate_checkpoints`; by `save_total_limit`."""
         rotate_checkpoints(
             output_dir or self.args.output_dir,
@@ -253,7 +244,7 @@ class CheckpointMixin(ResumingMixin):
             use_mtime,
         )
 
-    def _keep_only_the_best(self: Any, trial: Any) -> None:
+    def _keep_only_the_best(self, trial: Any) -> None:
         """At the end, `save_total_limit=1` keeps the best checkpoint and not the last beside it."""
         best = self.state.best_model_checkpoint
         if not self.args.should_save or best is None or self.args.save_total_limit != 1:
@@ -278,15 +269,6 @@ class _Trained:
         for piece in self.engine.shards():
             if piece.kind != "weights" or piece.name not in self.frozen:
                 yield piece
-
-
-def _trial_id(trial: Any) -> Any:
-    """What the searching library calls a trial."""
-    if hasattr(trial, "number"):
-        return trial.number
-    if isinstance(trial, dict):  # of Ray Tune, which knows the trial of this process
-        return import_module("ray.tune").get_context().get_trial_id()
-    return getattr(trial, "id", trial)
 
 
 def unsaved_state(optimizer: Any) -> list[str]:

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -25,6 +24,7 @@ from torch.utils.data import (
 
 from ...data.parent import end_with_parent
 from ..trainer.inspection import accepted_columns
+from ..trainer.parts import TrainerParts
 from ..trainer.seeding import set_seed
 from ..trainer.tree import move
 from .columns import RemoveColumnsCollator, is_arrow_dataset, without_unused_columns
@@ -60,19 +60,9 @@ def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
     set_seed((num_workers * rank + torch.initial_seed()) % 2**32)
 
 
-class LoadingMixin:
+class LoadingMixin(TrainerParts):
     """How a trainer reads its data sets. Every method may be overridden, and is called by name."""
 
-    args: Any
-    accelerator: Any
-    model: nn.Module
-    train_dataset: Any
-    eval_dataset: Any
-    data_collator: Callable[[list[Any]], Any]
-    processing_class: Any
-    label_names: list[str]
-    is_deepspeed_enabled: bool
-    _train_batch_size: int
     _signature_columns: list[str] | None
     _eval_dataloaders: dict[str, DataLoader[Any]]
 

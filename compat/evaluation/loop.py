@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..callbacks.reporting import speed_metrics
-from ..callbacks.state import TrainerState
+from ..callbacks.reporting import ReportingMixin, speed_metrics
 from ..data.loading import has_length
 from ..data.rank_batches import RankStream
 from ..data.sharding import RankLoader, with_last
 from ..trainer.debugging import print_xla_metrics
-from .in_training import EvaluationInTrainingMixin
+from ..trainer.preparation import PreparationMixin
 from .nested import (
     EvalLoopContainer,
     denumpify_detensorize,
@@ -54,21 +53,9 @@ class _Batch(NamedTuple):
     inputs: Any
 
 
-class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
+class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
     """`evaluate`, `predict` and what they call through self."""
 
-    args: Any
-    model: Any
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
-    driver_session: Any
-    accelerator: Any
-    state: TrainerState
-    control: Any
-    callback_handler: Any
-    label_names: list[str]
-    gather_function: Any
     model_preparation_time: float
     """Seconds; of a Trainer that evaluated before it trained."""
     _preparation_to_leave_out = 0.0
@@ -77,7 +64,7 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
     # --- evaluate and predict -----------------------------------------------------------------
 
     def evaluate(
-        self: Any,
+        self,
         eval_dataset: Any = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
@@ -90,14 +77,14 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
         given = eval_dataset is not None
         datasets = eval_dataset if given else self.eval_dataset
         if isinstance(datasets, dict):
-            metrics: dict[str, float] = {}
+            each: dict[str, float] = {}
             for name, dataset in datasets.items():
-                metrics |= self.evaluate(
+                each |= self.evaluate(
                     eval_dataset=dataset if given else name,
                     ignore_keys=ignore_keys,
                     metric_key_prefix=f"{metric_key_prefix}_{name}",
                 )
-            return metrics
+            return each
         self._memory_tracker.start()
         dataloader = self.get_eval_dataloader(eval_dataset)
         start_time = time.time()
@@ -109,17 +96,17 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
         )
-        self._add_speed(output, metric_key_prefix, start_time)
-        self.log(output.metrics)
+        metrics = self._with_speed(output, metric_key_prefix, start_time)
+        self.log(metrics)
         print_xla_metrics(self.args, self.driver_session)
         self.control = self.callback_handler.on_evaluate(
-            self.args, self.state, self.control, output.metrics
+            self.args, self.state, self.control, metrics
         )
-        self._memory_tracker.stop_and_update_metrics(output.metrics)
-        return output.metrics  # type: ignore[no-any-return]
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return metrics
 
     def predict(
-        self: Any,
+        self,
         test_dataset: Any,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
@@ -137,25 +124,28 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
             ignore_keys=ignore_keys,
             metric_key_prefix=metric_key_prefix,
         )
-        self._add_speed(output, metric_key_prefix, start_time)
+        metrics = self._with_speed(output, metric_key_prefix, start_time)
         self.control = self.callback_handler.on_predict(
-            self.args, self.state, self.control, output.metrics
+            self.args, self.state, self.control, metrics
         )
-        self._memory_tracker.stop_and_update_metrics(output.metrics)
-        return PredictionOutput(output.predictions, output.label_ids, output.metrics)
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        return PredictionOutput(output.predictions, output.label_ids, metrics)
 
-    def _add_speed(self: Any, output: EvalLoopOutput, prefix: str, start_time: float) -> None:
+    def _with_speed(
+        self, output: EvalLoopOutput, prefix: str, start_time: float
+    ) -> dict[str, float]:
         metrics, num_samples = output.metrics or {}, output.num_samples or 0
         start_time += self._preparation_to_leave_out
         self._preparation_to_leave_out = 0.0
         total_batch = self.args.eval_batch_size * self.args.world_size
         steps = math.ceil(num_samples / total_batch)
         metrics |= speed_metrics(prefix, start_time, num_samples=num_samples, num_steps=steps)
+        return metrics
 
     # --- the loop -----------------------------------------------------------------------------
 
     def evaluation_loop(
-        self: Any,
+        self,
         dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
@@ -208,7 +198,7 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
         )
 
     def prediction_loop(
-        self: Any,
+        self,
         dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
@@ -216,12 +206,11 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """The old name of `evaluation_loop`."""
-        output: EvalLoopOutput = self.evaluation_loop(
+        return self.evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
-        return output
 
-    def _model_to_evaluate(self: Any) -> nn.Module:
+    def _model_to_evaluate(self) -> nn.Module:
         """The module to call, in evaluation mode, where and in what the arguments ask for."""
         args, start_time = self.args, time.time()
         is_first = self.driver_session.prepared is None and not hasattr(
@@ -241,34 +230,34 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
                 to_evaluation()
         return model
 
-    def _announce_evaluation(self: Any, dataloader: Any, description: str) -> None:
+    def _announce_evaluation(self, dataloader: Any, description: str) -> None:
         known = has_length(dataloader)
         _LOG.info("***** Running %s *****", description)
         _LOG.info("  Num examples = %s", self.num_examples(dataloader) if known else "unknown")
         _LOG.info("  Batch size = %s", self.args.eval_batch_size)
 
-    def _container(self: Any) -> EvalLoopContainer:
+    def _container(self) -> EvalLoopContainer:
         args = self.args
         return EvalLoopContainer(
             args.eval_do_concat_batches, _PADDING, lists_of_samples=args.eval_use_gather_object
         )
 
-    def _gathering(self: Any) -> Callable[[Any], Any]:
+    def _gathering(self) -> Callable[[Any], Any]:
         """What brings ranks' outputs together: `gather_function`. Where nobody chose another one,
         it is left out for one rank alone, and under `eval_use_gather_object` lists, which hold one
         item a sample, whatever it is, come as one list of all ranks' items.
         """
         usual, chosen = self.accelerator.gather_for_metrics, self.gather_function
         if chosen != usual:
-            return chosen  # type: ignore[no-any-return]
+            return chosen
         if self.driver_session.world.size == 1:
             return _as_it_is
         if self.args.eval_use_gather_object:
             return partial(map_outputs, _with_lists(usual))
-        return usual  # type: ignore[no-any-return]
+        return usual
 
     @contextmanager
-    def _random_state_kept(self: Any) -> Iterator[None]:
+    def _random_state_kept(self) -> Iterator[None]:
         session = self.driver_session.session
         before = session.rng_state()
         try:
@@ -277,7 +266,7 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
             session.set_rng_state(before)
 
     def _gathered_batch(
-        self: Any,
+        self,
         gather: Callable[[Any], Any],
         model: nn.Module,
         inputs: Any,
@@ -307,16 +296,17 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
 
     # --- metrics --------------------------------------------------------------------------------
 
-    def _can_measure(self: Any, batch: _Batch) -> bool:
+    def _can_measure(self, batch: _Batch) -> bool:
         return (
             self.compute_metrics is not None
             and batch.predictions is not None
             and batch.label_ids is not None
         )
 
-    def _compute_metrics(self: Any, batch: _Batch, **kwargs: bool) -> dict[str, Any]:
+    def _compute_metrics(self, batch: _Batch, **kwargs: bool) -> dict[str, Any]:
+        assert self.compute_metrics is not None
         extras = self.args.include_for_metrics
-        metrics: dict[str, Any] = self.compute_metrics(
+        return self.compute_metrics(
             EvalPrediction(
                 predictions=batch.predictions,
                 label_ids=batch.label_ids,
@@ -325,10 +315,9 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
             ),
             **kwargs,
         )
-        return metrics
 
     def _finished_metrics(
-        self: Any, metrics: dict[str, Any], losses: Any, prefix: str
+        self, metrics: dict[str, Any], losses: Any, prefix: str
     ) -> dict[str, float]:
         """Python numbers, with the mean loss, each under `<prefix>_<name>`."""
         metrics = denumpify_detensorize(metrics or {})
@@ -346,7 +335,7 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
             for name, value in metrics.items()
         }
 
-    def _num_samples(self: Any, dataloader: Any, num_seen: int) -> int:
+    def _num_samples(self, dataloader: Any, num_seen: int) -> int:
         """Of the data set; where it does not know, as many as were seen."""
         dataset = getattr(dataloader, "dataset", None)
         dataset = dataset.dataset if isinstance(dataset, RankStream) else dataset
@@ -357,15 +346,15 @@ class EvaluationMixin(PredictionStepMixin, EvaluationInTrainingMixin):
 
     # --- old names ------------------------------------------------------------------------------
 
-    def _nested_gather(self: Any, tensors: Any, name: str | None = None) -> Any:
+    def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
         """Every rank's tensors, one after the other along dimension 0; sizes of others agree."""
         return None if tensors is None else self.accelerator.gather(tensors)
 
-    def _gather_and_numpify(self: Any, tensors: Any, name: str | None = None) -> Any:
+    def _gather_and_numpify(self, tensors: Any, name: str | None = None) -> Any:
         """The same, as numpy arrays."""
         return nested_numpify(self._nested_gather(tensors, name))
 
-    def _pad_across_processes(self: Any, tensor: Any, pad_index: float = _PADDING) -> Any:
+    def _pad_across_processes(self, tensor: Any, pad_index: float = _PADDING) -> Any:
         """Tensors whose dimension 1 is as large as the largest of all ranks'; see `_gathering` for
         lists that are left alone.
         """

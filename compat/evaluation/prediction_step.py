@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from ..profile import profile_of
+from ..trainer.training_step import StepMixin
 from .nested import nested_detach
 
 __all__ = ["PredictionStepMixin"]
 
 
-class PredictionStepMixin:
+class PredictionStepMixin(StepMixin):
     """`prediction_step` and what it calls through self."""
 
     def prediction_step(
-        self: Any,
+        self,
         model: nn.Module,
         inputs: Any,
         prediction_loss_only: bool,
@@ -55,7 +56,7 @@ class PredictionStepMixin:
         return loss, _only(nested_detach(outputs)), None if labels is None else _only(labels)
 
     def _loss_and_outputs(
-        self: Any, model: nn.Module, inputs: Any, has_loss: bool, loss_only: bool
+        self, model: nn.Module, inputs: Any, has_loss: bool, loss_only: bool
     ) -> tuple[Tensor | None, Any]:
         if not has_loss:
             with self.compute_loss_context_manager():

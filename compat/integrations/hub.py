@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ...trainer.run_lock import LOCK
-from ..callbacks.state import TrainerControl, TrainerState
 from ..enums import HubStrategy, SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR, TRAINING_ARGS_NAME
+from ..trainer.parts import TrainerParts
 from .card import write_card
 
 __all__ = ["HubMixin", "quiet_uploads"]
@@ -72,26 +72,11 @@ class _Push:
         self.jobs = []
 
 
-class HubMixin:
+class HubMixin(TrainerParts):
     """The part of Trainer that uploads. `hub_model_id` is None until there is a repository."""
 
-    args: Any
-    model: Any
-    processing_class: Any
-    accelerator: Any
-    state: TrainerState
-    control: TrainerControl
-    callback_handler: Any
     hub_model_id: str | None = None
     push_in_progress: _Push | None = None
-
-    def is_world_process_zero(self) -> bool:
-        """Of Trainer."""
-        raise NotImplementedError
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Of Trainer."""
-        raise NotImplementedError
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """Make the repository where there is none, on the first rank, and keep its full name.

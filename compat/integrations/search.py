@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..arguments.backend import describe
+from ..checkpoints.saving import CheckpointMixin
 from ..enums import HPSearchBackend
 from ..evaluation.outputs import BestRun
 from .search_libraries import LIBRARIES
@@ -36,18 +37,11 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
     return sum(rest) if rest else metrics["eval_loss"]
 
 
-class SearchMixin:
+class SearchMixin(CheckpointMixin):
     """The Trainer's side of a search."""
 
-    hp_search_backend: Any = None
-    hp_space: Any = None
-    hp_name: Any = None
-    objective: Any = None
-    compute_objective: Any = None
-    _trial: Any = None
-
     def hyperparameter_search(
-        self: Any,
+        self,
         hp_space: Callable[[Any], dict[str, Any]] | None = None,
         compute_objective: Callable[[dict[str, float]], float | list[float]] | None = None,
         n_trials: int = 20,
@@ -82,7 +76,7 @@ class SearchMixin:
         finally:
             self.hp_search_backend = None
 
-    def _hp_search_setup(self: Any, trial: Any) -> None:
+    def _hp_search_setup(self, trial: Any) -> None:
         """Take the trial's values into the arguments; a fresh session, as they may change it."""
         self._trial = trial
         if self.hp_search_backend is None or trial is None:
@@ -98,14 +92,14 @@ class SearchMixin:
         self.driver_session.close()
         self.create_accelerator_and_postprocess()
 
-    def _report_to_hp_search(self: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:
+    def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Tell the library how the trial is going. Raises its exception for a pruned one."""
         if self.hp_search_backend is None or trial is None:
             return
         self.objective = self.compute_objective(dict(metrics))
         LIBRARIES[self.hp_search_backend].report(self, trial, step, dict(metrics))
 
-    def _tune_save_checkpoint(self: Any, checkpoint_dir: str) -> None:
+    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
         """Save into the folder that Ray Tune keeps of a trial."""
         folder = os.path.join(checkpoint_dir, f"checkpoint-{self.state.global_step}")
         before, self.args.output_dir = self.args.output_dir, checkpoint_dir
@@ -114,15 +108,6 @@ class SearchMixin:
         finally:
             self.args.output_dir = before
         assert os.path.isdir(folder) or not self.args.should_save, folder
-
-    def _get_output_dir(self: Any, trial: Any) -> str:
-        """The folder of a run: a trial has its own within `output_dir`."""
-        folder = str(self.args.output_dir)
-        if self.hp_search_backend is None or trial is None:
-            return folder
-        if self.hp_name is not None:
-            return os.path.join(folder, self.hp_name(trial))
-        return os.path.join(folder, f"run-{LIBRARIES[self.hp_search_backend].run_id(trial)}")
 
 
 def set_argument(args: Any, name: str, value: Any) -> None:

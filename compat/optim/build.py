@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..profile import profile_of
+from ..trainer.parts import TrainerParts
 from . import optimizer_class_and_kwargs
 from .parameters import decay_groups, decayed_names
 from .plateau import GreedyLR
@@ -20,15 +21,8 @@ from .schedules import get_scheduler
 __all__ = ["OptimizationMixin"]
 
 
-class OptimizationMixin:
+class OptimizationMixin(TrainerParts):
     """How a trainer builds its optimizer and schedule. Every method may be overridden."""
-
-    args: Any
-    model: nn.Module
-    optimizer: Optimizer | None
-    lr_scheduler: LRScheduler | None
-    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
-    _created_lr_scheduler: bool
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Build both, unless they are there; `num_training_steps` counts updates.
@@ -126,11 +120,6 @@ class OptimizationMixin:
         else:
             rate = self.lr_scheduler.get_last_lr()[0]
         return float(rate)
-
-    def _optimizer_there_is(self) -> Optimizer:
-        if self.optimizer is None:
-            raise ValueError("the trainer has no optimizer yet: train, or call create_optimizer")
-        return self.optimizer
 
 
 _TARGETS = ("params", "model", "optimizer_dict")

@@ -11,6 +11,7 @@ from typing import Any
 from ...kernel.batches import Group, Microbatch, Position
 from ...kernel.recipe import Batch
 from ..data.sharding import skip_first_batches
+from .training_step import StepMixin
 
 __all__ = ["Epochs", "RunLength"]
 
@@ -37,7 +38,7 @@ class Epochs:
     Positions count samples of the global order, so that a run resumes at another world size.
     """
 
-    trainer: Any
+    trainer: StepMixin
     loader: Any
     accumulation: int
     batches_per_epoch: int

@@ -57,21 +57,17 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
         _LOG.warning("the model's special tokens now are the tokenizer's: %s", changed)
 
 
-class PreparationMixin:
+class PreparationMixin(OptimizationMixin):
     """The model as the driver wraps it, with its optimizer and schedule."""
 
-    model_wrapped: Any
-    optimizer: Any
-    lr_scheduler: Any
-
-    def _wrap_for_training(self: Any, max_steps: int) -> None:
+    def _wrap_for_training(self, max_steps: int) -> None:
         """The model wrapped, with optimizer and schedule."""
         if self._created_lr_scheduler and self._interrupted is None:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._max_steps = max_steps
         self.model_wrapped = self._wrap_model(self.model)
         if self.optimizer is None:
-            self.optimizer = self.driver_session.prepared.optimizer
+            self.optimizer = self.driver_session.wrapped().optimizer
         if self.lr_scheduler is None:
             self.create_scheduler(num_training_steps=max_steps)
         handler = self.callback_handler
@@ -79,21 +75,19 @@ class PreparationMixin:
         handler.lr_scheduler = self.lr_scheduler
 
     def _wrap_model(
-        self: Any, model: nn.Module, training: bool = True, dataloader: Any = None
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
         """The module to call: the driver's wrapper once there is one. Idempotent."""
         if training or self.driver_session.is_sharded():
-            module: nn.Module = self.driver_session.prepare(model, self._build_optimizer).module
-            return module
+            return self.driver_session.prepare(model, self._build_optimizer).module
         prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
-            wrapped: nn.Module = prepared.engine.module
-            return wrapped
+            return prepared.engine.module
         if self.place_model_on_device:
             self._move_model_to_device(model, self.args.device)
         return model
 
-    def _build_optimizer(self: Any, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
+    def _build_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
         """Called by the driver, when the parameters are where they will be trained."""
         steps = getattr(self, "_max_steps", 0)
         if self.optimizer is None and steps and self._builds_both():
@@ -102,7 +96,7 @@ class PreparationMixin:
             self.create_optimizer()
         return self.optimizer
 
-    def _builds_both(self: Any) -> bool:
+    def _builds_both(self) -> bool:
         """Whether a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
         usual = OptimizationMixin.create_optimizer_and_scheduler
         overridden = type(self).create_optimizer_and_scheduler is not usual

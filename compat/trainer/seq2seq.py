@@ -157,9 +157,8 @@ class Seq2SeqTrainer(Trainer):
 
     def _whole_to_generate(self) -> AbstractContextManager[Any]:
         """The model, whole: ranks may generate for more or fewer steps than others."""
-        if self.driver_session.is_sharded() and self.driver_session.engine is not None:
-            whole: AbstractContextManager[Any] = self.driver_session.engine.full_params()
-            return whole
+        if self.driver_session.prepared is not None and self.driver_session.is_sharded():
+            return self.driver_session.engine.full_params()
         return nullcontext(self.model)
 
     def _filling_config(self) -> Any:

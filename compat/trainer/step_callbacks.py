@@ -13,10 +13,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ...kernel.batches import Group
 from ...kernel.contract import Outcome
 from ...kernel.events import Request, StepSkipped
-from ...kernel.loop import NextAction
+from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
 from ..optim.plateau import GreedyLR
+from .between_steps import BetweenStepsMixin
 from .debugging import print_xla_metrics
 from .epochs import Epochs
 
@@ -28,9 +29,12 @@ _LOG = logging.getLogger(__name__)
 class TrainerPolicy:
     """`Recipe.step` and `LoopPolicy` of the kernel, told in callbacks, for one call of `train`."""
 
+    training: TrainLoop
+    """The loop that calls this; set once it is made."""
+
     def __init__(
         self,
-        trainer: Any,
+        trainer: BetweenStepsMixin,
         epochs: Epochs,
         *,
         trial: Any,
@@ -43,9 +47,11 @@ class TrainerPolicy:
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
+        self.optimizer = trainer._optimizer_there_is()
+        self._scales_loss = trainer.driver_session.wrapped().plan.precision.loss_scaling
         self._hooks = [
-            trainer.optimizer.register_step_pre_hook(self._before_optimizer_step),
-            trainer.optimizer.register_step_post_hook(self._after_optimizer_step),
+            self.optimizer.register_step_pre_hook(self._before_optimizer_step),
+            self.optimizer.register_step_post_hook(self._after_optimizer_step),
         ]
 
     def close(self) -> None:
@@ -91,7 +97,7 @@ class TrainerPolicy:
         """The loss; where it is not finite, the mean of those since the last log."""
         if loss.device.type == "cpu" and math.isfinite(loss.item()):
             return loss
-        training, state = self.trainer._training, self.trainer.state
+        training, state = self.training, self.trainer.state
         steps = 1 + state.global_step - self.trainer._globalstep_last_logged
         mean = torch.as_tensor(training.window.loss_sum / steps, device=loss.device)
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
@@ -114,18 +120,18 @@ class TrainerPolicy:
         self._stepped, trainer = False, self.trainer
         trainer._last_outcome = None
         self.learning_rate = trainer._get_learning_rate()
-        groups = trainer.optimizer.param_groups
+        groups = self.optimizer.param_groups
         for theirs, ours in zip(trainer.driver_session.engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
 
     def after_step(self, group: Group, result: StepResult) -> NextAction:
         trainer = self.trainer
-        training, state = trainer._training, trainer.state
+        training, state = self.training, trainer.state
         if trainer._lock is not None:
             trainer._lock.check()
         if not self._stepped:  # a step that was left out is told like any other
-            self._before_optimizer_step(trainer.optimizer, (), {})
-            self._after_optimizer_step(trainer.optimizer, (), {})
+            self._before_optimizer_step(self.optimizer, (), {})
+            self._after_optimizer_step(self.optimizer, (), {})
         trainer._last_outcome, self.grad_norm = result.outcome, result.outcome.grad_norm
         self._advance_schedule(result.outcome)
         state.global_step = training.progress.step
@@ -155,7 +161,7 @@ class TrainerPolicy:
         """Log, evaluate and save, as the flags say."""
         trainer = self.trainer
         trainer._maybe_log_save_evaluate(
-            torch.as_tensor(trainer._training.window.loss_sum),
+            torch.as_tensor(self.training.window.loss_sum),
             self.grad_norm,
             trainer.model_wrapped,
             self.trial,
@@ -176,10 +182,9 @@ class TrainerPolicy:
         )
 
     def _advance_schedule(self, outcome: Outcome) -> None:
-        trainer = self.trainer
-        scheduler = trainer.lr_scheduler
+        scheduler: Any = self.trainer.lr_scheduler
         if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):  # stepped by evaluations
             return
-        if trainer.driver_session.prepared.plan.precision.loss_scaling and not outcome.applied():
+        if self._scales_loss and not outcome.applied():
             return
         scheduler.step()

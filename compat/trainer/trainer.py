@@ -16,18 +16,12 @@ from ..accelerate.accelerator import Accelerator
 from ..arguments import TrainingArguments
 from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
-from ..callbacks.reporting import ReportingMixin, set_verbosity
+from ..callbacks.reporting import set_verbosity
 from ..callbacks.state import ExportableState, TrainerControl, TrainerState
-from ..checkpoints.saving import CheckpointMixin
 from ..data.collators import collator_for
-from ..data.loading import LoadingMixin, has_length
+from ..data.loading import has_length
 from ..errors import ArgumentError
-from ..evaluation.loop import EvaluationMixin
-from ..integrations.hub import HubMixin
-from ..integrations.neftune import NeftuneMixin
-from ..integrations.search import SearchMixin
 from ..integrations.trackers import all_callbacks
-from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import LabelSmoother, loss_shifts_labels
@@ -42,17 +36,7 @@ __all__ = ["Trainer"]
 _LOG = logging.getLogger(__name__)
 
 
-class Trainer(
-    LoadingMixin,
-    OptimizationMixin,
-    TrainingMixin,
-    NeftuneMixin,
-    EvaluationMixin,
-    CheckpointMixin,
-    ReportingMixin,
-    HubMixin,
-    SearchMixin,
-):
+class Trainer(TrainingMixin):
     """Hugging Face's Trainer on drivetrain's kernel and drivers; same names, same numbers.
 
     `args.backend` (or what it is inferred from) chooses the driver. Raises what HF's raises for

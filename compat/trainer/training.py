@@ -11,13 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from ...kernel.contract import Outcome
-from ...kernel.errors import SaveFailed, ran_out
+from ...kernel.errors import ran_out
 from ...kernel.loop import TrainLoop
-from ...kernel.progress import Window
 from ...kernel.signals import Requests
 from ...trainer.run_lock import RunLock
 from ..callbacks.reporting import speed_metrics
@@ -26,36 +21,25 @@ from ..data.loading import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
+from ..integrations.neftune import NeftuneMixin
 from ..profile import profile_of
+from .between_steps import BetweenStepsMixin
 from .epochs import Epochs, RunLength
-from .preparation import PreparationMixin, make_ready
+from .preparation import make_ready
 from .step_callbacks import TrainerPolicy
-from .training_step import StepMixin
 
 __all__ = ["TrainingMixin"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class TrainingMixin(PreparationMixin, StepMixin):
+class TrainingMixin(BetweenStepsMixin, NeftuneMixin):
     """`train` and what it calls through self."""
-
-    args: Any
-    model: Any
-    driver_session: Any
-    state: TrainerState
-    control: Any
-    callback_handler: Any
-    _lock: RunLock | None = None
-    _training: TrainLoop | None = None
-    _last_outcome: Outcome | None = None
-    _interrupted: TrainLoop | None = None
-    """The one that ran out of memory, while another goes on from there."""
 
     # --- train ------------------------------------------------------------------------------
 
     def train(
-        self: Any,
+        self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
@@ -78,16 +62,15 @@ class TrainingMixin(PreparationMixin, StepMixin):
             checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
             if checkpoint is not None:
                 self._load_from_checkpoint(checkpoint)
-            result: TrainOutput = self._within_memory(
+            return self._within_memory(
                 args=self.args,
                 resume_from_checkpoint=checkpoint,
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
             )
-        return result
 
     @contextlib.contextmanager
-    def _locked_output(self: Any, trial: Any) -> Iterator[None]:
+    def _locked_output(self, trial: Any) -> Iterator[None]:
         """While it is open, no other process trains with checkpoints in the same folder; other
         Trainers of this one may. Raises `OutputError`, with the process that does.
         """
@@ -102,7 +85,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
             lock.release()
             self._lock = None
 
-    def _within_memory(self: Any, args: Any, **kwargs: Any) -> TrainOutput:
+    def _within_memory(self, args: Any, **kwargs: Any) -> TrainOutput:
         """The training loop; with `auto_find_batch_size`, again with a smaller batch, and more of
         them an update, each time that memory runs out. What was trained stays.
         """
@@ -114,7 +97,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
         try:
             while True:
                 try:
-                    return self._inner_training_loop(  # type: ignore[no-any-return]
+                    return self._inner_training_loop(
                         batch_size=self._train_batch_size, args=args, **kwargs
                     )
                 except RuntimeError as error:
@@ -138,7 +121,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
             if not args.auto_find_batch_size:
                 self._train_batch_size = batch_size
 
-    def _build_anew(self: Any, trial: Any) -> None:
+    def _build_anew(self, trial: Any) -> None:
         """A model that has seen nothing, and no optimizer or schedule."""
         self._seed()
         self.model = self.call_model_init(trial)
@@ -148,7 +131,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
         self.model_wrapped = self.model
 
     def _inner_training_loop(
-        self: Any,
+        self,
         batch_size: int | None = None,
         args: Any = None,
         resume_from_checkpoint: str | None = None,
@@ -171,7 +154,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
             start_time=start_time,
         )
         requests = Requests()
-        training = self._training = TrainLoop(
+        training = self._training = policy.training = TrainLoop(
             self._recipe(policy),
             self.driver_session.session,
             self.driver_session.engine,
@@ -189,16 +172,14 @@ class TrainingMixin(PreparationMixin, StepMixin):
             with requests.from_signals() if _catches_signals(args) else contextlib.nullcontext():
                 training.run()
             training.resolve_pending_outcome()
-            return self._finalize_training(  # type: ignore[no-any-return]
-                trial, length.num_train_samples, start_time
-            )
+            return self._finalize_training(trial, length.num_train_samples, start_time)
         finally:
             policy.close()
 
-    def _recipe(self: Any, policy: TrainerPolicy) -> Any:
+    def _recipe(self, policy: TrainerPolicy) -> Any:
         return self.driver_session.recipe(self.model, step=policy.step)
 
-    def _epochs(self: Any, loader: Any, length: RunLength) -> Epochs:
+    def _epochs(self, loader: Any, length: RunLength) -> Epochs:
         return Epochs(
             self,
             loader,
@@ -210,7 +191,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
             start_anew=self.args.ignore_data_skip,
         )
 
-    def _fresh_state(self: Any, length: RunLength, trial: Any, loader: Any) -> None:
+    def _fresh_state(self, length: RunLength, trial: Any, loader: Any) -> None:
         self.callback_handler.train_dataloader = loader
         if self._interrupted is not None:
             self.state.train_batch_size = self._train_batch_size
@@ -224,7 +205,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
         self.state.compute_steps(self.args, length.max_steps)
 
     def _resume(
-        self: Any,
+        self,
         training: TrainLoop,
         epochs: Epochs,
         length: RunLength,
@@ -249,7 +230,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
         self._initial_global_step = self._globalstep_last_logged = self.state.global_step
         self._total_loss_scalar = 0.0
 
-    def _announce(self: Any, length: RunLength) -> None:
+    def _announce(self, length: RunLength) -> None:
         args = self.args
         _LOG.info("***** Running training *****")
         for name, value in {
@@ -264,7 +245,7 @@ class TrainingMixin(PreparationMixin, StepMixin):
             _LOG.info("  %s = %s", name, f"{value:,}")
 
     def set_initial_training_values(
-        self: Any, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[Any, ...]:
         """Epochs, updates an epoch, examples, samples in all, samples an update, batches an epoch
         and updates in all. Raises ValueError when nothing says how long to train.
@@ -292,10 +273,10 @@ class TrainingMixin(PreparationMixin, StepMixin):
         return epochs, updates, examples, samples, total, length, max_steps
 
     def _finalize_training(
-        self: Any, trial: Any, num_train_samples: float, start_time: float
+        self, trial: Any, num_train_samples: float, start_time: float
     ) -> TrainOutput:
         """The summary, the best model, and the last events."""
-        training, state = self._training, self.state
+        training, state = self._running(), self.state
         if training.window.has_grown(training.progress):
             self._total_loss_scalar += self._window_loss()
         steps = state.global_step - self._initial_global_step
@@ -320,68 +301,6 @@ class TrainingMixin(PreparationMixin, StepMixin):
         self._training = self._mode = None
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
-
-    # --- between steps ----------------------------------------------------------------------
-
-    def _maybe_log_save_evaluate(
-        self: Any,
-        tr_loss: Tensor,
-        grad_norm: Any,
-        model: nn.Module,
-        trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
-        """Log, evaluate and save where the control flags ask for it, in this order."""
-        state = self.state
-        if self.control.should_log and state.global_step > self._globalstep_last_logged:
-            self._log_steps(grad_norm, learning_rate, start_time)
-        if self.control.should_evaluate:
-            metrics = self._evaluate(trial, ignore_keys_for_eval)
-            improved = self._determine_best_metric(metrics=metrics, trial=trial)
-            if self.args.save_strategy == SaveStrategy.BEST:
-                self.control.should_save = improved
-        if self.control.should_save and self._is_saved(model, trial):
-            self.control = self.callback_handler.on_save(self.args, state, self.control)
-
-    def _is_saved(self: Any, model: nn.Module, trial: Any) -> bool:
-        """Save a checkpoint. One that cannot be written is told; training goes on with the last."""
-        best = self.state.best_model_checkpoint
-        try:
-            self._save_checkpoint(model, trial)
-        except SaveFailed as error:
-            self.state.best_model_checkpoint = best
-            _LOG.error("%s. Training goes on", error)
-            return False
-        return True
-
-    def _log_steps(
-        self: Any, grad_norm: Any, learning_rate: float | None, start_time: float
-    ) -> None:
-        training, state, profile = self._training, self.state, profile_of(self.args)
-        total = self._window_loss()
-        loss = total / (state.global_step - training.window.first_step)
-        logs: dict[str, float] = {"loss": round(loss, 4) if profile.rounds_loss else loss}
-        clips = self.args.max_grad_norm or profile.logs_unclipped_grad_norm
-        if grad_norm is not None and clips:
-            logs["grad_norm"] = float(grad_norm)
-        if learning_rate is None or not profile.logs_rate_of_update:
-            learning_rate = self._get_learning_rate()
-        logs["learning_rate"] = learning_rate
-        self._total_loss_scalar += total
-        self._globalstep_last_logged = state.global_step
-        training.window = Window(training.progress)
-        self.store_flos()
-        self.log(logs, start_time)
-
-    def _window_loss(self: Any) -> float:
-        """The losses since the last log, added up over steps and averaged over ranks."""
-        training = self._training
-        losses = torch.as_tensor(training.window.loss_sum, device=training.session.world.device)
-        num_feeders: int = training.session.world.num_feeders
-        return float(training.session.reduce(losses)) / num_feeders
 
 
 def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernel.recipe import Microstep
+from ..data.loading import LoadingMixin
 from .loss import count_items, is_causal_lm, loss_of
 
 __all__ = ["StepMixin"]
@@ -20,19 +20,18 @@ __all__ = ["StepMixin"]
 _LOG = logging.getLogger(__name__)
 
 
-class StepMixin:
+class StepMixin(LoadingMixin):
     """`training_step` and what it calls through self."""
 
     loss_is_scaled_for_ga: bool | None = None
     """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
     of batches, or of items, of the whole update. None: as the model and the arguments imply."""
 
-    _microstep: Microstep | None = None
     _mode: TrainMode | None = None
     current_gradient_accumulation_steps = 1
 
     def training_step(
-        self: Any, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
         if self._mode is None or self._mode.model is not model:
@@ -50,27 +49,25 @@ class StepMixin:
         weight = 1.0
         if not self._loss_is_scaled(num_items_in_batch):
             weight /= self.current_gradient_accumulation_steps
-        detached: Tensor = self._backward(loss, weight)
-        return detached
+        return self._backward(loss, weight)
 
-    def _loss_is_scaled(self: Any, num_items_in_batch: Any) -> bool:
+    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss is already divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         return counted or self.compute_loss_func is not None
 
-    def _backward(self: Any, loss: Tensor, weight: float = 1.0) -> Tensor:
+    def _backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
         """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
         if self._microstep is None:
             loss = loss * weight
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
-        detached: Tensor = self._microstep.backward(loss, weight)
-        return detached
+        return self._microstep.backward(loss, weight)
 
     def compute_loss(
-        self: Any,
+        self,
         model: nn.Module,
         inputs: Any,
         return_outputs: bool = False,
@@ -88,7 +85,7 @@ class StepMixin:
             if labels is None:
                 _LOG.warning("compute_loss_func is called with labels=None: the batch has none")
             loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
-        elif labels is not None:
+        elif self.label_smoother is not None and labels is not None:
             loss = self.label_smoother(
                 outputs,
                 labels,
@@ -103,7 +100,7 @@ class StepMixin:
             loss = loss * self.driver_session.world.num_feeders
         return (loss, outputs) if return_outputs else loss
 
-    def compute_loss_context_manager(self: Any) -> AbstractContextManager[Any]:
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Around the forward, and around `compute_loss`."""
         stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
         if type(precision) is not contextlib.nullcontext:
@@ -111,20 +108,19 @@ class StepMixin:
         return stack
 
     def autocast_smart_context_manager(
-        self: Any, cache_enabled: bool | None = True
+        self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
         """The precision of the arguments, around a forward."""
-        context: AbstractContextManager[Any] = self.driver_session.autocast()
-        return context
+        return self.driver_session.autocast()
 
     def get_batch_samples(
-        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
     ) -> tuple[list[Any], Tensor | int | None]:
         """The batches of an update, fewer at the end, and the items in them on this rank."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _get_num_items_in_batch(self: Any, batch_samples: list[Any], device: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """This rank's labels in these batches; None where the loss is not told of them."""
         told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
