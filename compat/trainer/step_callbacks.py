@@ -48,7 +48,8 @@ class TrainerPolicy:
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
         self.optimizer = trainer._optimizer_there_is()
-        self._scales_loss = trainer.driver_session.wrapped().plan.precision.loss_scaling
+        prepared = trainer.driver_session.wrapped()
+        self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_optimizer_step),
             self.optimizer.register_step_post_hook(self._after_optimizer_step),
@@ -121,7 +122,7 @@ class TrainerPolicy:
         trainer._last_outcome = None
         self.learning_rate = trainer._get_learning_rate()
         groups = self.optimizer.param_groups
-        for theirs, ours in zip(trainer.driver_session.engine.param_groups, groups, strict=False):
+        for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
 
     def after_step(self, group: Group, result: StepResult) -> NextAction:
