@@ -27,7 +27,7 @@ SCRIPTS_ONLY = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint")
 _MODULES: dict[str, str] = {
     "accelerate/accelerator.py": "accelerator_config",
     "arguments/backend.py": """backend backend_options bf16 ddp_timeout deepspeed fp16 fsdp
-        local_rank torch_compile torch_compile_backend torch_compile_mode use_cpu""",
+        local_rank max_grad_norm torch_compile torch_compile_backend torch_compile_mode use_cpu""",
     "arguments/derived.py": """log_level log_level_replica log_on_each_node
         per_device_eval_batch_size per_device_train_batch_size save_on_each_node warmup_steps""",
     "arguments/fsdp.py": "fsdp_config",
@@ -66,7 +66,7 @@ _MODULES: dict[str, str] = {
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
     "trainer/training.py": """auto_find_batch_size enable_jit_checkpoint eval_on_start
-        gradient_accumulation_steps ignore_data_skip load_best_model_at_end max_grad_norm max_steps
+        gradient_accumulation_steps ignore_data_skip load_best_model_at_end max_steps
         num_train_epochs""",
     "trainer/training_step.py": "average_tokens_across_devices torch_empty_cache_steps",
 }
