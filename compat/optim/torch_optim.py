@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from .adafactor import Adafactor
 from .request import Request, library
 
 __all__ = ["PLAIN"]
@@ -63,11 +62,8 @@ def _rmsprop(request: Request) -> Built:
 
 
 def _adafactor(request: Request) -> Built:
-    try:
-        from transformers import optimization as theirs
-    except ImportError:
-        return Adafactor, request.lr
-    return theirs.Adafactor, {**request.lr, "scale_parameter": False, "relative_step": False}
+    module = library("transformers.optimization", request.name, "transformers")
+    return module.Adafactor, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
 def _grokadamw(request: Request) -> Built:
