@@ -57,16 +57,32 @@ __all__ = [
     "UnknownBackend",
     "UsageError",
     "WorkerFailed",
+    "printable",
 ]
 
 EXIT_PREEMPTED = 75
 """Exit code of a run that was asked to stop by a signal and saved (`EX_TEMPFAIL`: try again)."""
 
 
+def printable(text: str) -> str:
+    """Text as a terminal may have it: what would steer the terminal (escape sequences, directions
+    of writing), or cannot be encoded, is shown as Python writes it. Lines and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 class DrivetrainError(Exception):
-    """Root of the tree; catch this to catch everything that drivetrain raises on purpose."""
+    """Root of the tree; catch this to catch everything that drivetrain raises on purpose.
+
+    Its text may quote files, names and messages that others wrote: it is `printable`.
+    """
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(DrivetrainError):

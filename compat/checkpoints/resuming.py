@@ -188,7 +188,8 @@ class ResumingMixin(TrainerParts):
         self._load_trainer_state(folder)
         if (folder / MANIFEST).is_file():
             stored = CheckpointReader(folder)
-            state, where = stored.manifest.state, str(folder)
+            where = str(folder)
+            state = stored.manifest.loop_state(where)
             self._say_differences(stored)
             frozen = self._frozen_names()
             reader = OverlayReader(stored, weights=self._weights_now(frozen)) if frozen else stored

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..kernel.errors import CheckpointError, SettingError
 from ..kernel.paths import Place, Url, place
@@ -30,11 +30,13 @@ __all__ = [
     "Found",
     "Listing",
     "Rejected",
+    "as_metric",
     "checkpoint_path",
     "checkpoints_of",
     "is_checkpoint",
     "list_checkpoints",
     "newest",
+    "step_of",
 ]
 
 CHECKPOINTS = "checkpoints"
@@ -78,6 +80,12 @@ def checkpoint_path(root: Place, step: int, digits: int = 6) -> Place:
 def hidden_path(folder: Place, role: Literal["writing", "removing", "replaced"]) -> Place:
     """The temporary sibling of a checkpoint folder."""
     return folder.with_name(f".{folder.name}.{role}")
+
+
+def step_of(folder: Place) -> int | None:
+    """The step that its name says; None for another name."""
+    final = _FINAL.fullmatch(folder.name)
+    return int(final[1]) if final else None
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Url) -> Listing:
@@ -238,10 +246,18 @@ class Retention:
 
     def _score(self, found: Found) -> float | None:
         metrics = found.manifest.state.get("metrics")
-        value = metrics.get(self.best_metric) if isinstance(metrics, dict) else None
-        if not isinstance(value, int | float) or math.isnan(value):
+        value = as_metric(metrics.get(self.best_metric)) if isinstance(metrics, dict) else None
+        if value is None or math.isnan(value):
             return None
-        return float(value if self.best_mode == "min" else -value)
+        return value if self.best_mode == "min" else -value
+
+
+def as_metric(value: Any) -> float | None:
+    """A stored number; None for what is none, or none that a float can be."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _check(folder: Place, step: int) -> Found:

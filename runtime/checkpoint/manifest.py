@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 _FORMAT = "drivetrain-checkpoint"
 _VERSION = 1
 _SUM = "crc32"
+_SUM_LINE = re.compile(rb'\{\n "crc32": ([0-9]{1,10}),')
 _MAX_BYTES = 64 << 20
 FILE_NAME = re.compile(
     r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors"
@@ -76,6 +77,13 @@ class Manifest:
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of FQNs that are one parameter; the first of each is the one stored."""
 
+    def loop_state(self, where: str) -> Mapping[str, Any]:
+        """`state`, which is empty where there are weights alone. Raises `CheckpointDamaged`, naming
+        `where`, where steps were made and it says nothing of them."""
+        if self.step and not self.state:
+            raise CheckpointDamaged(f"{where}: is of step {self.step}, and its state is empty")
+        return self.state
+
     def to_bytes(self) -> bytes:
         """Canonical JSON, its own CRC-32 among it. Raises `TypeError` when `state` or `settings`
         hold more than that."""
@@ -105,7 +113,7 @@ class Manifest:
                 f"{where}: format version {version!r:.200}, and this drivetrain reads {_VERSION}: "
                 "install the drivetrain that wrote it, or a newer one"
             )
-        sum_of_all = value.pop(_SUM, None)  # compared by `is_altered`
+        sum_of_all = value.pop(_SUM, None)  # compared by `read_manifest`
         need(_natural(sum_of_all), repr(_SUM), sum_of_all)
         names = {item.name for item in fields(cls)}
         need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value))
@@ -138,20 +146,23 @@ class Manifest:
 
 def read_manifest(folder: Place) -> Manifest:
     """The manifest of a checkpoint. Raises `CheckpointNotFound` when there is no such folder and
-    `CheckpointDamaged` when the manifest is missing or malformed."""
+    `CheckpointDamaged` when the manifest is missing, malformed or not as it was written."""
     storage, path = storage_of(folder), folder / MANIFEST
     if not storage.exists(path):
         if not storage.is_folder(folder):
             raise CheckpointNotFound(f"{folder}: no such checkpoint")
         raise CheckpointDamaged(f"{folder}: has no {MANIFEST}, so it was never completed")
-    return Manifest.from_bytes(read_small(path, _MAX_BYTES), str(path))
+    raw = read_small(path, _MAX_BYTES)
+    manifest = Manifest.from_bytes(raw, str(path))
+    if not _is_as_written(raw):
+        raise CheckpointDamaged(f"{path}: is not as it was written")
+    return manifest
 
 
-def is_altered(folder: Place) -> bool:
-    """Whether a manifest that can be read is another than was written. Raises as reading does."""
-    path = folder / MANIFEST
-    value = strict_json.parse(read_small(path, _MAX_BYTES), str(path))
-    return bool(value.pop(_SUM) != zlib.crc32(strict_json.dump(value)))
+def _is_as_written(raw: bytes) -> bool:
+    """By its own CRC-32, which is the first of its keys: it is of the text without that line."""
+    line = _SUM_LINE.match(raw)
+    return line is not None and int(line[1]) == zlib.crc32(raw[line.end() :], zlib.crc32(b"{"))
 
 
 def write_manifest(folder: Place, manifest: Manifest) -> None:

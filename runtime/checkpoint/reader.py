@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import torch
@@ -14,11 +14,12 @@ from ..kernel.errors import CheckpointDamaged, CheckpointMismatch
 from ..kernel.paths import Place, Url, place
 from ..kernel.shards import Box, Kind, Region, TensorInfo
 from .buffers import host_bytes, memory, num_bytes
+from .catalog import step_of
 from .format import regions
 from .format.safetensors import TensorFile
 from .index.entries import INDEX, TensorEntry
 from .index.piece_locator import Lookup, Stored, read_index
-from .manifest import MANIFEST, is_altered, read_manifest
+from .manifest import MANIFEST, read_manifest
 from .storage.protocol import OpenFile, storage_of
 
 __all__ = ["CheckpointReader", "WithoutOptimizer"]
@@ -109,7 +110,7 @@ class CheckpointReader:
 
     def verify(self) -> list[str]:
         """Reads every byte; says, a line each, which files or tensors are not as written."""
-        problems = self.damaged_files()
+        problems = [*self._contradictions(), *self.damaged_files()]
         for kind in () if problems else get_args(Kind):
             try:
                 for name, known in self._lookup.in_headers(kind).items():
@@ -120,12 +121,21 @@ class CheckpointReader:
                 problems.append(str(error))
         return problems
 
+    def _contradictions(self) -> Iterator[str]:
+        """What the manifest says that cannot be, though it is as it was written."""
+        where, step = self.folder / MANIFEST, self.manifest.step
+        state, named = self.manifest.state, step_of(self.folder)
+        if named not in (None, step):
+            yield f"{where}: is of step {step}, and its folder is named for step {named}"
+        if step and not state:
+            yield f"{where}: its state is empty, and it is of step {step}"
+        elif state.get("step", step) != step:
+            yield f"{where}: is of step {step}, and its state of {state['step']!r:.40}"
+
     def damaged_files(self, part: int = 0, num_parts: int = 1) -> list[str]:
         """Reads every byte of so many parts' share of the files, those that ranks of the same
         number wrote; says, a line each, which are not as written."""
         problems = []
-        if part == 0 and is_altered(self.folder):
-            problems.append(f"{self.folder / MANIFEST}: is not as it was written")
         for file in self.manifest.files:
             if file.part % num_parts != part:
                 continue

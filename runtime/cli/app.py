@@ -262,6 +262,7 @@ def verify(
     from .failure import say, told
 
     with told(debug=debug):
+        from ..kernel.errors import printable
         from ..kernel.paths import place
         from .checkpoints import verify
 
@@ -271,7 +272,7 @@ def verify(
         if problems:
             raise typer.Exit(1)
         for found in checkpoints:
-            typer.echo(f"{found}: complete and unaltered")
+            typer.echo(printable(f"{found}: complete and unaltered"))
 
 
 @checkpoint.command(
@@ -287,10 +288,12 @@ def export(
 
     with told(debug=debug):
         from ..checkpoint import export_weights
+        from ..kernel.errors import printable
         from ..kernel.paths import place
         from .checkpoints import locate
 
-        typer.echo(f"weights written to {export_weights(locate(place(path)), folder)}")
+        written = export_weights(locate(place(path)), folder)
+        typer.echo(printable(f"weights written to {written}"))
 
 
 @checkpoint.command(
@@ -313,10 +316,11 @@ def import_(
 
     with told(debug=debug):
         from ..checkpoint import CHECKPOINTS, import_weights
+        from ..kernel.errors import printable
         from ..kernel.paths import place
 
         target = import_weights(folder, place(run) / CHECKPOINTS)
-        typer.echo(f"checkpoint written to {target}")
+        typer.echo(printable(f"checkpoint written to {target}"))
 
 
 @app.command(

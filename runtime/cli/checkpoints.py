@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from ..checkpoint import CheckpointReader, checkpoints_of, is_checkpoint, list_checkpoints
-from ..kernel.errors import CheckpointNotFound
+from ..kernel.errors import CheckpointError, CheckpointNotFound
 from ..kernel.paths import Place
 from ..kernel.shards import Kind
+from .quoted import quoted
 from .tables import table
 
 __all__ = ["inspect", "locate", "show", "verify"]
@@ -60,20 +61,17 @@ def inspect(path: Place) -> dict[str, Any]:
 
 def show(record: Mapping[str, Any], console: Console) -> None:
     """`inspect` for people."""
-    console.print(f"[bold]{record['path']}[/]", highlight=False)
+    console.print(quoted(record["path"], "bold"))
     size = f"{record['num_bytes'] / 1e6:.1f} MB in {len(record['files'])} files"
-    console.print(
-        f"step {record['step']}, written by {record['driver']} on {record['world_size']} rank(s), "
-        f"{size}",
-        highlight=False,
-    )
+    by = f"{record['driver']:.80} on {record['world_size']} rank(s)"
+    console.print(quoted(f"step {record['step']}, written by {by}, {size}"))
     shown = table("weights", "dtype", "shape", "elements", figures=("elements",))
     for name, info in record["tensors"]["weights"].items():
         shape = " x ".join(map(str, info["shape"])) or "scalar"
-        shown.add_row(name, info["dtype"], shape, f"{math.prod(info['shape']):,}")
+        shown.add_row(quoted(name), info["dtype"], shape, f"{math.prod(info['shape']):,}")
     console.print(shown)
     for group in record["tied"]:
-        console.print(f"one parameter: {', '.join(group)}", highlight=False)
+        console.print(quoted(f"one parameter: {', '.join(group)}"))
     counts = ", ".join(f"{len(record['tensors'][kind])} {kind}" for kind in KINDS)
     console.print(f"tensors: {counts}", highlight=False)
 
@@ -81,7 +79,7 @@ def show(record: Mapping[str, Any], console: Console) -> None:
 def verify(path: Place) -> tuple[list[Place], list[str]]:
     """The checkpoints below `path` that were read in whole, and the problems found, a line each."""
     if is_checkpoint(path):
-        return [path], CheckpointReader(path).verify()
+        return [path], _problems(path)
     listing = list_checkpoints(checkpoints_of(path))
     problems = [f"{item.folder}: {item.reason}" for item in listing.rejected]
     read = [found.folder for found in listing.complete]
@@ -90,5 +88,12 @@ def verify(path: Place) -> tuple[list[Place], list[str]]:
             f"there is no checkpoint in {path}; give a checkpoint folder or a run folder"
         )
     for checkpoint in read:
-        problems += CheckpointReader(checkpoint).verify()
+        problems += _problems(checkpoint)
     return read, problems
+
+
+def _problems(checkpoint: Place) -> list[str]:
+    try:
+        return CheckpointReader(checkpoint).verify()
+    except CheckpointError as error:
+        return [str(error)]

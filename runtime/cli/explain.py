@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 
 from ..data.indexed import Loader, is_indexed
@@ -24,6 +23,7 @@ from ..kernel.plan import Layout
 from ..kernel.recipe import Batch, Recipe
 from ..kernel.registry import find_driver, known_backends, refuse_unpromised, usable_driver
 from ..trainer.settings import OptimizerSettings, Settings
+from .quoted import quoted
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
 from .resolve_settings import resolve
 from .tables import table
@@ -211,13 +211,13 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
     console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
     console.print(shown)
     for remark in remarks:
-        console.print(remark, markup=False)
+        console.print(quoted(remark))
 
 
 def _show_values(record: Record, console: Console) -> None:
     shown = table("setting", "value", "from")
     for key, entry in record["settings"].items():
-        shown.add_row(key, escape(str(entry["value"])), entry["source"])
+        shown.add_row(*(quoted(str(each)) for each in (key, entry["value"], entry["source"])))
     console.print(shown)
 
 

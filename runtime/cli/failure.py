@@ -15,6 +15,7 @@ from rich.console import Console
 
 from ..data.user_frames import last_line, user_frames
 from ..kernel.errors import DataFailed, DrivetrainError, RecipeError
+from .quoted import quoted
 from .stopping import StoppedEarly
 
 __all__ = [
@@ -57,7 +58,7 @@ def say(text: str, *, label: str = "", style: str = "") -> None:
     with suppress(OSError):  # it may go to a file on a disk that is full
         if label:
             console.print(label, style=style, end=" ", markup=False)
-        console.print(text, markup=False)
+        console.print(quoted(text))
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
 from .format import describe, duration, figure, of_total, rate
+from .quoted import quoted
 from .records import Record
 
 __all__ = ["LiveProgress"]
@@ -76,7 +77,7 @@ class LiveProgress:
         line = describe(record)
         if line is not None:
             # not folded by us: what is copied from it, a command, is one line
-            self.console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+            self.console.print(quoted(line, style), soft_wrap=True)
 
 
 def _figures(record: Record) -> str:

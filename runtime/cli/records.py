@@ -58,11 +58,16 @@ def read_records(path: Path) -> list[Record]:
         for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and _is_counted(record):
                 records.append(record)
     return records
+
+
+def _is_counted(record: Record) -> bool:
+    """Whether its steps are such, as far as it has any."""
+    return all(isinstance(record.get(name) or 0, int) for name in ("step", "first_step"))
 
 
 def history(records: Iterable[Record]) -> list[Record]:

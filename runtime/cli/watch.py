@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
+from ..kernel.errors import printable
 from ..kernel.events import Logged, RunStarted, StepEnded, Warned
 from ..trainer.settings import PRECISIONS
 from .format import describe
@@ -89,7 +90,7 @@ def print_lines(record: Record) -> None:
     """A sink that prints one plain line a record."""
     line = describe(record)
     if line is not None:
-        put_out(f"{line}\n", sys.stdout)
+        put_out(f"{printable(line)}\n", sys.stdout)
 
 
 def print_json(stream: TextIO = sys.stdout) -> Sink:

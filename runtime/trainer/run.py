@@ -249,7 +249,8 @@ class Run:
     def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
         """Take over that checkpoint; what it could not give, in words."""
         reader = CheckpointReader(path)
-        state, where = reader.manifest.state, str(path)
+        where = str(path)
+        state = reader.manifest.loop_state(where)
         stored_metrics(state, where)  # may raise, while nothing is changed
         reader, notes = self._take_optimizer(reader)
         notes += self._go_on_with_data(state, where)

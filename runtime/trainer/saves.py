@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..checkpoint import CheckpointStore, SavingBehind
+from ..checkpoint.catalog import as_metric
 from ..kernel.errors import CheckpointDamaged, SaveFailed
 from ..kernel.events import Event, Request, Saved
 from ..kernel.paths import Place, Url
@@ -111,8 +112,9 @@ def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:
     """The metrics of a checkpoint's step. Raises `CheckpointDamaged`, naming `where`, for what are
     none."""
     metrics = state.get("metrics", {})
-    if not isinstance(metrics, dict) or not all(
-        isinstance(value, int | float) for value in metrics.values()
-    ):
-        raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")
-    return metrics
+    if isinstance(metrics, dict):
+        found = {name: as_metric(value) for name, value in metrics.items()}
+        numbers = {name: value for name, value in found.items() if value is not None}
+        if len(numbers) == len(metrics):
+            return numbers
+    raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")

@@ -203,7 +203,7 @@ THREE_EPOCHS = Settings(
     global_batch=8,
     log_every=1,
     schedule=ScheduleSettings(name="linear"),
-    checkpoint=CheckpointSettings(every=1, keep_last=None),
+    checkpoint=CheckpointSettings(every=1, keep_last=100),
 )
 
 

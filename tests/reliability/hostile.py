@@ -32,7 +32,7 @@ from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.writer import write_pieces
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointError, DrivetrainError
-from drivetrain.kernel.shards import Flat, Piece
+from drivetrain.kernel.shards import Box, Flat, Piece
 
 from .runs import SETTINGS, recipe
 
@@ -259,6 +259,9 @@ def pickles(canary: Path) -> dict[str, bytes]:
 # --- the corpus ---------------------------------------------------------------------------------
 
 HUGE = 1 << 70
+_KEYS_ONE_TWICE = b"{" + b"".join(b'"%d":1,' % i for i in range(200_000)) + b'"199999":1}'
+_STEERS = "\x1b[2J\x1b]0;mine\x07 [/b] \u202e \ud800"
+"""Clears the screen, sets a title, is markup, turns the direction, and cannot be encoded."""
 VALUES: dict[str, Any] = {
     "null": None,
     "true": True,
@@ -301,6 +304,9 @@ def _manifest_texts(canary: Path) -> Iterator[Case]:
         "millions of objects": b"[" + b'{"":[[[]]]},' * 4_000_000 + b"1]",
         "a number of a megabyte": b'{"step": ' + b"9" * (1 << 20) + b"}",
         "a gzip": b"\x1f\x8b\x08\x00" + bytes(20),
+        "a key twice among many": _KEYS_ONE_TWICE,
+        "much under a long key": b'{"%s": [%s0]}' % (b"k" * 1_000_000, b"0," * 500_000),
+        "an overflow of a megabyte": b'{"step": ' + b"9" * (1 << 20) + b".0}",
     }
     for name, raw in texts.items():
         yield Case(f"manifest: {name}", raw_manifest(raw), "manifest.json")
@@ -328,7 +334,7 @@ def _manifest_values() -> Iterator[Case]:
         "step": set(),
         "world_size": set(),
         "driver": {"a text"},
-        "state": {"an empty object"},
+        "state": set(),
         "settings": {"an empty object"},
         "tied": {"an empty list"},
         "files": set(),
@@ -338,7 +344,7 @@ def _manifest_values() -> Iterator[Case]:
     for key, sound_values in may_be.items():
         for name, value in VALUES.items():
             if name not in sound_values:
-                told = "" if name == "an empty list" else "manifest.json"
+                told = "" if name.startswith("an empty") else "manifest.json"
                 yield Case(f"manifest: {key} is {name}", put(key, value=value), told)
         without = in_manifest(lambda value, key=key: value.pop(key))  # type: ignore[misc]
         yield Case(f"manifest: no {key}", without, "manifest.json")
@@ -348,6 +354,8 @@ def _manifest_values() -> Iterator[Case]:
     yield Case("manifest: another format", put("format", value="torch"), "manifest.json")
     another = put("step", value=3)
     yield Case("manifest: another step", another, "of step 3", trusted_by_name=True)
+    far = put("step", value=10**17)
+    yield Case("manifest: a far step", far, "of step 1000000", trusted_by_name=True)
     yield Case("manifest: a huge step", put("step", value=HUGE), "step")
     for name, tied in {"of nobody": [[]], "of numbers": [[1]], "of lists": [[["a"]]]}.items():
         yield Case(f"manifest: tied {name}", put("tied", value=tied), "manifest.json")
@@ -452,6 +460,7 @@ def _headers() -> Iterator[Case]:
         "millions of items": b"{" + b'"a":[[[[]]]],' * 5_000_000 + b'"b":1}',
         "a number of a megabyte": b'{"a":' + b"9" * (1 << 20) + b"}",
         "NaN": b'{"a": NaN}',
+        "a name twice among many": _KEYS_ONE_TWICE,
     }
     for name, raw in texts.items():
         new = header(WEIGHTS, lambda value, raw=raw: raw)  # type: ignore[misc]
@@ -479,6 +488,10 @@ def _headers() -> Iterator[Case]:
         for value in (None, [], 7, {"a": 1}, {"a": None}, {"drivetrain": "["}):
             odd = header(name, lambda header, v=value: header.update({"__metadata__": v}))  # type: ignore[misc]
             yield Case(f"header of {name}: metadata {value!r}", odd, name)
+    steering = header(
+        WEIGHTS, lambda value: {f"{k}{_STEERS}" if k[0] != "_" else k: v for k, v in value.items()}
+    )
+    yield Case("header: names that steer the terminal", steering)
     kinds = header(WEIGHTS, lambda value: _same_size(value, "F32", "I32"))
     yield Case("header: floats said to be integers", kinds)
     renamed = header(
@@ -549,6 +562,45 @@ def _parts() -> Iterator[Case]:
             item["flat"] = [0, length]
 
     yield Case("part: over another", parts(moved))
+    for name, changed in {"one gone": slice(1, None), "one twice": slice(None)}.items():
+        yield Case(f"part: {_COLUMNS} columns, {name}", _columns(changed, name == "one twice"))
+    yield Case("index: long runs without number", _runs)
+
+
+_COLUMNS = 5_000
+
+
+def _columns(kept: slice, twice: bool) -> Alter:
+    """A tensor of the model that is cut into very many columns."""
+
+    def alter(folder: Path) -> None:
+        reader = CheckpointReader(folder)
+        name = next(n for n in reader.names("weights") if len(reader.info("weights", n).shape) > 1)
+        tensor, shape = torch.zeros(2, 1), (2, _COLUMNS)
+        boxes = [Box((0, column), (2, 1)) for column in range(_COLUMNS)][kept]
+        boxes += boxes[:1] if twice else []
+        pieces = [Piece("weights", name, tensor, shape, box) for box in boxes]
+        (folder / WEIGHTS).unlink()
+        write_pieces(folder, pieces, 0, 1)
+        sign(folder, manifest_of(folder))
+
+    return alter
+
+
+def _runs(folder: Path) -> None:
+    """Few bytes, which tell of very many pieces."""
+    files = 2000
+    run = {"part": 0, "flat": [0, 1], "count": files, "every": 1, "by": [1]}
+    known = {"dtype": "F32", "shape": [1 << 40], "runs": [run] * 20_000}
+    index = {"format": "drivetrain-index", "version": 1, "state": {}, "optimizer": {}}
+    (folder / "index.json").write_text(json.dumps({**index, "weights": {"w": known}}))
+    value = manifest_of(folder)
+    value["files"] += [
+        {"name": f"weights-{n:05}-of-{files:05}.safetensors", "num_bytes": 1, "crc32": 0}
+        for n in range(1, files)
+    ]
+    value["files"].append({"name": "index.json", "num_bytes": 0, "crc32": 0})
+    sign(folder, value)
 
 
 def _things_that_are_no_files() -> Iterator[Case]:

@@ -43,11 +43,13 @@ def test_it_is_refused_by_an_error_of_ours(case: Case, told: dict[str, Any]) -> 
     acts = {name: row[name] for name in ("list", "read", "verify", "resume", "resume blindly")}
     assert not [said for said in acts.values() if said.startswith("NOT OURS")]
     refused = row["list"] if case.trusted_by_name else row["resume"]
+    assert row["verify"] or "of step" not in case.told
     assert refused, "it was resumed from"
     assert refused.startswith(("Checkpoint", "StorageFailed")), refused
     assert case.told in refused
     assert NAME in refused or "manifest" in refused or "checkpoint" in refused
     assert len(refused) < 3000, "an error is to be read"
+    assert all(said.replace("\n", "").isprintable() for said in acts.values()), "it steers"
     assert row["seconds"] < SECONDS
     assert not row["canary"], "code in it was run"
 

@@ -23,6 +23,8 @@ __all__ = ["FEW", "INDEX", "Index", "Stride", "TensorEntry"]
 
 INDEX = "index.json"
 FEW = 8
+_MOST_PIECES = 64
+"""Of one tensor, for each file: as many runs of as many pieces would be looked through for ever."""
 _FORMAT = "drivetrain-index"
 _VERSION = 1
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -197,7 +199,9 @@ def _known_from_json(item: Any, num_files: int) -> TensorEntry:
             if not rest and code in DTYPES and is_shape(dims):
                 shape = tuple(dims)
                 info = TensorInfo(DTYPES[code], shape)
-                return TensorEntry(info, [_run_from_json(run, shape, num_files) for run in runs])
+                known = TensorEntry(info, [_run_from_json(run, shape, num_files) for run in runs])
+                if sum(run.count for run in known.runs) <= _MOST_PIECES * num_files:
+                    return known
     raise ValueError(f"cannot be {item!r:.200}")
 
 

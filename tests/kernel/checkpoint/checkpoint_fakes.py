@@ -85,7 +85,7 @@ def save(
     results = on_ranks(
         len(ranks),
         lambda session: store.save(
-            step, FakeEngine(ranks[session.world.rank]), session, state or {}, **more
+            step, FakeEngine(ranks[session.world.rank]), session, state or {"step": step}, **more
         ),
     )
     for result in results:

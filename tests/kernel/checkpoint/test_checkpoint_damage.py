@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,13 @@ from checkpoint_fakes import cut, piece, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.checkpoint import CheckpointReader, CheckpointStore, list_checkpoints, newest
+from drivetrain.checkpoint import (
+    CheckpointReader,
+    CheckpointStore,
+    list_checkpoints,
+    newest,
+    read_manifest,
+)
 from drivetrain.checkpoint.format.safetensors import DTYPES, Source, TensorFile, write
 from drivetrain.kernel.errors import CheckpointDamaged
 from drivetrain.kernel.shards import Box, Flat, Piece
@@ -155,10 +162,9 @@ def test_forged_descriptions_of_parts(tmp_path, parts):
         "w#0": item(shape=(2,), offsets=(0, 8)),
     }
     forged(path, header, bytes(8))
-    manifest = json.loads((folder / "manifest.json").read_bytes())
-    for file in manifest["files"]:
-        file["num_bytes"] = (folder / file["name"]).stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(folder)
+    sized = [replace(e, num_bytes=(folder / e.name).stat().st_size) for e in manifest.files]
+    (folder / "manifest.json").write_bytes(replace(manifest, files=tuple(sized)).to_bytes())
     with pytest.raises(CheckpointDamaged, match=path.name):
         CheckpointReader(folder).names("weights")
 

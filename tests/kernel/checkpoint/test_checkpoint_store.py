@@ -203,7 +203,7 @@ def contents_of_new(step: int) -> dict:
         f"{p.kind}:{p.name}": bits(p.tensor.reshape(p.shape)) for p in run_of(2.0, size=1)[0]
     }
     rng = {"state:rng/0/torch": bits(torch.zeros(16, dtype=torch.uint8))}
-    return tensors | rng | {"state": {}, "step": step}
+    return tensors | rng | {"state": {"step": step}, "step": step}
 
 
 def test_an_old_checkpoint_that_cannot_go_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
