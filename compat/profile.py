@@ -1,4 +1,4 @@
-"""What transformers 4.47 did otherwise than 5.23: `profile="4.47"` brings it back.
+"""The differences between transformers 4.47 and 5.23, for `profile="4.47"`.
 
 Each difference is a field, whose value is that of 5.23 unless a profile says otherwise.
 """

@@ -1,1 +1,1 @@
-"""What scripts expect of `trainer.accelerator`, and of accelerate's configuration."""
+"""accelerate's `Accelerator` and configuration files, on drivetrain's drivers."""

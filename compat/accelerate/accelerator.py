@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..arguments.accelerator_config import AcceleratorConfig, settle_accumulation
+from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
 from ..arguments.backend import chosen, notes
 from ..arguments.processes import Processes
 from ..data.rank_batches import OneOf
@@ -38,7 +38,7 @@ class Accelerator(Collectives):
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
         self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
-        settle_accumulation(trainer.args)
+        resolve_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)
 

@@ -1,4 +1,4 @@
-"""What the processes of a run do together: gather, pad, reduce and split whatever they hold."""
+"""The collective calls of accelerate's `Accelerator`: gather, pad, reduce and split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the Trainer tells the accelerator: how batches are dealt to processes."""
+"""The argument `accelerator_config`: how batches are split over processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-__all__ = ["AcceleratorConfig", "settle_accumulation"]
+__all__ = ["AcceleratorConfig", "resolve_accumulation"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class AcceleratorConfig:
         return vars(self).pop(key, default)
 
 
-def settle_accumulation(args: Any) -> None:
+def resolve_accumulation(args: Any) -> None:
     """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
 
     Raises `ArgumentError` when both are given and differ.

@@ -1,4 +1,4 @@
-"""Which driver runs what the arguments ask for, with which options, under which settings.
+"""Chooses the driver for the arguments, with its options and the kernel's settings.
 
 Everything here reads arguments by attribute, so that the arguments of other libraries, made for HF
 Trainer, choose a driver by the same rules. Where they leave it open, the launcher's environment
@@ -49,24 +49,24 @@ class Choice:
 
 
 class Asked:
-    """The arguments, and where they say nothing what the launcher was told."""
+    """The arguments; where one is not set, the value given to the launcher."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.told = from_environment()
+        self.launcher = from_environment()
         if getattr(args, "fp16", False) or getattr(args, "bf16", False):
-            self.told = {k: v for k, v in self.told.items() if k not in ("fp16", "bf16")}
+            self.launcher = {k: v for k, v in self.launcher.items() if k not in ("fp16", "bf16")}
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.args, name, None)
-        return self.told.get(name, value) if value in _NOTHING else value
+        return self.launcher.get(name, value) if value in _NOTHING else value
 
     def source(self, name: str) -> str:
-        """How an error refers to a value and whoever gave it."""
-        told = name in self.told and getattr(self.args, name, None) in _NOTHING
-        value = self.told[name] if told else getattr(self.args, name)
+        """A value and who gave it, for errors."""
+        by_launcher = name in self.launcher and getattr(self.args, name, None) in _NOTHING
+        value = self.launcher[name] if by_launcher else getattr(self.args, name)
         shown = "a dict" if isinstance(value, dict) else repr(value)
-        return f"{name}={shown}" + (" (from the launcher)" if told else "")
+        return f"{name}={shown}" + (" (from the launcher)" if by_launcher else "")
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})

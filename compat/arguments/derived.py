@@ -1,4 +1,4 @@
-"""What arguments know of the process that they live in, and what follows from several of them.
+"""Properties of the arguments: rank, device, and values that follow from several arguments.
 
 Before a Trainer has a `DriverSession`, the launcher's environment answers; afterwards that does.
 """
@@ -22,12 +22,12 @@ from .processes import partial_state
 from .resolve import log_verbosity
 from .validate import LOG_LEVELS
 
-__all__ = ["Members"]
+__all__ = ["DerivedValues"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class Members:
+class DerivedValues:
     """Properties and methods that code written for HF expects of arguments."""
 
     _driver_session: DriverSession | None = None

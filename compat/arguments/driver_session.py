@@ -86,7 +86,7 @@ class DriverSession:
         return self.driver.capabilities(self.plan()).sharded
 
     def plan(self) -> Plan:
-        """What the driver is told by the arguments as they are now; refused if it cannot be had."""
+        """The plan for the arguments as they are now. Raises `ArgumentRefused`."""
         return planned(self.args, self.model)
 
     def meet(self, plan: Plan) -> Session:
@@ -98,7 +98,7 @@ class DriverSession:
         return self._session
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
-        """What the kernel is told of a model that exists."""
+        """The kernel's recipe for a model that exists."""
         return Recipe(model=lambda: model, loss=_no_loss, **more)
 
     def prepare(self, model: nn.Module, optimizer: BuildOptimizer) -> Engine:

@@ -1,4 +1,4 @@
-"""What the launcher told this process through the environment, as arguments.
+"""The launcher's environment variables, read as arguments.
 
 torchrun says which process this is; `accelerate launch` turns its flags and its YAML into
 variables, too. What an argument says itself beats the launcher.
@@ -41,7 +41,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Argument -> value for what `accelerate launch` was told, and `DRIVETRAIN_BACKEND`.
+    """Argument -> value from the variables of `accelerate launch`, and `DRIVETRAIN_BACKEND`.
 
     Raises `ArgumentError` for what is not driven here.
     """

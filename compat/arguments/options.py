@@ -1,4 +1,4 @@
-"""What the arguments ask of each driver, as its options; and what makes no difference there."""
+"""The options of each driver that follow from the arguments, and arguments without effect on it."""
 
 from __future__ import annotations
 

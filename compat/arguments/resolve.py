@@ -1,7 +1,7 @@
-"""From the values as given to the values as used: enums, defaults of each other, dicts from JSON.
+"""Resolves the values as given to those that are used: enums, derived defaults, dicts from JSON.
 
 Every function works on any object that has the fields, so that other libraries' arguments, which
-know nothing of drivetrain, can be settled by the same rules.
+know nothing of drivetrain, can be resolved by the same rules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from . import backend
 from .accelerator_config import AcceleratorConfig
 from .values import as_numbers
 
-__all__ = ["log_verbosity", "settle"]
+__all__ = ["log_verbosity", "resolve"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _NEW_NAMES = {
 }
 
 
-def settle(args: Any) -> None:
+def resolve(args: Any) -> None:
     """Bring all fields to their final values, and check them. Raises `ArgumentError`."""
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     if "://" in args.output_dir:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Written"]
+__all__ = ["Serialization"]
 
 
-class Written:
+class Serialization:
     """How arguments are written down. Tokens are masked, enums become their words."""
 
     def to_dict(self) -> dict[str, Any]:

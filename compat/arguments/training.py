@@ -1,8 +1,8 @@
 """TrainingArguments: every argument of a run, its default, and a line on what it does.
 
-Names, order and defaults are those of transformers 5.23; the last four are drivetrain's own. What
-happens to the values is in `settle.py`, what else an instance can do in `members.py`, `setters.py`
-and `written.py`, and what became of older names in `old_names.py`.
+Names, order and defaults are those of transformers 5.23; the last four are drivetrain's own.
+`resolve.py` and `validate.py` work on the values; `derived.py`, `setters.py` and `serialize.py`
+hold what else an instance can do, and `old_names.py` what became of older names.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..enums import (
     SaveStrategy,
     SchedulerType,
 )
-from .derived import Members
+from .derived import DerivedValues
 from .old_names import OldNames
-from .resolve import settle
-from .serialize import Written
+from .resolve import resolve
+from .serialize import Serialization
 from .setters import Setters
 from .validate import validate
 
@@ -36,7 +36,7 @@ def says(default: Any, text: str) -> Any:
 
 
 @dataclass(repr=False)
-class TrainingArguments(Members, Setters, Written, metaclass=OldNames):
+class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldNames):
     """How to train, log, evaluate and save; on what hardware, is `backend` and the fields about it.
 
     Names that transformers had until 4.47 are accepted with a `FutureWarning` and mapped, or
@@ -247,10 +247,10 @@ class TrainingArguments(Members, Setters, Written, metaclass=OldNames):
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        resolve(self)
 
     def _validate_args(self) -> None:
-        """Called while the arguments are settled; for subclasses that check more."""
+        """Called while the arguments are resolved; for subclasses that check more."""
         validate(self)
 
 

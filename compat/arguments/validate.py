@@ -1,4 +1,4 @@
-"""What values the arguments may have, and which of them go together."""
+"""Checks of single arguments and of combinations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Callbacks: who watches a run and may ask it to log, evaluate, save or stop.
+"""Callbacks watch a run, and may ask it to log, evaluate, save or stop.
 
 Every event is called as `event(args, state, control, **kwargs)`, the keywords being `model`,
 `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`, with

@@ -1,4 +1,4 @@
-"""Callbacks that steer: the default flow of a run, and stopping early."""
+"""Callbacks that control a run: its default flow, and early stopping."""
 
 from __future__ import annotations
 

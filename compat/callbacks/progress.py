@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar, lines of figures, or the table of a notebook."""
+"""Progress of a run: a bar, printed logs, or the table of a notebook."""
 
 from __future__ import annotations
 

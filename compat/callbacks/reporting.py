@@ -1,4 +1,4 @@
-"""What a Trainer tells of a run: logs, metrics, counts of operations and of tokens."""
+"""Logs, metrics, and the counts of operations and tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run stands (`TrainerState`) and what it should do next (`TrainerControl`).
+"""The progress of a run (`TrainerState`) and the flags of callbacks (`TrainerControl`).
 
 One step is one update, however many microbatches it took.
 """

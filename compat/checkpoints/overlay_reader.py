@@ -17,7 +17,7 @@ __all__ = ["OverlayReader"]
 
 @dataclass(frozen=True)
 class OverlayReader:
-    """What a checkpoint holds, of some kinds, and beside it tensors that are at hand."""
+    """What a checkpoint holds, of some kinds, and tensors in memory beside it."""
 
     below: CheckpointReader | None
     weights: Mapping[str, Tensor] = field(default_factory=dict)

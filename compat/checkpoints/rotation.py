@@ -1,4 +1,4 @@
-"""The checkpoint folders of a run: in which order, which may go, and which can be resumed from."""
+"""The checkpoint folders of a run: sorted, rotated, and checked before resuming."""
 
 from __future__ import annotations
 

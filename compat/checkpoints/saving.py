@@ -1,4 +1,4 @@
-"""Saving: what a checkpoint and a saved model are made of.
+"""Saving checkpoints and models.
 
 A `checkpoint-N` folder is a checkpoint of the kernel, which any driver resumes at any world size,
 with the files beside it that `from_pretrained` and readers of HF's folders look for; all of it

@@ -1,4 +1,4 @@
-"""Keeps what a model's `forward` takes of a sample, and says once what it leaves out."""
+"""Removes the columns that a model's `forward` does not take, and logs them once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training, evaluation, prediction and search hand back."""
+"""The results of training, evaluation, prediction and search."""
 
 from __future__ import annotations
 

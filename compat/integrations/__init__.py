@@ -1,1 +1,1 @@
-"""Other libraries and services that a `Trainer` can be told to use."""
+"""Other libraries and services that a `Trainer` can use."""

@@ -13,7 +13,7 @@ from torch import nn
 from .layerwise import LayerWiseDummyOptimizer
 from .request import Request, library
 
-__all__ = ["INSIDE", "check_target_module_exists"]
+__all__ = ["LOW_RANK", "check_target_module_exists"]
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ _GALORE = (
     " galore_adamw_8bit_layerwise galore_adamw_layerwise"
 )
 
-INSIDE = {
+LOW_RANK = {
     **dict.fromkeys(_GALORE.split(), _galore),
     "adalomo": _lomo,
     "apollo_adamw": _apollo,

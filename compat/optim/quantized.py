@@ -9,7 +9,7 @@ from torch import nn
 
 from .request import Request, library
 
-__all__ = ["SMALL", "keep_embeddings_whole"]
+__all__ = ["QUANTIZED", "keep_embeddings_whole"]
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ _BITSANDBYTES = (
     " rmsprop_bnb rmsprop_bnb_32bit rmsprop_bnb_8bit"
 )
 
-SMALL = {
+QUANTIZED = {
     **dict.fromkeys(_BITSANDBYTES.split(), _bitsandbytes),
     "adamw_torch_4bit": _torchao,
     "adamw_torch_8bit": _torchao,

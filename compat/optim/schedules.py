@@ -1,4 +1,4 @@
-"""The learning rate schedules, by name: what factor of the first rate each update gets.
+"""The learning rate schedules, by name, as factors of the first rate.
 
 A schedule is a function from the number of updates done to a factor. `get_scheduler` makes a torch
 scheduler of it, whose state is plain JSON. Two look at a metric instead of the clock:

@@ -1,4 +1,4 @@
-"""Which optimizer a name stands for."""
+"""The optimizers by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from .lowrank import INSIDE
-from .quantized import SMALL
+from .lowrank import LOW_RANK
+from .quantized import QUANTIZED
 from .request import OptimArgs, Request
-from .torch_optim import PLAIN
+from .torch_optim import TORCH_OPTIM
 
 __all__ = ["OPTIMIZERS", "optimizer_class_and_kwargs"]
 
-OPTIMIZERS = {**PLAIN, **SMALL, **INSIDE}
+OPTIMIZERS = {**TORCH_OPTIM, **QUANTIZED, **LOW_RANK}
 """Who builds what, by the name that `optim` takes."""
 
 _GONE = {

@@ -8,7 +8,7 @@ import torch
 
 from .request import Request, library
 
-__all__ = ["PLAIN"]
+__all__ = ["TORCH_OPTIM"]
 
 Built = tuple[Any, dict[str, Any]]
 
@@ -122,7 +122,7 @@ def _warmup_steps(request: Request) -> int:
     return int(steps)
 
 
-PLAIN = {
+TORCH_OPTIM = {
     "adafactor": _adafactor,
     "adagrad": _adagrad,
     "adamw_anyprecision": _anyprecision_adamw,

@@ -1,1 +1,1 @@
-"""`Trainer`: what it is made of, and how it runs the kernel's loop."""
+"""`Trainer` and its parts, around the kernel's loop."""

@@ -1,4 +1,4 @@
-"""What the argument `debug` asks for: XLA's counters, and a stop at the first nan or infinity."""
+"""The argument `debug`: XLA's counters, and a stop at the first nan or infinity."""
 
 from __future__ import annotations
 

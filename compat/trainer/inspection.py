@@ -1,4 +1,4 @@
-"""What a model's `forward` says about the batches and losses it takes."""
+"""Reads from a model's `forward` which inputs and labels it takes."""
 
 from __future__ import annotations
 

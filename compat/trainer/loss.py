@@ -1,4 +1,4 @@
-"""What a loss is taken of, and what it is divided by."""
+"""The loss in a model's outputs, the items that it is divided by, and label smoothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory each phase of a Trainer took, on the host and on the accelerator."""
+"""The memory of each phase of a Trainer, on the host and on the accelerator."""
 
 from __future__ import annotations
 

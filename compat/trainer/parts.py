@@ -1,4 +1,4 @@
-"""What the parts of a Trainer share.
+"""The attributes that the parts of a Trainer share.
 
 Each part is a class that derives from the parts whose methods it calls. What lies further up is
 declared here, beside the attributes that all of them see.

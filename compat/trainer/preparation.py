@@ -1,4 +1,4 @@
-"""What is done to a model before it is trained, and how a driver wraps it."""
+"""Prepares a model for training, and has the driver wrap it."""
 
 from __future__ import annotations
 

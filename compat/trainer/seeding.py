@@ -1,4 +1,4 @@
-"""Random seeds, and what else must be fixed for a run to be repeated bit for bit."""
+"""Random seeds, and the settings under which a run repeats bit for bit."""
 
 from __future__ import annotations
 

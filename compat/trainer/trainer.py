@@ -1,4 +1,4 @@
-"""The Trainer: what it is made of, and how it comes to be."""
+"""The Trainer: its parts, and its construction."""
 
 from __future__ import annotations
 
