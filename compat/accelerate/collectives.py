@@ -21,7 +21,7 @@ __all__ = ["Collectives", "exchange_objects"]
 
 
 class GradientState:
-    """Where the loop is: in which loader, and in which microbatch of an update."""
+    """The position of the loop: its loader, and the microbatch within an update."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -45,7 +45,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last global batch are real; 0: all; -1: not known."""
+        """Number of real samples in the last global batch; 0: all; -1: not known."""
         return self.active[-1].remainder if self.active else -1
 
     @property
@@ -96,7 +96,7 @@ class Collectives(Processes):
         return data if self.num_processes == 1 else exchange_objects(self._session, data)
 
     def _real_samples(self) -> int | None:
-        """How many of the samples just gathered are real; None: all of them."""
+        """Number of real samples among those just gathered; None: all of them."""
         state = self.gradient_state
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 

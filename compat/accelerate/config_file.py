@@ -33,7 +33,7 @@ _DRIVERS = {
     "FSDP": None,
     "DEEPSPEED": None,
 }
-"""What a distributed type asks for; FSDP and DeepSpeed have sections of their own."""
+"""Arguments that follow from a distributed type; FSDP and DeepSpeed have sections of their own."""
 
 _LAUNCHER = (
     "debug",
@@ -45,7 +45,7 @@ _LAUNCHER = (
     "rdzv_backend",
     "same_network",
 )
-"""How processes are started and find each other, which has happened by now."""
+"""Keys about launching processes, which has happened by now."""
 
 _REFUSED = {
     "command_file": "start the command on each machine with torchrun",

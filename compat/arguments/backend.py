@@ -138,7 +138,7 @@ def mixed_precision(args: Any) -> str:
 
 
 def expected_device(args: Any) -> torch.device | None:
-    """Where this process will compute, or None where only the open driver can tell."""
+    """The device of this process, or None where only the open driver knows it."""
     choice, local_rank = chosen(args), launched().local_rank
     if choice.driver in ("cpu", "ipex") or choice.options.get("device") == "cpu":
         return torch.device("cpu")
@@ -166,7 +166,7 @@ def describe(args: Any) -> None:
 
 
 def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
-    """What DeepSpeed will do, for those who ask; None on other drivers."""
+    """DeepSpeed's configuration, as other libraries ask for it; None on other drivers."""
     choice = chosen(args)
     if choice.driver != "deepspeed":
         return None

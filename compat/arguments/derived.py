@@ -31,7 +31,7 @@ class DerivedValues:
     """Properties and methods that code written for HF expects of arguments."""
 
     _driver_session: DriverSession | None = None
-    """Where this process trains; set by the Trainer."""
+    """The session in which this process trains; set by the Trainer."""
 
     ddp_timeout: int
     log_level: str
@@ -55,17 +55,17 @@ class DerivedValues:
 
     @property
     def process_index(self) -> int:
-        """Which of them this is."""
+        """The rank of this process."""
         return self._driver_session.world.rank if self._driver_session else launched().rank
 
     @property
     def local_process_index(self) -> int:
-        """Which of those on this machine this is."""
+        """The rank of this process on its machine."""
         return launched().local_rank
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         if self._driver_session is not None:
             return self._driver_session.world.device
         expected = backend.expected_device(self)
@@ -85,7 +85,7 @@ class DerivedValues:
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """How devices are used in parallel."""
+        """The kind of parallelism over devices."""
         if backend.chosen(self).driver == "xla":
             return ParallelMode.TPU
         if self.world_size > 1:

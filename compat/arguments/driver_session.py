@@ -1,4 +1,4 @@
-"""Where a Trainer runs: the driver that its arguments choose, the session, and the engine."""
+"""The driver that the arguments choose, its session, and the engine of the wrapped model."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class DriverSession:
 
     @property
     def world(self) -> World:
-        """Who this process is."""
+        """The rank, size and device of this process."""
         return self.session.world
 
     @property
     def engine(self) -> Engine:
-        """The wrapped model; there is one after `prepare`."""
+        """The engine of the wrapped model; `prepare` must have been called."""
         return self.wrapped().engine
 
     def wrapped(self) -> Prepared:
-        """What `prepare` made; there is one after it."""
+        """The result of `prepare`, which must have been called."""
         assert self.prepared is not None
         return self.prepared
 

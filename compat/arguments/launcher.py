@@ -20,7 +20,7 @@ __all__ = ["Launched", "from_environment", "launched"]
 
 @dataclass(frozen=True)
 class Launched:
-    """Which process this is, of how many."""
+    """The ranks of this process and the world size, globally and on its machine."""
 
     rank: int = 0
     local_rank: int = 0

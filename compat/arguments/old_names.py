@@ -53,7 +53,7 @@ class OldNames(type):
 
 
 def _by_name(cls: type, positional: tuple[Any, ...], given: Given) -> tuple[tuple[Any, ...], Given]:
-    """What is given by position, by name instead; left to the class where that cannot be."""
+    """Turns positional arguments into keywords, where they can be matched to fields."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     plain = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD][1:]
     named = dict(zip(plain, positional, strict=False))

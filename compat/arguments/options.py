@@ -145,7 +145,7 @@ def _xla(asked: Any) -> Options:
 
 
 def _sizes(asked: Any, driver: str) -> Options:
-    """What `parallelism_config` asks for: only parallelism over data is driven."""
+    """The options that follow from `parallelism_config`; only data parallelism is driven."""
     config = asked.parallelism_config
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     for name in ("tp_size", "cp_size", "sp_size"):

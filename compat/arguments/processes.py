@@ -21,7 +21,7 @@ __all__ = ["DistributedType", "Processes", "partial_state"]
 
 
 class DistributedType(Word):
-    """How processes share the work; the values are accelerate's."""
+    """Kinds of distribution over processes; the values are accelerate's."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -33,14 +33,14 @@ class DistributedType(Word):
 
 
 class Processes:
-    """Who this process is and what the others are to it: accelerate's `AcceleratorState`."""
+    """The process and its world, with the members of accelerate's `AcceleratorState`."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         device: torch.device = self.args.device
         return device
 
@@ -51,12 +51,12 @@ class Processes:
 
     @property
     def process_index(self) -> int:
-        """Which of them this is."""
+        """The rank of this process."""
         return int(self.args.process_index)
 
     @property
     def local_process_index(self) -> int:
-        """Which of those on this machine this is."""
+        """The rank of this process on its machine."""
         return int(self.args.local_process_index)
 
     @property
@@ -81,7 +81,7 @@ class Processes:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How they share the work."""
+        """The kind of distribution over processes."""
         driver = backend.chosen(self.args).driver
         if driver == "xla":
             return DistributedType.XLA
@@ -99,14 +99,14 @@ class Processes:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """What DeepSpeed was configured to do; None on other drivers."""
+        """DeepSpeed's configuration; None on other drivers."""
         if backend.chosen(self.args).driver != "deepspeed":
             return None
         return backend.deepspeed_facts(self.args)
 
     @property
     def fsdp_plugin(self) -> Any:
-        """What FSDP was configured to do; None on other drivers."""
+        """FSDP's configuration; None on other drivers."""
         choice = backend.chosen(self.args)
         return fsdp.FsdpFacts(choice.options) if choice.driver == "fsdp" else None
 

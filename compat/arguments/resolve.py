@@ -97,7 +97,7 @@ def _rename_checkpointing(args: Any) -> None:
 
 
 def _derive(args: Any) -> None:
-    """What is not given and follows from something else."""
+    """Fills in defaults that follow from other arguments."""
     if args.disable_tqdm is None:
         args.disable_tqdm = log_verbosity() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):

@@ -13,7 +13,7 @@ __all__ = ["Serialization"]
 
 
 class Serialization:
-    """How arguments are written down. Tokens are masked, enums become their words."""
+    """Arguments as dict, JSON and text. Tokens are masked, enums become their values."""
 
     def to_dict(self) -> dict[str, Any]:
         """Every argument by name, as plain values; each key may be given to the constructor."""

@@ -112,4 +112,4 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 DEFAULT_CALLBACKS = [DefaultFlowCallback]
-"""What every Trainer begins its callbacks with."""
+"""The first callbacks of every Trainer."""

@@ -90,7 +90,7 @@ class PrinterCallback(TrainerCallback):
 
 
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
-"""What shows progress, but for notebooks and where bars are off."""
+"""The progress callback, but for notebooks and where bars are off."""
 
 
 def default_progress_callback(disable_tqdm: bool | None) -> type[Any]:

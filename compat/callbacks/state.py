@@ -40,7 +40,7 @@ class ExportableState(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What to keep."""
+        """The state to keep."""
 
     @classmethod
     def from_state(cls: type[_Exportable], state: Mapping[str, Any]) -> _Exportable:
@@ -77,7 +77,7 @@ class TrainerControl(ExportableState):
 
 @dataclass
 class TrainerState:
-    """Where a run stands; saved with every checkpoint as `trainer_state.json`.
+    """The progress of a run; saved with every checkpoint as `trainer_state.json`.
 
     `stateful_callbacks` may be given as callbacks and is kept as what they export, by class name;
     several of one class become a list. Raises TypeError for a callback that exports nothing.
@@ -162,7 +162,7 @@ class TrainerState:
 
 
 def _exported(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """What each callback exports, by the name of its class."""
+    """The exported states of callbacks, by the names of their classes."""
     by_class: dict[str, list[Any]] = {}
     for callback in callbacks:
         if not isinstance(callback, ExportableState):

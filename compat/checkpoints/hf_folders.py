@@ -128,7 +128,7 @@ def save_scaler(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def progress_at(step: int, epochs: Any) -> Progress:
-    """How far a run is after so many updates of these `Epochs`."""
+    """The progress of a run after `step` updates of these `Epochs`."""
     epoch, done = divmod(step, epochs.updates_per_epoch)
     samples = done * epochs.accumulation * epochs.global_batch
     batches = epoch * epochs.batches_per_epoch + done * epochs.accumulation
@@ -215,7 +215,7 @@ def _random_file(rank: int, world_size: int) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """What arrays of numbers are made of."""
+    """The classes that arrays of numbers are unpickled with."""
     import numpy as np
 
     rebuild: Any = np.zeros(0).__reduce__()[0]

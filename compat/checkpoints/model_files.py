@@ -63,7 +63,7 @@ def adapters_in(folder: Path) -> list[Path]:
 
 
 def unsound(folder: Path) -> str | None:
-    """What is wrong with the safetensors in a folder, as far as headers and sizes tell."""
+    """The first fault in the safetensors of a folder, by headers and sizes, or None."""
     try:
         for path in sorted(folder.glob("*.safetensors")):
             TensorFile(path.resolve())

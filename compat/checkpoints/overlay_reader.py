@@ -17,7 +17,7 @@ __all__ = ["OverlayReader"]
 
 @dataclass(frozen=True)
 class OverlayReader:
-    """What a checkpoint holds, of some kinds, and tensors in memory beside it."""
+    """The tensors of a checkpoint, of some kinds, with tensors in memory beside them."""
 
     below: CheckpointReader | None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
@@ -26,7 +26,7 @@ class OverlayReader:
     """By `<fqn>/<state>`."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     kinds: Collection[str] = ("weights", "optimizer", "state")
-    """What is taken from the checkpoint."""
+    """The kinds that are read from the checkpoint."""
 
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted."""

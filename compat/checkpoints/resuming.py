@@ -41,7 +41,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ResumingMixin(TrainerParts):
-    """What `train(resume_from_checkpoint=...)` and the best model need."""
+    """Loading of checkpoints, to resume from and for the best model."""
 
     # --- which checkpoint ---------------------------------------------------------------------
 
@@ -377,7 +377,7 @@ def _newest_unaltered(session: Session, output_dir: str) -> str:
 
 
 def _altered(session: Session, folder: str) -> list[str]:
-    """What is not as it was written; of folders that HF Trainer wrote nobody can know."""
+    """The files that changed since they were written; unknown for folders that HF Trainer wrote."""
     own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
     return damage(session, Path(folder)) if session.exchange(own)[0] else []
 

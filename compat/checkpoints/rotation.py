@@ -114,7 +114,7 @@ def _bad_pieces(folder: Path) -> str | None:
 
 
 def _way_out(folder: Path) -> str:
-    """What to do about the formats of other engines."""
+    """A hint for the formats of other engines, or nothing."""
     if any(folder.glob(f"{FSDP_MODEL_NAME}*")):
         return (
             " but those of HF's FSDP, which only that reads: `accelerate merge-weights` makes a "

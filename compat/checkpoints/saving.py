@@ -137,7 +137,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         )
 
     def _say_unsaved_state(self) -> list[str]:
-        """What the optimizer keeps and the checkpoint does not, with a warning."""
+        """The names of optimizer state that the checkpoint will lack, with a warning."""
         unsaved = unsaved_state(self.optimizer)
         if unsaved:
             _LOG.warning(
@@ -149,7 +149,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         return unsaved
 
     def _write_beside(self, folder: Path) -> None:
-        """What a checkpoint holds beside the kernel's own; all ranks call it."""
+        """Writes the files beside the kernel's own; all ranks call it."""
         self.save_model(str(folder), _internal_call=True)
         if self.args.should_save:
             self._collect_callback_states()
@@ -204,7 +204,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
     # --- which checkpoints there are ----------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints go: in a search, each trial has a folder in `output_dir`."""
+        """The folder of checkpoints: in a search, each trial has one in `output_dir`."""
         output_dir: str = self.args.output_dir
         if self.hp_search_backend is None or trial is None:
             return output_dir
@@ -213,7 +213,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         return os.path.join(output_dir, f"run-{LIBRARIES[self.hp_search_backend].run_id(trial)}")
 
     def _note_best_checkpoint(self, run_dir: str) -> None:
-        """Where the best model is, or will be once this checkpoint is written."""
+        """Notes the path of the best model, which may be this checkpoint, about to be written."""
         state = self.state
         if self.args.save_strategy == SaveStrategy.NO or not state.best_global_step:
             return
@@ -256,7 +256,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
 
 @dataclass(frozen=True)
 class _Trained:
-    """What of an engine a checkpoint holds when frozen weights are left out."""
+    """An engine without its frozen weights, as a checkpoint of adapters saves it."""
 
     engine: Engine
     frozen: frozenset[str]

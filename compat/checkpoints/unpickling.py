@@ -15,7 +15,7 @@ __all__ = ["read_pickled"]
 
 
 def read_pickled(path: Path, also: Sequence[Any] = ()) -> Any:
-    """What a file holds: tensors, containers and numbers, and what `also` names, on the host.
+    """The contents of a file: tensors, containers and numbers, and what `also` names, on the host.
 
     Raises `CheckpointDamaged` for a file that is torn, or holds anything else; none of that is run.
     """

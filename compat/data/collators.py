@@ -20,7 +20,7 @@ __all__ = ["DataCollator", "PaddingCollator", "collator_for", "default_data_coll
 DataCollator = Callable[[list[Any]], dict[str, Any]]
 
 _OURS = {"DataCollatorWithPadding": "PaddingCollator", "DefaultDataCollator": "PlainCollator"}
-"""What stands in for a collator of transformers where it is not installed."""
+"""Stands in for a collator of transformers where it is not installed."""
 
 _LABELS = ("label", "label_ids")
 

@@ -21,7 +21,7 @@ __all__ = [
 def sample_lengths(
     dataset: Any, column: str | None = None, model_input_name: str | None = None
 ) -> list[int]:
-    """How long each sample is: what its length column says, or else the length of its first input.
+    """The length of each sample: its length column, or else the length of its first input.
 
     Raises ValueError when samples have neither.
     """
@@ -160,7 +160,7 @@ class BatchRebalanceSampler(Sampler[list[int]]):
             yield from parts[self.rank :: self.dp_size]
 
     def cost(self, indices: Sequence[int]) -> float:
-        """What a batch of these samples costs, in arbitrary units."""
+        """The cost of a batch of these samples, in arbitrary units."""
         return self._cost(len(indices), max(self.lengths[index] for index in indices))
 
     def _cost(self, count: int, longest: int) -> float:

@@ -61,7 +61,7 @@ def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:
 
 
 class LoadingMixin(TrainerParts):
-    """How a trainer reads its data sets. Every method may be overridden, and is called by name."""
+    """The loaders of a trainer. Every method may be overridden, and is called by name."""
 
     _signature_columns: list[str] | None
     _eval_dataloaders: dict[str, DataLoader[Any]]
@@ -272,7 +272,7 @@ class LoadingMixin(TrainerParts):
         return inputs
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """How many samples a loader reads, over all ranks; an estimate where nobody can say."""
+        """Number of samples that a loader reads, over all ranks; estimated where unknown."""
         try:
             dataset = dataloader.dataset
             return len(dataset.dataset if isinstance(dataset, RankStream) else dataset)  # type: ignore[arg-type]

@@ -99,7 +99,7 @@ class BatchSharder:
         self.batch_size, self.split = batch_size, split
         self.drop_last, self.even, self.spread = drop_last, even, spread
         self.remainder = 0
-        """How many samples of the last round were real; 0: all of them."""
+        """Number of real samples in the last round; 0: all of them."""
 
     def deal(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
         """This feeder's batches, out of those of all feeders."""

@@ -248,7 +248,7 @@ def _seeded(sampler: Any, seed: int | None, share: Share) -> Any:
 
 
 def _workers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """How a loader reads and collates, as keywords of another one."""
+    """The workers and collator of a loader, as keywords for another one."""
     names = (
         "collate_fn generator in_order multiprocessing_context num_workers persistent_workers"
         " pin_memory pin_memory_device prefetch_factor timeout worker_init_fn"

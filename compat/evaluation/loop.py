@@ -45,7 +45,7 @@ _PADDING = -100
 
 
 class _Batch(NamedTuple):
-    """What all ranks made of one batch, in the order of the data; None for what there is not."""
+    """The outputs of all ranks for one batch, in the order of the data; None where absent."""
 
     losses: Any
     predictions: Any

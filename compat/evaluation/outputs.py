@@ -12,8 +12,8 @@ Arrays = Any
 
 
 class EvalPrediction:
-    """What `compute_metrics` gets: arrays over the whole data set, or, under `batch_eval_metrics`,
-    the tensors of one batch.
+    """The input of `compute_metrics`: arrays over the whole data set, or, under
+    `batch_eval_metrics`, the tensors of one batch.
 
     Unpacks and indexes as a tuple: (predictions, label_ids), then inputs and losses if they were
     asked for by `include_for_metrics`.
@@ -40,7 +40,7 @@ class EvalPrediction:
 
 
 class EvalLoopOutput(NamedTuple):
-    """What `evaluation_loop` returns. `num_samples` does not count padding."""
+    """The result of `evaluation_loop`. `num_samples` does not count padding."""
 
     predictions: Arrays
     label_ids: Arrays | None
@@ -49,7 +49,7 @@ class EvalLoopOutput(NamedTuple):
 
 
 class PredictionOutput(NamedTuple):
-    """What `predict` returns; `label_ids` is None when the data set has no labels."""
+    """The result of `predict`; `label_ids` is None when the data set has no labels."""
 
     predictions: Arrays
     label_ids: Arrays | None
@@ -57,7 +57,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """What `train` returns. `training_loss`: the mean over the updates of this call."""
+    """The result of `train`. `training_loss`: the mean over the updates of this call."""
 
     global_step: int
     training_loss: float
@@ -65,7 +65,7 @@ class TrainOutput(NamedTuple):
 
 
 class BestRun(NamedTuple):
-    """What a hyper-parameter search found. `run_summary` is the searching library's own."""
+    """The best trial of a hyper-parameter search. `run_summary` is the searching library's own."""
 
     run_id: str
     objective: float | list[float]

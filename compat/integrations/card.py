@@ -19,7 +19,7 @@ __all__ = ["write_card"]
 _log = logging.getLogger(__name__)
 
 _BOOKKEEPING = ("epoch", "step", "total_flos", "runtime", "per_second", "preparation_time", "_mem_")
-"""What an evaluation logs beside metrics: the ends, or parts, of the keys."""
+"""Ends, or parts, of the keys that an evaluation logs beside metrics."""
 
 _ALWAYS_TOLD = (
     "learning_rate",
@@ -93,7 +93,7 @@ def _metadata(trainer: Any, before: Any, given: Mapping[str, Any]) -> Any:
 
 
 def _tasks_of(model: Any) -> list[str]:
-    """What a model of transformers is for, as its class says; nothing for any other."""
+    """The tasks of a model of transformers, by its class; none for any other."""
     if "transformers" not in sys.modules:
         return []
     from transformers import modelcard
@@ -141,7 +141,7 @@ def _license_of(base: str | None) -> str | None:
 
 
 def _text(trainer: Any, data: Any, given: Mapping[str, Any]) -> str:
-    """What follows the metadata."""
+    """The text below the metadata."""
     about = f"Trained on {', '.join(given['datasets'] or data.datasets or ['data without a name'])}"
     if data.base_model:
         about += f", beginning with `{data.base_model}`"

@@ -40,7 +40,7 @@ class Library(Protocol):
         ...
 
     def run_id(self, trial: Any) -> Any:
-        """What the trial's folder is called by."""
+        """The identifier in the name of the trial's folder."""
         ...
 
 
@@ -147,7 +147,7 @@ class Optuna:
 
 
 def _told(trainer: Any, value: Any) -> Any:
-    """What rank 0 gives here, on every rank."""
+    """The value of rank 0, on every rank."""
     if trainer.args.world_size == 1:
         return value
     return trainer.driver_session.session.exchange(value)[0]

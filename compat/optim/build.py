@@ -22,7 +22,7 @@ __all__ = ["OptimizationMixin"]
 
 
 class OptimizationMixin(TrainerParts):
-    """How a trainer builds its optimizer and schedule. Every method may be overridden."""
+    """Builds the optimizer and the schedule of a trainer. Every method may be overridden."""
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Build both, unless they are there; `num_training_steps` counts updates.
@@ -91,7 +91,7 @@ class OptimizationMixin(TrainerParts):
         return decayed_names(model, profile_of(self.args).decays_by_name)
 
     def get_num_trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trainable parameters, counted in elements."""
         return sum(one.numel() for one in self.model.parameters() if one.requires_grad)
 
     def get_learning_rates(self) -> list[float]:

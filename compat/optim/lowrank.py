@@ -187,4 +187,4 @@ LOW_RANK = {
     "apollo_adamw_layerwise": _apollo,
     "lomo": _lomo,
 }
-"""Who builds what, by name."""
+"""The builders of optimizers, by name."""

@@ -80,4 +80,4 @@ QUANTIZED = {
     "adamw_torch_4bit": _torchao,
     "adamw_torch_8bit": _torchao,
 }
-"""Who builds what, by name."""
+"""The builders of optimizers, by name."""

@@ -29,18 +29,18 @@ Factor = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Span:
-    """What a schedule stretches over: updates of warm-up, all updates, and the first rate."""
+    """The range of a schedule: updates of warm-up, all updates, and the first rate."""
 
     num_warmup_steps: int
     num_training_steps: int
     lr: float
 
     def rise(self, step: int) -> float:
-        """How much of the warm-up is done, below 1 inside it."""
+        """The share of the warm-up that is done, below 1 inside it."""
         return step / max(1, self.num_warmup_steps)
 
     def progress(self, step: int) -> float:
-        """How much of what follows the warm-up is done; 1 at the last update."""
+        """The share of the updates after the warm-up that is done; 1 at the last one."""
         after = self.num_training_steps - self.num_warmup_steps
         return (step - self.num_warmup_steps) / max(1, after)
 

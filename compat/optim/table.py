@@ -14,7 +14,7 @@ from .torch_optim import TORCH_OPTIM
 __all__ = ["OPTIMIZERS", "optimizer_class_and_kwargs"]
 
 OPTIMIZERS = {**TORCH_OPTIM, **QUANTIZED, **LOW_RANK}
-"""Who builds what, by the name that `optim` takes."""
+"""The builders of optimizers, by the name that `optim` takes."""
 
 _GONE = {
     "adamw_apex_fused": "Apex is not maintained; optim='adamw_torch_fused' is as fast",

@@ -138,4 +138,4 @@ TORCH_OPTIM = {
     "sgd": _sgd,
     "stable_adamw": _stable_adamw,
 }
-"""Who builds what, by name."""
+"""The builders of optimizers, by name."""

@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class BetweenStepsMixin(EvaluationMixin, SearchMixin):
-    """What the training loop does between its steps, by HF Trainer's methods."""
+    """HF Trainer's methods that run between the steps of the training loop."""
 
     def _maybe_log_save_evaluate(
         self,

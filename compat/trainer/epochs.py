@@ -20,7 +20,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a call of `train` is, as `set_initial_training_values` works it out."""
+    """The length of a call of `train`, from `set_initial_training_values`."""
 
     num_epochs: int
     updates_per_epoch: int
@@ -102,7 +102,7 @@ class Epochs:
         return iter(loader)
 
     def _num_batches(self, update: int) -> int:
-        """How many batches the n-th update of an epoch takes; 0 after the last."""
+        """Number of batches in the n-th update of an epoch; 0 after the last."""
         if update >= self.updates_per_epoch:
             return 0
         done = update * self.accumulation

@@ -51,7 +51,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], data: Any) -> Any:
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """What is in mappings, lists and tuples, in order, however deep."""
+    """The leaves of nested mappings, lists and tuples, in order."""
     if isinstance(nest, Mapping):
         nest = tuple(nest.values())
     if not isinstance(nest, list | tuple):
