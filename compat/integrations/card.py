@@ -13,6 +13,7 @@ from typing import Any
 
 from ...checkpoint.storage.local import replace_text
 from ..trainer.inspection import unwrap_peft
+from ..trainer.parts import TrainerParts
 
 __all__ = ["write_card"]
 
@@ -37,7 +38,7 @@ _NEVER_TOLD = ("dir", "token", "hub", "push", "report_to", "logging", "run_name"
 _PACKAGES = ("drivetrain", "torch", "transformers", "peft", "datasets", "tokenizers")
 
 
-def write_card(trainer: Any, **given: Any) -> str:
+def write_card(trainer: TrainerParts, **given: Any) -> str:
     """Write README.md into the output folder of `trainer`; `given` as `create_model_card` has it.
 
     Returns the library's name in its metadata.
@@ -53,7 +54,7 @@ def write_card(trainer: Any, **given: Any) -> str:
     return str(data.library_name)
 
 
-def _metadata(trainer: Any, before: Any, given: Mapping[str, Any]) -> Any:
+def _metadata(trainer: TrainerParts, before: Any, given: Mapping[str, Any]) -> Any:
     """huggingface_hub's ModelCardData of what is given and what is known."""
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -114,7 +115,7 @@ def _origin(model: Any) -> str | None:
     return name if name and not Path(name).is_dir() else None
 
 
-def _data_tags(trainer: Any, given: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+def _data_tags(trainer: TrainerParts, given: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
     """Names of the data sets, and their configurations; of a `datasets.Dataset` from the Hub its
     own.
     """
@@ -140,7 +141,7 @@ def _license_of(base: str | None) -> str | None:
     return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
 
 
-def _text(trainer: Any, data: Any, given: Mapping[str, Any]) -> str:
+def _text(trainer: TrainerParts, data: Any, given: Mapping[str, Any]) -> str:
     """The text below the metadata."""
     about = f"Trained on {', '.join(given['datasets'] or data.datasets or ['data without a name'])}"
     if data.base_model:

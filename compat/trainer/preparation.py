@@ -9,30 +9,15 @@ from typing import Any
 from torch import nn
 
 from ..integrations.liger import apply_liger_kernel
+from ..integrations.neftune import NeftuneMixin
 from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from .debugging import OverflowWatch, is_debugged
 from .recompute import enable_recompute
 
-__all__ = ["PreparationMixin", "make_ready"]
+__all__ = ["PreparationMixin"]
 
 _LOG = logging.getLogger(__name__)
-
-
-def make_ready(trainer: Any) -> None:
-    """Kernels, recomputed activations, noise, watches: what the arguments ask for."""
-    args, model = trainer.args, trainer.model
-    if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_model_parallel:
-        trainer._move_model_to_device(model, args.device)
-    if args.use_liger_kernel:
-        apply_liger_kernel(model, getattr(args, "liger_kernel_config", None))
-    if args.gradient_checkpointing or getattr(args, "activation_checkpointing", None):
-        newer = getattr(args, "activation_checkpointing_kwargs", None)
-        enable_recompute(model, newer or args.gradient_checkpointing_kwargs)
-    align_special_tokens(model, trainer.processing_class)
-    trainer._activate_neftune(model)
-    if is_debugged(args, "underflow_overflow"):
-        trainer._overflow_watch = OverflowWatch(model)
 
 
 def align_special_tokens(model: Any, processing_class: Any) -> None:
@@ -57,8 +42,25 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
         _LOG.warning("the model's special tokens now are the tokenizer's: %s", changed)
 
 
-class PreparationMixin(OptimizationMixin):
+class PreparationMixin(OptimizationMixin, NeftuneMixin):
     """The model as the driver wraps it, with its optimizer and schedule."""
+
+    _overflow_watch: OverflowWatch
+
+    def _make_ready(self) -> None:
+        """Kernels, recomputed activations, noise, watches: what the arguments ask for."""
+        args, model = self.args, self.model
+        if (args.fp16_full_eval or args.bf16_full_eval) and not self.is_model_parallel:
+            self._move_model_to_device(model, args.device)
+        if args.use_liger_kernel:
+            apply_liger_kernel(model, getattr(args, "liger_kernel_config", None))
+        if args.gradient_checkpointing or getattr(args, "activation_checkpointing", None):
+            newer = getattr(args, "activation_checkpointing_kwargs", None)
+            enable_recompute(model, newer or args.gradient_checkpointing_kwargs)
+        align_special_tokens(model, self.processing_class)
+        self._activate_neftune(model)
+        if is_debugged(args, "underflow_overflow"):
+            self._overflow_watch = OverflowWatch(model)
 
     def _wrap_for_training(self, max_steps: int) -> None:
         """The model wrapped, with optimizer and schedule."""

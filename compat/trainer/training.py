@@ -21,11 +21,9 @@ from ..data.loading import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
-from ..integrations.neftune import NeftuneMixin
 from ..profile import profile_of
 from .between_steps import BetweenStepsMixin
 from .epochs import Epochs, RunLength
-from .preparation import make_ready
 from .step_callbacks import TrainerPolicy
 
 __all__ = ["TrainingMixin"]
@@ -33,7 +31,7 @@ __all__ = ["TrainingMixin"]
 _LOG = logging.getLogger(__name__)
 
 
-class TrainingMixin(BetweenStepsMixin, NeftuneMixin):
+class TrainingMixin(BetweenStepsMixin):
     """`train` and what it calls through self."""
 
     # --- train ------------------------------------------------------------------------------
@@ -56,7 +54,7 @@ class TrainingMixin(BetweenStepsMixin, NeftuneMixin):
         self._hp_search_setup(trial)  # first: a trial may change the seed
         if self.model_init is not None:
             self._build_anew(trial)
-        make_ready(self)
+        self._make_ready()
         quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
         with self._locked_output(trial), quiet:
             checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
