@@ -1,4 +1,4 @@
-"""Deals an order of samples to the feeders of a run, as accelerate deals it.
+"""Shards an order of samples over the feeders of a run, as accelerate does.
 
 A *round* is one batch for each feeder; with `split_batches`, one batch cut into a part for each.
 A feeder takes its own of every round. The last round may be short: then it is dropped, left
@@ -101,7 +101,7 @@ class BatchSharder:
         self.remainder = 0
         """Number of real samples in the last round; 0: all of them."""
 
-    def deal(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
+    def own_batches(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
         """This feeder's batches, out of those of all feeders."""
         self.remainder = 0
         first: list[list[T]] = []
@@ -110,12 +110,12 @@ class BatchSharder:
             if len(turn) == self.size and self.batch_size in (None, len(turn[-1])):
                 yield turn[self.index]
             elif not self.drop_last:
-                dealt = turn
+                filled = turn
                 if self.even:
                     self.remainder = sum(map(len, turn))
-                    dealt = self._filled(turn, first)
-                if self.index < len(dealt):
-                    yield dealt[self.index]
+                    filled = self._filled(turn, first)
+                if self.index < len(filled):
+                    yield filled[self.index]
 
     def _rounds(self, batches: Iterable[list[T]]) -> Iterator[list[list[T]]]:
         batches = iter(batches)
@@ -143,23 +143,23 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 class RankBatches(Sampler[list[int]]):
     """A batch sampler: one feeder's share of another one."""
 
-    def __init__(self, batch_sampler: Any, dealer: BatchSharder) -> None:
+    def __init__(self, batch_sampler: Any, sharder: BatchSharder) -> None:
         self.batch_sampler = batch_sampler
-        self.dealer = dealer
+        self.sharder = sharder
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.dealer.deal(self.batch_sampler)
+        return self.sharder.own_batches(self.batch_sampler)
 
     def __len__(self) -> int:
-        dealer = self.dealer
-        if dealer.split:
+        sharder = self.sharder
+        if sharder.split:
             return len(self.batch_sampler)
-        whole, rest = divmod(len(self.batch_sampler), dealer.size)
-        if rest == 0 or dealer.drop_last:
+        whole, rest = divmod(len(self.batch_sampler), sharder.size)
+        if rest == 0 or sharder.drop_last:
             return whole
-        return whole + (dealer.even or dealer.index < rest)
+        return whole + (sharder.even or sharder.index < rest)
 
 
 class RankStream(IterableDataset[Any]):
@@ -169,10 +169,10 @@ class RankStream(IterableDataset[Any]):
     called, or by a `torch.Generator` named `generator`, which is seeded with `seed + epoch`.
     """
 
-    def __init__(self, dataset: Any, dealer: BatchSharder, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, dataset: Any, sharder: BatchSharder, batch_size: int, seed: int = 0) -> None:
         self.dataset = dataset
-        self.dealer = dealer
-        self.global_batch = batch_size if dealer.split else batch_size * dealer.size
+        self.sharder = sharder
+        self.global_batch = batch_size if sharder.split else batch_size * sharder.size
         self.batch_size = batch_size
         self.seed = seed
         self.epoch = 0
@@ -190,7 +190,7 @@ class RankStream(IterableDataset[Any]):
             generator.manual_seed(self.seed + self.epoch)
         self.num_examples = 0
         batches = chunks(self._counted(), self.batch_size)
-        yield from chain.from_iterable(self.dealer.deal(batches))
+        yield from chain.from_iterable(self.sharder.own_batches(batches))
 
     def _counted(self) -> Iterator[Any]:
         for sample in self.dataset:
@@ -200,8 +200,8 @@ class RankStream(IterableDataset[Any]):
     def __len__(self) -> int:
         """Samples of this feeder. Raises TypeError when the stream has no length."""
         rounds = len(self.dataset) / self.global_batch
-        own = self.global_batch // self.dealer.size
-        return own * (math.floor(rounds) if self.dealer.drop_last else math.ceil(rounds))
+        own = self.global_batch // self.sharder.size
+        return own * (math.floor(rounds) if self.sharder.drop_last else math.ceil(rounds))
 
 
 class LaterBatches(Sampler[list[int]]):
@@ -242,8 +242,8 @@ class IterableDatasetShard(RankStream):
         process_index: int = 0,
         seed: int = 0,
     ) -> None:
-        dealer = BatchSharder(OneOf(process_index, num_processes), batch_size, drop_last=drop_last)
-        super().__init__(dataset, dealer, batch_size, seed)
+        sharder = BatchSharder(OneOf(process_index, num_processes), batch_size, drop_last=drop_last)
+        super().__init__(dataset, sharder, batch_size, seed)
         self.drop_last = drop_last
         self.num_processes = num_processes
         self.process_index = process_index

@@ -41,13 +41,13 @@ class RankLoader(DataLoader[Any]):
         like: DataLoader[Any],
         dataset: Any,
         batching: dict[str, Any],
-        dealer: BatchSharder,
+        sharder: BatchSharder,
         *,
         active: list[RankLoader] | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__(dataset, **batching, **_workers(like))
-        self.dealer = dealer
+        self.sharder = sharder
         self.active: list[RankLoader] = [] if active is None else active
         """The loaders that are being walked through, the innermost last; may be shared."""
         self.device = device
@@ -63,13 +63,13 @@ class RankLoader(DataLoader[Any]):
         """
         if isinstance(self.dataset, RankStream) and self.num_workers > 0:
             return -1
-        return self.dealer.remainder
+        return self.sharder.remainder
 
     @property
     def total_batch_size(self) -> int | None:
         """Samples in a batch over all feeders; None where batches have sizes of their own."""
-        size = self.dealer.batch_size
-        return None if size is None else size * self.dealer.size
+        size = self.sharder.batch_size
+        return None if size is None else size * self.sharder.size
 
     @property
     def total_dataset_length(self) -> int:
@@ -149,16 +149,16 @@ def shard(
     if sampler is None:  # batches are what the sampler gives, or what the data set holds
         sampler, name = loader.sampler, "sampler"
     sampler = _seeded(sampler, seed, share)
-    dealer = _dealer(sampler, share, split_batches, even_batches)
+    sharder = _sharder(sampler, share, split_batches, even_batches)
     if share.num_feeders > 1 and not getattr(sampler, "rank_aware", False):
         if name == "sampler" and not isinstance(sampler, BatchSampler):
             raise ValueError(
                 "a DataLoader with batch_size=None gives samples one by one, which cannot be dealt"
                 " to several ranks; give it a batch size, or a BatchSampler as its sampler"
             )
-        sampler = RankBatches(sampler, dealer)
+        sampler = RankBatches(sampler, sharder)
     batching = {name: sampler} if name == "batch_sampler" else {name: sampler, "batch_size": None}
-    return RankLoader(loader, loader.dataset, batching, dealer, **shared)
+    return RankLoader(loader, loader.dataset, batching, sharder, **shared)
 
 
 def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> RankLoader:
@@ -177,7 +177,7 @@ def skip_first_batches(loader: DataLoader[Any], num_batches: int) -> RankLoader:
     else:
         batching = {"batch_sampler": LaterBatches(loader.batch_sampler, num_batches)}
     later = RankLoader(
-        loader, loader.dataset, batching, loader.dealer, active=loader.active, device=loader.device
+        loader, loader.dataset, batching, loader.sharder, active=loader.active, device=loader.device
     )
     later.epoch = loader.epoch
     later.skipped_stream_batches = skipped
@@ -189,7 +189,7 @@ def _shard_stream(
 ) -> RankLoader:
     stream, size = loader.dataset, loader.batch_size
     own = _own_size(size, share, split)
-    dealer = BatchSharder(share, own, split=split, drop_last=loader.drop_last, spread=spread)
+    sharder = BatchSharder(share, own, split=split, drop_last=loader.drop_last, spread=spread)
     batching = {"batch_size": own, "drop_last": loader.drop_last}
     if share.num_feeders > 1:
         if not (spread or split) and _has_shards(stream, share.num_feeders):
@@ -201,8 +201,8 @@ def _shard_stream(
                 " DataLoader a batch size, or let the data set itself give each rank its share"
             )
         else:
-            stream = RankStream(stream, dealer, size)
-    return RankLoader(loader, stream, batching, dealer, **shared)
+            stream = RankStream(stream, sharder, size)
+    return RankLoader(loader, stream, batching, sharder, **shared)
 
 
 def _has_shards(stream: Any, size: int) -> bool:
@@ -210,7 +210,7 @@ def _has_shards(stream: Any, size: int) -> bool:
     return hasattr(stream, "shard") and getattr(stream, "n_shards", 0) >= size
 
 
-def _dealer(sampler: Any, share: Share, split: bool, even: bool) -> BatchSharder:
+def _sharder(sampler: Any, share: Share, split: bool, even: bool) -> BatchSharder:
     own = _own_size(getattr(sampler, "batch_size", None), share, split)
     drop_last = getattr(sampler, "drop_last", False)
     return BatchSharder(share, own, split=split, drop_last=drop_last, even=even)
