@@ -10,9 +10,13 @@ hour on two cores, in the environment of all drivers, which uv makes at first.
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from drivetrain.conformance.expected import MEASURED, summed_up
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("docs/conformance")
@@ -41,6 +45,13 @@ def suite(world: str) -> list[str]:
     return command + [word for option in options for word in ("--backend-set", option)]
 
 
+def write_measured() -> None:
+    """What a run says at its start that it will take."""
+    reports = [json.loads(path.read_text()) for path in sorted((ROOT / FOLDER).glob("*.json"))]
+    measured = {"machine": f"a machine of {os.cpu_count()} CPUs", "seconds": summed_up(reports)}
+    MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
+
+
 def main(words: list[str]) -> int:
     """Run those in which a word occurs; the number that failed."""
     build_all()
@@ -53,6 +64,7 @@ def main(words: list[str]) -> int:
         print(f"--- {key}", flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             failed.append(key)
+    write_measured()
     print(f"failed: {'; '.join(failed) or 'none'}")
     return len(failed)
 

@@ -220,6 +220,10 @@ class Engine(Protocol):
     def update(self) -> Outcome:
         """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
         state bitwise unchanged on all of them (law 3). No gradient is left (law 4).
+
+        A parameter that no rank has a gradient of is left as it is, weight decay and moments
+        included; where only some ranks have none, theirs counts as zero (law 1). Raises
+        `RecipeError`, naming the parameters, where the driver cannot.
         """
         ...
 

@@ -101,6 +101,10 @@ class Capabilities:
     """Each new batch shape costs a compilation: the kernel gives all batches one size, by repeating
     samples where there are too few and weighing their loss less.
     """
+    uneven_gradients: bool = True
+    """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
+    it all ranks must use the same parameters: the library adds up what each has, in its order.
+    """
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     saves_memory: str = ""

@@ -85,6 +85,7 @@ class DeepspeedDriver:
             sharded=stage == 3,
             compile=stage < 3,
             activation_checkpointing=True,
+            uneven_gradients=False,
             feeds_ahead=choose_device(options.device).type != "cpu",
             saves_memory="set backend.stage=3, which cuts the weights over ranks too, or "
             'offload_optimizer in backend.config, {"zero_optimization": {"offload_optimizer": '
@@ -167,13 +168,14 @@ class ZeroEngine:
             self._local_forward = self.own.forward
         if plan.compile:
             self.own.compile(**plan.compile_options)
-        self.module, self.zero, *_ = deepspeed.initialize(
-            model=self.own,
-            optimizer=own_optimizer,
-            model_parameters=groups,
-            config=config,
-            dist_init_required=False,
-        )
+        with initialize.broadcasting_scalars():
+            self.module, self.zero, *_ = deepspeed.initialize(
+                model=self.own,
+                optimizer=own_optimizer,
+                model_parameters=groups,
+                config=config,
+                dist_init_required=False,
+            )
         self.buffers = Buffers(self.own, world)
         self.buffers.take_before_forward(self.module)
         self.numbers = GroupNumbers(names, self.zero.param_groups)
@@ -185,11 +187,9 @@ class ZeroEngine:
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
-        self._hooks = [
-            p.register_hook(partial(self._reach, name))  # type: ignore[no-untyped-call]
-            for name, p in named.items()
-            if p.requires_grad
-        ]
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                parameter.register_hook(partial(self._reach, name))  # type: ignore[no-untyped-call]
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
             self.loss_scale = stepping.LossScale(world.device)
@@ -221,13 +221,13 @@ class ZeroEngine:
             self.module.backward(loss * weight, scale_wrt_gas=False)
 
     def unused(self) -> Sequence[str]:
-        for hook in self._hooks:
-            hook.remove()
         named = self.own.named_parameters()
         return [name for name, p in named if p.requires_grad and name not in self._reached]
 
     def update(self) -> Outcome:
-        with self._named("updating the weights"):
+        absent, self._reached = self._trained - self._reached, set()
+        left = zero_state.left_alone(self.zero, self.own, absent)
+        with self._named("updating the weights"), left if absent else models.NO_CONTEXT:
             self.module.step()
         stepping.forget_gradients(self._others)
         norm = torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32)

@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -80,10 +80,7 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
 
     device = torch.device(get_accelerator().current_device_name())
     if config["zero_optimization"]["stage"] < 3:
-        module = models.build_model(recipe, plan, device)
-        for part in module.modules():
-            _refuse_scalars(part)
-        return module
+        return models.build_model(recipe, plan, device)
     from deepspeed.runtime.zero.partition_parameters import Init
 
     if construct == "whole":
@@ -97,9 +94,8 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
                 "one), so every rank holds all of it. Make the model inside recipe.model; or set "
                 "backend.construct=whole if each rank's host memory is enough for it"
             )
-    for part in module.modules():
-        _refuse_scalars(part)
-    Init(module=module, config_dict_or_path=dict(config))
+    with _with_a_dimension(module.parameters()):
+        Init(module=module, config_dict_or_path=dict(config))
     dtype = zero_config.low_precision(config)
     for parameter in module.parameters():
         if dtype is not None and parameter.is_floating_point():
@@ -111,13 +107,40 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
     return module
 
 
-def _refuse_scalars(module: nn.Module) -> None:
-    for name, parameter in module.named_parameters(recurse=False):
-        if parameter.dim() == 0:
-            raise RecipeError(
-                f"the parameter {name!r} of a {type(module).__name__} has no dimension, which "
-                "DeepSpeed cannot broadcast; make it a tensor of one element"
-            )
+@contextmanager
+def _with_a_dimension(parameters: Iterable[Any]) -> Iterator[None]:
+    """While it is open, parameters of no dimension have one, without which DeepSpeed cannot
+    broadcast them."""
+    scalars = [p for p in parameters if not p.dim()]
+    for parameter in scalars:
+        parameter.data = parameter.data.reshape(1)
+    try:
+        yield
+    finally:
+        for parameter in scalars:
+            if hasattr(parameter, "ds_shape"):
+                parameter.ds_shape = torch.Size()
+            if parameter.numel():  # else it was cut meanwhile, and lies elsewhere
+                parameter.data = parameter.data.reshape(())
+
+
+@contextmanager
+def broadcasting_scalars() -> Iterator[None]:
+    """While it is open, engines that are built can broadcast parameters of no dimension. They have
+    one for no longer than that: what autograd knows of them stays."""
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    broadcast = DeepSpeedEngine._broadcast_model
+
+    def with_scalars(self: Any) -> None:
+        with _with_a_dimension(self.module.parameters()):
+            broadcast(self)
+
+    DeepSpeedEngine._broadcast_model = with_scalars
+    try:
+        yield
+    finally:
+        DeepSpeedEngine._broadcast_model = broadcast
 
 
 @contextmanager
@@ -138,8 +161,8 @@ def _sharding(config: Mapping[str, Any]) -> Iterator[set[int]]:
             with torch._C.DisableTorchFunction():
                 made.add(id(module))
                 kept.append(module)  # so that no other object takes its id
-                _refuse_scalars(module)
-                super()._post_init_method(module)
+                with _with_a_dimension(module.parameters(recurse=False)):
+                    super()._post_init_method(module)
 
     kept: list[nn.Module] = []
     touched = _TouchedParameters()
@@ -332,6 +355,7 @@ def compile_file_operator() -> None:
 
 
 __all__ = [
+    "broadcasting_scalars",
     "compile_file_operator",
     "import_deepspeed",
     "model",

@@ -8,7 +8,7 @@ itself saves is pickled and tied to the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -290,6 +290,38 @@ def _filled(
         else:
             piece.of(tensor).zero_()
     return tensor
+
+
+@contextmanager
+def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """What is done inside leaves the parameters of these names, which no rank has a gradient of, as
+    they were: DeepSpeed updates them by a gradient of zero, which weight decay and moments add to.
+    """
+    kept = [_copied(zero, part, names) for part in partitions(zero, module)]
+    yield
+    for part, copies in zip(partitions(zero, module), kept, strict=True):
+        with _in_memory(zero, part.index):
+            for piece, key, copy in copies:
+                held = part.master if key is None else zero.optimizer.state[part.master][key]
+                piece.of(held).copy_(copy)
+    publish(zero)
+
+
+def _copied(
+    zero: Any, part: Partition, names: Collection[str]
+) -> list[tuple[Slice, str | None, Tensor]]:
+    """Of the master (None), and of each entry of the optimizer's state with a value an element."""
+    with _in_memory(zero, part.index):
+        state = zero.optimizer.state.get(part.master, {})
+        held = {None: part.master} | {
+            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()
+        }
+        return [
+            (piece, key, piece.of(tensor).clone())
+            for piece in part.slices
+            if piece.name in names
+            for key, tensor in held.items()
+        ]
 
 
 def publish(zero: Any) -> None:

@@ -8,13 +8,14 @@ forward or backward begins, and let go of afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...kernel.contract import Outcome, World
 from ...kernel.errors import RecipeError, SettingError
@@ -24,6 +25,7 @@ from ...kernel.shards import Piece, Reader
 from ..common import model_state, models, stepping
 from ..common.optimizer_state import OptimizerState
 from ..process_group.buffers import Buffers
+from ..process_group.carried import Carried
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
@@ -58,6 +60,7 @@ class FsdpDriver:
             sharded=True,
             compile=True,
             activation_checkpointing=True,
+            uneven_gradients=False,
             feeds_ahead=choose_device(sharding.options_of(plan).device).type != "cpu",
             saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
             "and the optimizer's state in host memory",
@@ -121,22 +124,19 @@ class FsdpEngine:
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
         self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
-        parameters = dict(self.module.named_parameters())
-        if scalars := [name for name, p in parameters.items() if not p.dim()]:
-            raise RecipeError(
-                f"FSDP cannot cut parameters of no dimension ({', '.join(scalars)}): give them one "
-                "element and one dimension, or choose ddp"
-            )
         units = wrap_units.choose_units(self.module, options.wrap, options.min_unit_params)
         if plan.compile:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
                 unit.forward = torch.compile(unit.forward, **plan.compile_options)
         mesh = sharding.mesh_of(options, world)
-        self.units = [sharding.shard(unit, plan, mesh) for unit in (*units, self.module)]
+        whole = sharding.carried_whole(self.module, units)
+        ignored = set(whole.values())
+        self.units = [sharding.shard(unit, plan, mesh, ignored) for unit in (*units, self.module)]
         self.num_replicas = world.size // (options.shard_size or world.size)
         if self.uninitialised:
             meta_init.materialise(self.module, self.home)
+        self.carried = Carried(self._to_device(whole), world)
         self.buffers = Buffers(self.module, world, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
         self.optimizer = models.build_optimizer(recipe, self.module)
@@ -145,6 +145,13 @@ class FsdpEngine:
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
+
+    def _to_device(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """These parameters of the module, which nothing else moves there."""
+        parameters = [self.module.get_parameter(name) for name in names]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.world.device)
+        return parameters
 
     def _stepper(self) -> torch.optim.Optimizer:
         optimizer, how = self.optimizer, self.options.optimizer_step
@@ -159,6 +166,8 @@ class FsdpEngine:
                 "backend.optimizer_step=tensors; where each element, parts",
                 type(optimizer).__name__,
             )
+        if how == "parts" and self.carried.parameters:
+            return cast(torch.optim.Optimizer, dtensor.StepByKind(optimizer))
         if how == "parts":
             return optimizer
         stepper = dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
@@ -189,21 +198,30 @@ class FsdpEngine:
         return models.without_gradient(self.module)
 
     def update(self) -> Outcome:
+        self.carried.average(self.plan.precision.reduce)
         parameters = list(self.module.parameters())
-        grads = [dtensor.own_part(p.grad) for p in parameters if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        parts = [dtensor.own_part(grad) for grad in grads]
         if self.loss_scale is not None:
-            self.loss_scale.unscale(grads)
-        # each rank's part of the square; every replica of a part counts it once
-        square = stepping.global_norm(grads).to(self.home).double().square()
-        with self._named("adding up the gradient norm"):
-            dist.all_reduce(keep_for_a_while(square))
-        norm = (square / self.num_replicas).sqrt().float()
+            self.loss_scale.unscale(parts)
+        norm = self._norm(grads)
         with self._named("updating the weights"):
             outcome = stepping.step_if_finite(
-                self.stepper, grads, norm, self.plan.max_grad_norm, self.loss_scale
+                self.stepper, parts, norm, self.plan.max_grad_norm, self.loss_scale
             )
         stepping.forget_gradients(parameters)
         return outcome
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient: each rank's parts, and what every rank has."""
+        cut = [dtensor.own_part(grad) for grad in grads if isinstance(grad, DTensor)]
+        square = stepping.global_norm(cut).to(self.home).double().square()
+        with self._named("adding up the gradient norm"):
+            dist.all_reduce(keep_for_a_while(square))
+        square /= self.num_replicas  # every replica of a part counted it once
+        if whole := [grad for grad in grads if not isinstance(grad, DTensor)]:
+            square += stepping.global_norm(whole).to(self.home).double().square()
+        return square.sqrt().float()
 
     def shards(self) -> Iterator[Piece]:
         self._initialise()
@@ -270,7 +288,7 @@ class FsdpEngine:
             return
 
         def keep(parameter: nn.Parameter, whole: Tensor) -> None:
-            part = dtensor.take_own(whole, cast(Any, parameter))
+            part = dtensor.take_own(whole, parameter)
             dtensor.own_part(parameter).copy_(part)
 
         missing = meta_init.initialise(self.module, self.plan.seed, keep)

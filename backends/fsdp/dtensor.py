@@ -6,7 +6,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.html
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,10 @@ def cut_like(parameter: DTensor, part: Tensor) -> DTensor:
     )
 
 
-def take_own(whole: Tensor, parameter: DTensor) -> Tensor:
+def take_own(whole: Tensor, parameter: Tensor) -> Tensor:
     """A new tensor: the part of `whole` that this rank holds of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole.clone()
     box = own_box(parameter)
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         whole = whole.narrow(dim, offset, size)
@@ -169,6 +171,26 @@ def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor
 # --- stepping on whole tensors --------------------------------------------------------------
 
 
+class StepByKind:
+    """Steps an elementwise optimizer on what is cut, and then on what every rank holds whole:
+    torch's kernels take tensors of one kind at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """As the optimizer's own."""
+        all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
+        try:
+            for cut in (True, False):
+                for group, parameters in all_of_it:
+                    group["params"] = [p for p in parameters if isinstance(p, DTensor) is cut]
+                self.optimizer.step()
+        finally:
+            for group, parameters in all_of_it:
+                group["params"] = parameters
+
+
 class WholeStep:
     """Steps an optimizer to which a tensor is more than its elements, on whole tensors.
 
@@ -212,7 +234,7 @@ class WholeStep:
         self.optimizer.step()
         for parameter, stand_in in stand_ins.items():
             with torch.no_grad():
-                own_part(parameter).copy_(take_own(stand_in.detach(), cast(Any, parameter)))
+                own_part(parameter).copy_(take_own(stand_in.detach(), parameter))
             if stand_in in states:
                 state = states.pop(stand_in)
                 states[parameter] = {k: _own(value, parameter) for k, value in state.items()}

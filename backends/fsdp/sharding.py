@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,6 +15,9 @@ from ...kernel.contract import World
 from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ..process_group.session import choose_device
+from . import wrap_units
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,34 @@ def options_of(plan: Plan) -> FsdpOptions:
     return plan.options or FsdpOptions()
 
 
-def shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
-    """Cut what no smaller unit has cut. Raises `RecipeError` for a 0-d parameter."""
+def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """What cannot be cut, and so stays whole on every rank, by FQN: parameters of no dimension, and
+    those of another dtype than most of their unit has, since a unit is gathered in one."""
+    dtypes = {unit: Counter[torch.dtype]() for unit in (*units, module)}
+    held = list(wrap_units.held(module, set(units), module, ""))
+    for _, parameter, unit in held:
+        if parameter.dim() and parameter.is_floating_point():
+            dtypes[unit][parameter.dtype] += parameter.numel()
+    usual = {unit: found.most_common(1)[0][0] for unit, found in dtypes.items() if found}
+    other = {
+        name: parameter
+        for name, parameter, unit in held
+        if parameter.is_floating_point() and parameter.dtype != usual.get(unit, parameter.dtype)
+    }
+    if other:
+        _LOG.warning(
+            "every rank holds all of %s, %s elements: they are of another dtype than most of the "
+            "unit that they are in. Let each unit (backend.wrap) have one",
+            ", ".join(other) if len(other) < 10 else f"{len(other)} parameters",
+            sum(parameter.numel() for parameter in other.values()),
+        )
+    found = {parameter: name for name, parameter in module.named_parameters()}
+    scalars = {name: p for p, name in found.items() if not p.dim()}
+    return {**{found[p]: p for p in other.values()}, **scalars}
+
+
+def shard(unit: nn.Module, plan: Plan, mesh: Any, ignored: set[nn.Parameter]) -> Any:
+    """Cut what no smaller unit has cut, but for what is ignored."""
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -95,8 +127,9 @@ def shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
     # The policy says what travels; autocast says what each operation computes in, as on all other
     # drivers. Alone, the policy would compute everything in the lower precision, also losses and
     # normalisation, and would round inputs that are no activations, such as targets.
+    gathered = gathered_dtype(plan)
     policy = MixedPrecisionPolicy(
-        param_dtype=gathered_dtype(plan),
+        param_dtype=None if gathered is plan.precision.params else gathered,
         reduce_dtype=plan.precision.reduce,
         cast_forward_inputs=False,
     )
@@ -108,6 +141,7 @@ def shard(unit: nn.Module, plan: Plan, mesh: Any) -> Any:
         reshard_after_forward=None if options.reshard_after_forward else False,
         mp_policy=policy,
         offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
+        ignored_params=ignored,
     )
     assert isinstance(unit, FSDPModule)
     # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported

@@ -108,21 +108,22 @@ def _large(root: nn.Module, min_params: int) -> list[nn.Module]:
 def _shared(root: nn.Module, units: Sequence[nn.Module]) -> list[tuple[list[str], set[nn.Module]]]:
     """(names of a tied weight, the units that hold it) where those are more than one."""
     found: dict[nn.Parameter, tuple[list[str], set[nn.Module]]] = {}
-    for name, parameter, unit in _held(root, set(units), root, ""):
+    for name, parameter, unit in held(root, set(units), root, ""):
         tied, holders = found.setdefault(parameter, ([], set()))
         tied.append(name)
         holders.add(unit)
     return [(tied, holders) for tied, holders in found.values() if len(holders) > 1]
 
 
-def _held(
+def held(
     part: nn.Module, units: set[nn.Module], unit: nn.Module, prefix: str
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Each name of a parameter, that, and the unit that holds it."""
     unit = part if part in units else unit
     for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
         yield prefix + name, parameter, unit
     for name, child in part.named_children():
-        yield from _held(child, units, unit, f"{prefix}{name}.")
+        yield from held(child, units, unit, f"{prefix}{name}.")
 
 
 def sharded_layout(
@@ -146,14 +147,14 @@ def sharded_layout(
     largest = {name: _part_of(p, num_parts) for name, p in model.named_parameters()}
     whole: Counter[nn.Module] = Counter()
     seen: set[nn.Parameter] = set()
-    for _, parameter, unit in _held(model, set(units), model, ""):
+    for _, parameter, unit in held(model, set(units), model, ""):
         if parameter not in seen:
             seen.add(parameter)
             whole[unit] += parameter.numel()
     root = whole.pop(model, 0)
     sizes = sorted(whole.values(), reverse=True)
     # while one unit computes, the next is gathered; a unit's gradient is whole until it is reduced
-    held = root + sum(sizes if keeps_gathered else sizes[:2])
+    whole_now = root + sum(sizes if keeps_gathered else sizes[:2])
     summed = root + (sum(sizes) if accumulates_whole else max(sizes, default=0))
     tied = tuple(f"{' = '.join(g)} is one parameter" for g in models.tied_groups(model))
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -166,7 +167,7 @@ def sharded_layout(
         optimizer_bytes=sum(
             -(-state_bytes.get(name, 0) * largest[name] // max(p.numel(), 1)) for name, p in trained
         ),
-        transient_bytes=held * gathered.itemsize + summed * plan.precision.reduce.itemsize,
+        transient_bytes=whole_now * gathered.itemsize + summed * plan.precision.reduce.itemsize,
         units=tuple(names[unit] for unit in reversed(units)),
         notes=(*tied, f"units are gathered in {gathered}", *notes),
     )

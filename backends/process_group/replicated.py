@@ -6,6 +6,7 @@ https://arxiv.org/abs/2006.15704
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -99,19 +100,24 @@ class DdpEngine:
 
     def unused(self) -> Sequence[str]:
         names = models.without_gradient(self.own)
-        if names and not self.finds_unused:
-            # it would wait for their gradients, and average none of those in a bucket with them
-            raise RecipeError(
-                f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the first "
-                "step: set backend.find_unused_parameters=true, or freeze them "
-                "(requires_grad=False), or leave them out of the model"
-            )
+        if not self.finds_unused:
+            self._refuse_unused(names)
         return names
 
     def update(self) -> Outcome:
+        self._refuse_unused(self.module.waited_for())
         return stepping.update(
             self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
         )
+
+    def _refuse_unused(self, names: Sequence[str]) -> None:
+        """DDP waits for their gradients, and averages none of those in a bucket with them."""
+        if names:
+            raise RecipeError(
+                f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the last "
+                "microbatch of a step: set backend.find_unused_parameters=true, or freeze them "
+                "(requires_grad=False), or leave them out of the model"
+            )
 
     def shards(self) -> Iterator[Piece]:
         yield from self.buffers.own_pieces()
@@ -144,6 +150,18 @@ class _InOneOrder(DistributedDataParallel):
             self.reducer._rebuild_buckets()
         if static_graph:
             self._set_static_graph()  # type: ignore[no-untyped-call]
+
+    def waited_for(self) -> list[str]:
+        """The parameters whose gradients the last backward lacked, on this rank."""
+        try:
+            self.reducer._rebuild_buckets()  # which looks for that first, and has nothing to do
+        except RuntimeError as error:
+            if (found := re.search(r"receive grad for rank \d+: ([\d ]+)", str(error))) is None:
+                raise
+            parameters = self._build_params_for_reducer()[0]
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            return sorted(names[parameters[int(index)]] for index in found[1].split())
+        return []
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """The last ones first, as gradients come: buckets are sent in this order."""

@@ -10,12 +10,15 @@ import json
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...checkpoint.catalog import as_metric
 from ...checkpoint.storage.local import replace_text
+from ...kernel.errors import CheckpointDamaged, printable
+from ..checkpoints.json_state import read_json
 
 __all__ = ["ExportableState", "TrainerControl", "TrainerState"]
 
@@ -75,6 +78,39 @@ class TrainerControl(ExportableState):
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
 
+def _is_any(value: Any) -> bool:
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return as_metric(value) is not None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "best_model_checkpoint": _is_text,
+    **dict.fromkeys(
+        (
+            "epoch",
+            "logging_steps",
+            "eval_steps",
+            "save_steps",
+            "train_batch_size",
+            "num_train_epochs",
+            "num_input_tokens_seen",
+            "total_flos",
+            "best_metric",
+            "best_global_step",
+        ),
+        _is_number,
+    ),
+}
+"""Of the fields of a state that are reckoned with."""
+
+
 @dataclass
 class TrainerState:
     """The progress of a run; saved with every checkpoint as `trainer_state.json`.
@@ -123,9 +159,9 @@ class TrainerState:
         ValueError for a file that holds no state.
         """
         try:
-            stored = json.loads(Path(json_path).read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{json_path} is no JSON: {error}") from error
+            stored = read_json(Path(json_path))
+        except CheckpointDamaged as error:
+            raise ValueError(str(error)) from error
         if not isinstance(stored, dict):
             raise ValueError(f"{json_path} holds no state: {stored!r:.200}")
         for name in ("global_step", "max_steps"):
@@ -135,9 +171,13 @@ class TrainerState:
         for name, kind in (("log_history", list), ("stateful_callbacks", dict)):
             if not isinstance(stored.get(name) or kind(), kind):
                 raise ValueError(f"{json_path}: {name} is {stored[name]!r:.200}")
+        for name, value in stored.items():
+            if value is not None and not (_KINDS.get(name) or _is_any)(value):
+                raise ValueError(f"{json_path}: {name} is {value!r:.200}")
         known = {item.name for item in dataclasses.fields(cls)}
         if strangers := sorted(stored.keys() - known):
-            _log.warning("%s: unknown fields are left out: %s", json_path, ", ".join(strangers))
+            named = printable(", ".join(strangers))[:400]
+            _log.warning("%s: unknown fields are left out: %s", json_path, named)
         return cls(**{name: value for name, value in stored.items() if name in known})
 
     def compute_steps(self, args: Any, max_steps: int) -> None:

@@ -10,6 +10,7 @@ import logging
 import random
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def optimizer_tensors(
             "delete its optimizer.pt to start the optimizer anew"
         )
     tensors: dict[str, Tensor] = {}
-    for number, name in zip(sum(there, []), sum(here, []), strict=True):
+    for number, name in zip(chain(*there), chain(*here), strict=True):
         for key, value in state["state"].get(number, {}).items():
             if name is None:
                 raise CheckpointMismatch(

@@ -1,14 +1,33 @@
-"""States of schedules as JSON: what JSON lacks is written as a dict with one marked key."""
+"""States of schedules as JSON, where what JSON lacks is a dict with one marked key; and JSON files
+that others wrote."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-__all__ = ["from_plain", "to_plain"]
+from ...checkpoint.format.strict_json import MAX_ITEMS, num_items
+from ...checkpoint.storage.protocol import read_small
+from ...kernel.errors import CheckpointDamaged
+
+__all__ = ["from_plain", "read_json", "to_plain"]
 
 _NUMBER, _ITEMS = "<number>", "<items>"
+_MAX_BYTES = 256 << 20
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds. Raises `CheckpointDamaged`, naming it, for no JSON, and too much of it."""
+    raw = read_small(path, _MAX_BYTES)
+    if (items := num_items(raw)) > MAX_ITEMS:
+        raise CheckpointDamaged(f"{path}: holds about {items} items, and {MAX_ITEMS} are read")
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} is no JSON: {error}") from error
 
 
 def to_plain(value: Any, where: str) -> Any:

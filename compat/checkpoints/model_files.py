@@ -6,7 +6,6 @@ unpickler for weights alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from ...checkpoint.format.safetensors import Source, TensorFile, write
 from ...checkpoint.storage.local import beside
 from ...kernel.errors import CheckpointDamaged, CheckpointError
 from ..trainer.inspection import is_peft_model
+from .json_state import read_json
 from .unpickling import read_pickled
 
 __all__ = [
@@ -78,14 +78,13 @@ def unsound(folder: Path) -> str | None:
 def _files_of_index(index: Path) -> list[Path]:
     """The shards of an index. Raises `CheckpointError` when it, or one of them, is not as such."""
     try:
-        by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        parts = list(dict.fromkeys(by_name.values()))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: is no index of weights: {error!r}") from error
+        parts = list(dict.fromkeys(read_json(index)["weight_map"].values()))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: is no index of weights: {error!r:.200}") from error
     for part in parts or [None]:
-        named = isinstance(part, str) and Path(part).name == part
+        named = isinstance(part, str) and Path(part).name == part and len(part) < 256
         if not named or not (index.parent / part).is_file():
-            raise CheckpointError(f"{index}: its part {part!r} is not beside it")
+            raise CheckpointError(f"{index}: its part {part!r:.200} is not beside it")
     return [index.parent / part for part in sorted(parts)]
 
 

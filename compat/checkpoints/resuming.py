@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from ...checkpoint.manifest import MANIFEST
 from ...data.indexed import length_of
 from ...kernel.batches import Position
 from ...kernel.contract import Session
-from ...kernel.errors import CheckpointMismatch
+from ...kernel.errors import CheckpointMismatch, printable
 from ...kernel.loop import TrainLoop
 from ...kernel.progress import Window
 from ...trainer.resume import damage, differences
@@ -30,7 +29,7 @@ from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from ..trainer.parts import TrainerParts
 from . import hf_folders
-from .json_state import from_plain
+from .json_state import from_plain, read_json
 from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
 from .overlay_reader import OverlayReader
 from .rotation import newest_sound, problem_with
@@ -210,7 +209,8 @@ class ResumingMixin(TrainerParts):
         stored = TrainerState.load_from_json(path)
         best = stored.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
-            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", best)
+            named = printable(best)[:400]
+            _LOG.warning("the best checkpoint of the run that is resumed, %s, is gone", named)
             stored.best_model_checkpoint = None
         self.compare_trainer_and_checkpoint_args(self.args, stored)
         for name in ("logging_steps", "eval_steps", "save_steps", "train_batch_size"):
@@ -281,7 +281,7 @@ class ResumingMixin(TrainerParts):
         if lost:
             _LOG.warning(
                 "the checkpoint holds the state of callbacks that this run does not have: %s",
-                ", ".join(lost),
+                printable(", ".join(lost))[:400],
             )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -421,11 +421,12 @@ def _compare_versions(folder: Path) -> None:
     config, transformers = folder / "config.json", sys.modules.get("transformers")
     if transformers is None or not config.is_file():
         return
-    written = json.loads(config.read_text(encoding="utf-8")).get("transformers_version")
+    stored = read_json(config)
+    written = stored.get("transformers_version") if isinstance(stored, dict) else None
     if written not in (None, transformers.__version__):
         _LOG.warning(
             "%s was written by transformers %s, and this is %s",
             folder,
-            written,
+            printable(str(written))[:40],
             transformers.__version__,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def get_length_grouped_indices(
     if pieces:
         longest = max(pieces, key=lambda piece: lengths[piece[0]])
         pieces[0][0], longest[0] = longest[0], pieces[0][0]
-    return sum(pieces, [])
+    return list(chain.from_iterable(pieces))
 
 
 class LengthGroupedSampler(Sampler[int]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -187,5 +188,5 @@ class EvalLoopContainer:
 
     def _join_samples(self, *parts: Any) -> Any:
         if all(isinstance(part, list) for part in parts):
-            return sum(parts, [])
+            return list(chain(*parts))
         return pad_and_concatenate(parts, self.padding_index)

@@ -39,6 +39,8 @@ Under torchrun, or srun with one task a device, leave --nproc out: ranks notice 
 
 [bold]Exit codes[/]: 0 done; 1 failed; 2 the request cannot be carried out; 75 asked to stop by a
 signal, saved, resume it.
+
+[bold]From Python[/]: drivetrain.fit
 """
 
 
@@ -172,7 +174,10 @@ CheckpointPath = Annotated[
 ]
 
 
-@app.command(epilog="[bold]Examples[/]\n\ndrivetrain backends\n\ndrivetrain backends --json")
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain backends\n\ndrivetrain backends --json\n\n"
+    "[bold]From Python[/]: drivetrain.kernel.registry.known_backends and find_driver"
+)
 def backends(json: AsJson = False, debug: Debug = False) -> None:
     """All known drivers: usable here or not, why not, and how to install what is missing."""
     from .failure import told
@@ -190,7 +195,8 @@ def backends(json: AsJson = False, debug: Debug = False) -> None:
 
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain explain my.py --backend fsdp --nproc 8\n\n"
-    "drivetrain explain my.py --all --nproc 2 --set optimizer.name=torch.optim.SGD"
+    "drivetrain explain my.py --all --nproc 2 --set optimizer.name=torch.optim.SGD\n\n"
+    "[bold]From Python[/]: drivetrain.cli.explain.explain"
 )
 def explain(
     recipe: Annotated[
@@ -231,7 +237,10 @@ checkpoint = typer.Typer(
 app.add_typer(checkpoint, name="checkpoint")
 
 
-@checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint inspect runs/first")
+@checkpoint.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint inspect runs/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader"
+)
 def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) -> None:
     """Who wrote it, when, and which tensors it holds; reads no tensor."""
     from .failure import told
@@ -248,7 +257,10 @@ def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) ->
             show(record, open_console())
 
 
-@checkpoint.command(epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first")
+@checkpoint.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader.verify"
+)
 def verify(
     path: Annotated[
         str,
@@ -276,7 +288,8 @@ def verify(
 
 
 @checkpoint.command(
-    epilog="[bold]Example[/]\n\ndrivetrain checkpoint export runs/first exported/first"
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint export runs/first exported/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.export_weights"
 )
 def export(
     path: CheckpointPath,
@@ -299,7 +312,8 @@ def export(
 @checkpoint.command(
     "import",
     epilog="[bold]Example[/]\n\ndrivetrain checkpoint import exported/first runs/second\n\n"
-    "drivetrain train my.py --resume runs/second/checkpoints --out runs/second-trained",
+    "drivetrain train my.py --resume runs/second/checkpoints --out runs/second-trained\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.import_weights",
 )
 def import_(
     folder: Annotated[Path, typer.Argument(help="A folder with safetensors weights.")],
@@ -325,30 +339,57 @@ def import_(
 
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain conform --backend cpu\n\n"
-    "drivetrain conform --backend ddp --nproc 2 -k gradient --report conformance"
+    "drivetrain conform --backend ddp --nproc 2 -k gradient --report conformance\n\n"
+    "drivetrain conform --backend mine --backend-set threads=2 --peer cpu --peer ddp:2\n\n"
+    "drivetrain conform --backend mine -- -x --tb=short   (behind --, what pytest takes)\n\n"
+    "[bold]Exit codes[/]: 0 all laws are kept; 1 some are not; 5 nothing ran; 69 the driver cannot "
+    "run here.\n\n[bold]From Python[/]: drivetrain.conformance.cases"
 )
 def conform(
     backend: Annotated[str, typer.Option(help="The driver to prove.")],
     nproc: Annotated[int | None, typer.Option(help="Ranks; by default the suite chooses.")] = None,
+    backend_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="An option of the driver. Repeatable."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[:N]",
+            help="A driver to exchange checkpoints with, in N processes; by default the driver "
+            "itself in other numbers of processes. Repeatable.",
+        ),
+    ] = None,
     report: Annotated[
         Path | None, typer.Option(help="A folder for the report, in JSON and HTML.")
     ] = None,
     select: Annotated[
-        str | None, typer.Option("-k", metavar="EXPR", help="Only tests that match, as in pytest.")
+        str | None, typer.Option("-k", metavar="EXPR", help="Only cases that match, as in pytest.")
+    ] = None,
+    allow_unavailable: Annotated[
+        bool, typer.Option("--allow-unavailable", help="A driver that cannot run here is no error.")
+    ] = False,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- PYTEST...]", show_default=False)
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Prove that a driver keeps the laws of the contract; needs pytest."""
+    """Prove that a driver keeps the laws of the contract; needs pytest. How long it takes is said
+    at its start."""
     from .failure import told
 
     with told(debug=debug):
         from .conform import conform
 
-        options = (("--nproc", nproc), ("--report", report))
-        arguments = [f"{name}={value}" for name, value in options if value is not None]
-        if select is not None:
-            arguments += ["-k", select]
-        raise typer.Exit(conform(backend, arguments))
+        options = {
+            "--nproc": nproc,
+            "--backend-set": backend_set,
+            "--peer": peer,
+            "--report": report,
+        }
+        more = [] if select is None else ["-k", select]
+        flags = {"--allow-unavailable": allow_unavailable}
+        raise typer.Exit(conform(backend, options, flags, [*more, *(arguments or ())]))
 
 
 def _print_json(value: object) -> None:

@@ -27,7 +27,7 @@ from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.recipe import Recipe
 
 CPU, DDP_2 = Subject("cpu"), Subject("ddp", 2)
-TRAINED = ("SGD", "AdamW", "Adafactor")
+TRAINED = ("SGD", "AdamW", "Adafactor", "schedule-free")
 
 
 # --- jobs, run on every rank ----------------------------------------------------------------
@@ -67,7 +67,17 @@ def momentum(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
+def schedule_free(named: Any) -> torch.optim.Optimizer:
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree([p for _, p in named], lr=0.05, warmup_steps=2)
+    optimizer.train()
+    return optimizer
+
+
 def build(name: str) -> Any:
+    if name == "schedule-free":
+        return schedule_free
     return momentum if name == "SGD" else optimizer_called(name)
 
 
@@ -200,7 +210,7 @@ def optimize(bench: Bench, *, name: str) -> dict[str, Any]:
 
 
 def refused(bench: Bench, *, model: str) -> str:
-    models: dict[str, Any] = {"scalar": WithScalar, "bare": Bare}
+    models: dict[str, Any] = {"bare": Bare}
     with bench.open(precision="fp32") as session:
         try:
             engine = session.prepare(recipe(build("SGD"), models[model]))
@@ -211,10 +221,45 @@ def refused(bench: Bench, *, model: str) -> str:
     return ""
 
 
-class WithScalar(nn.Module):
+class MixedBlock(nn.Module):
+    """Normalises in another dtype than the rest of it has."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.norm = nn.LayerNorm(6, dtype=torch.float64)
+        self.up, self.down = nn.Linear(6, 7), nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x.double()).to(self.up.weight.dtype))
+        return self.down(hidden.tanh()).to(x.dtype)
+
+
+class Mixed(Tied):
+    """Two dtypes within a unit, a unit all of another, and a parameter of no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale_of_all = nn.Parameter(torch.tensor(0.5))
+        self.gain = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.blocks = nn.ModuleList((MixedBlock(), MixedBlock().double(), MixedBlock()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x) * self.scale_of_all
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head((hidden.double() * self.gain).float())
+
+
+def train_mixed(bench: Bench, *, source: str | None, folder: str) -> dict[str, Any]:
+    """Take a checkpoint, if there is one; two clipped updates; save."""
+    with bench.open(precision="fp32", max_grad_norm=1.0) as session:
+        engine = session.prepare(recipe(build("AdamW"), Mixed))
+        if source:
+            engine.restore(CheckpointReader(source))
+        taken = pieces(engine)
+        figures = [step(session, engine, index) for index in range(2)]
+        path = CheckpointStore(folder).save(2, engine, session, {})
+        return {"taken": taken, "figures": figures, "path": str(path)}
 
 
 class Bare(nn.Module):
@@ -442,8 +487,22 @@ def test_every_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
 
 
 def test_models_that_cannot_be_cut_are_refused() -> None:
-    assert "scale" in Subject("fsdp", 2).run(refused, model="scalar")[0]
     assert "position" in Subject("fsdp", 2, {"meta": True}).run(refused, model="bare")[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"meta": False, "optimizer_step": "whole"}])
+def test_dtypes_may_differ_in_a_model(options: dict[str, Any], tmp_path: Path) -> None:
+    """What is of another dtype than its unit, or of no dimension, is whole on every rank."""
+    source, expected_source = None, None
+    for turn in range(2):
+        expected = CPU.run(train_mixed, source=expected_source, folder=str(tmp_path / f"a{turn}"))
+        actual = Subject("fsdp", 2, options).run(
+            train_mixed, source=source, folder=str(tmp_path / f"b{turn}")
+        )
+        torch.testing.assert_close(actual[0]["figures"], expected[0]["figures"], rtol=1e-5, atol=0)
+        if source:
+            same_bits(whole(actual, "taken"), read_all(CheckpointReader(source)))
+        source, expected_source = expected[0]["path"], actual[0]["path"]
 
 
 def test_ties_stay_in_one_unit() -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import pydoc
+import re
+import subprocess
 from pathlib import Path
 
+import pytest
 from command_line import Drive
+from typer.testing import CliRunner
 
+from drivetrain.cli.app import app, checkpoint
 from drivetrain.cli.launch import Launch, adopt_slurm
 
 
@@ -59,6 +65,53 @@ def test_conform_refuses_what_it_does_not_know(drive: Drive) -> None:
     ran = drive("conform", "--backend", "cup")
     assert ran.code == 2
     assert "Did you mean 'cpu'?" in ran.stderr
+
+
+def test_conform_hands_on_what_the_suite_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 69)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    words = "conform --backend cpu --backend-set threads=2 --peer cpu --peer ddp:2 --nproc 1"
+    more = ["--allow-unavailable", "-k", "a b", "--", "-x", "--tb=short"]
+    assert CliRunner().invoke(app, [*words.split(), *more]).exit_code == 69
+    assert ran[0][2:] == [
+        "drivetrain.conformance",
+        "--backend=cpu",
+        "--nproc=1",
+        "--backend-set=threads=2",
+        "--peer=cpu",
+        "--peer=ddp:2",
+        "--allow-unavailable",
+        "-k",
+        "a b",
+        "-x",
+        "--tb=short",
+    ]
+
+
+def helps() -> dict[str, str]:
+    commands = [*app.registered_commands, *checkpoint.registered_commands]
+    return {str(command.callback): str(command.epilog) for command in commands}
+
+
+@pytest.mark.parametrize("help_of", helps().values(), ids=helps())
+def test_each_command_names_what_does_the_same_in_python(help_of: str) -> None:
+    names = re.findall(r"drivetrain(?:\.\w+)+", help_of.partition("From Python")[2])
+    assert names
+    for name in names:
+        assert pydoc.locate(name) is not None, name
+
+
+def test_names_in_the_readme_exist() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    names = set(re.findall(r"`(drivetrain(?:\.\w+)+)`", text))
+    assert {"drivetrain.fit", "drivetrain.conformance.cases"} <= names
+    for name in names:
+        assert pydoc.locate(name) is not None, name
 
 
 def test_flags_for_torchrun() -> None:

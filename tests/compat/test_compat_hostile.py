@@ -177,6 +177,12 @@ def texts() -> dict[str, str]:
         "a step that is huge": '{"global_step": 1' + "0" * 30 + "}",
         "a step that is true": '{"global_step": true}',
         "a step below zero": '{"global_step": -7}',
+        "an epoch that is a text": '{"global_step": 2, "epoch": "1"}',
+        "a batch size that is a list": '{"global_step": 2, "train_batch_size": [1]}',
+        "a metric beyond floats": '{"global_step": 2, "best_metric": 1' + "0" * 400 + "}",
+        "a best one that is a number": '{"global_step": 2, "best_model_checkpoint": 7}',
+        "a best one with a null byte": '{"global_step": 2, "best_model_checkpoint": "\\u0000"}',
+        "millions of items": '{"log_history": [' + "[]," * 4_000_000 + "[]]}",
         "a history that is none": '{"global_step": 2, "log_history": 7}',
         "callbacks that are none": '{"global_step": 2, "stateful_callbacks": [7]}',
     }
@@ -193,6 +199,19 @@ def test_a_state_that_is_none(folder: Path, kind: str, own: bool, tmp_path: Path
     assert "trainer_state.json" in resume(folder)
 
 
+def test_a_state_does_not_steer_the_terminal(
+    folder: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steers = "\x1b[2J\x1b]0;mine\x07\ud800" + "x" * 100_000
+    state = json.loads((folder / "trainer_state.json").read_text())
+    state |= {steers: 1, "best_model_checkpoint": steers}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert resume(folder) == ""
+    said = caplog.text + "".join(capsys.readouterr())
+    assert "unknown fields are left out" in said and "is gone" in said
+    assert said.replace("\n", "").isprintable() and len(said) < 10_000
+
+
 INDEXES: dict[str, Any] = {
     "a list": [],
     "no map": {},
@@ -204,6 +223,7 @@ INDEXES: dict[str, Any] = {
     "nothing there": {"weight_map": {"w": "model-00001.safetensors"}},
     "the folder": {"weight_map": {"w": ".."}},
     "a pipe": {"weight_map": {"w": "pipe"}},
+    "a long name": {"weight_map": {"w": "x" * 1_000_000}},
 }
 
 
@@ -215,7 +235,8 @@ def test_an_index_that_leads_elsewhere(folder: Path, kind: str, suffix: str) -> 
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "pipe")
     (folder / f"{suffix}.index.json").write_text(json.dumps(INDEXES[kind]))
-    assert f"{suffix}.index.json" in resume(folder)
+    said = resume(folder)
+    assert f"{suffix}.index.json" in said and len(said) < 3000
     assert not canary.exists()
 
 

@@ -33,6 +33,17 @@ def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: in
     seen.require_weights(1e-6)
 
 
+@check()
+def a_parameter_of_no_dimension_is_trained(subject: Subject) -> None:
+    """Its gradient, and its part in the norm and in clipping, are those of one process."""
+    seen = rehearse(subject, "scaled", optimizer="SGD", micro_batch=2, max_grad_norm=1.0)
+    seen.require_losses(1e-6)
+    seen.require_weights(1e-6)
+    require_close("norm of update", list(map(float, seen.norms)), seen.expected.norms, 1e-5)
+    shape = seen.state("final")["weights"]["scale"].shape
+    require(shape == (), f"it is saved with the shape {tuple(shape)}")
+
+
 @check(problem=("regression", "language"), micro_batch=(None, 2))
 def clipped_adamw_equals_one_process(
     subject: Subject, problem: str, micro_batch: int | None

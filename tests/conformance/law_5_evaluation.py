@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import tempfile
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..checkpoint import CheckpointReader
@@ -43,9 +45,25 @@ def training_is_bitwise_the_same(subject: Subject, every: int) -> None:
             )
             states.append(read_all(CheckpointReader(ranks[0]["checkpoint"])))
             logs.append([(line["loss"], line["grad_norm"]) for line in ranks[0]["logged"]])
+    require_no_draws(*(state["state"] for state in states))
     require_same("losses and norms with evaluation, and without", *logs)
     for kind in KINDS:
         require_same_bits(f"{kind} with evaluation, and without", states[0][kind], states[1][kind])
+
+
+def require_no_draws(evaluated: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
+    """Random state is saved as `rng/RANK/GENERATOR`."""
+    moved = [
+        name.split("/")[1:]
+        for name, state in plain.items()
+        if name.startswith("rng/") and not torch.equal(state, evaluated[name])
+    ]
+    told = ", ".join(f"{generator!r} of rank {rank}" for rank, generator in moved)
+    require(
+        not moved,
+        f"evaluation drew random numbers and did not put them back, so that training goes on with "
+        f"others: generators {told}. Look at Session.rng_state and set_rng_state",
+    )
 
 
 @check(problem=("classification", "language", "dropout"))

@@ -91,6 +91,19 @@ def resumed_run_of_three_ranks_is_bit_exact(subject: Subject) -> None:
 
 
 @check()
+def a_parameter_of_no_dimension_moves_between_drivers(subject: Subject) -> None:
+    """It and its moments are saved once, and restored by another driver as they were."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = record(subject, folder, problem="scaled")["checkpoint"]
+        stored = read_all(CheckpointReader(source))
+        for other in (subject, *subject.peers[:1]):
+            ranks = other.run(restore, problem="scaled", source=source)
+            state = assemble([rank["state"] for rank in ranks])
+            for kind in ("weights", "optimizer"):
+                require_same_bits(f"{kind}, restored by {other}", state[kind], stored[kind])
+
+
+@check()
 def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
     """What was fetched ahead of the checkpoint is fetched again."""
     resumed_run_is_bit_exact(subject, (4,), workers=2)

@@ -5,6 +5,7 @@ Load it with `-p drivetrain.conformance.plugin`. It serves test files that use `
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from ..kernel.errors import DrivetrainError
 from ..kernel.registry import known_backends
 from .cases import Case
+from .expected import expected
 from .harness import WorkerFailure
 from .report import Run, write_report
 
@@ -24,30 +26,34 @@ EXIT_UNAVAILABLE = 69
 RECORD = "drivetrain.conformance"
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--backend": {"metavar": "NAME", "help": "the driver to prove"},
+    "--nproc": {"type": int, "metavar": "N", "help": "processes; by default 2 if it can"},
+    "--backend-set": {
+        "action": "append",
+        "default": [],
+        "metavar": "KEY=VALUE",
+        "help": "an option of the driver; repeatable",
+    },
+    "--peer": {
+        "action": "append",
+        "metavar": "NAME[:N]",
+        "help": "a driver to exchange checkpoints with, in N processes; repeatable; by default the "
+        "driver itself in other numbers of processes",
+    },
+    "--report": {"type": Path, "metavar": "DIR", "help": "write JSON and an HTML page there"},
+    "--allow-unavailable": {
+        "action": "store_true",
+        "help": "a driver that cannot run here is reported and not an error",
+    },
+}
+"""As argparse takes them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("drivetrain", "drivetrain conformance")
-    group.addoption("--backend", metavar="NAME", help="the driver to prove")
-    group.addoption("--nproc", type=int, metavar="N", help="processes; by default 2 if it can")
-    group.addoption(
-        "--backend-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of the driver; repeatable",
-    )
-    group.addoption(
-        "--peer",
-        action="append",
-        metavar="NAME[:N]",
-        help="a driver to exchange checkpoints with, in N processes; repeatable; by default the "
-        "driver itself in other numbers of processes",
-    )
-    group.addoption("--report", type=Path, metavar="DIR", help="write JSON and an HTML page there")
-    group.addoption(
-        "--allow-unavailable",
-        action="store_true",
-        help="a driver that cannot run here is reported and not an error",
-    )
+    for name, details in OPTIONS.items():
+        group.addoption(name, **details)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -102,12 +108,25 @@ def case_of(item: pytest.Item) -> Case | None:
     return case if isinstance(case, Case) else None
 
 
+def broken(result: Mapping[str, Any]) -> str:
+    """A case and the whole of what is wrong; further lines of it, as of a crash, are indented."""
+    arguments = "".join(f" {key}={value}" for key, value in result["arguments"].items())
+    message = result["message"].strip().replace("\n", "\n    ")
+    return f"FAILED {result['law']} {result['check']}{arguments}: {message}"
+
+
 class Ledger:
     """Collects the results of all cases of this run of pytest."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.runs: dict[str, Run] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        cases = [case for item in session.items if (case := case_of(item)) is not None]
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if cases and reporter is not None and not self.config.getoption("collectonly"):
+            reporter.write_line(expected(cases, self.config.getoption("report")))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
@@ -133,6 +152,9 @@ class Ledger:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for run in self.runs.values():
+            for result in run.results:
+                if result["status"] == "failed":
+                    terminalreporter.write_line(broken(result))
             told = ", ".join(f"{count} {status}" for status, count in run.counts.items() if count)
             terminalreporter.write_line(f"{run.title}: {told}")
         if self.runs and (folder := self.config.getoption("report")) is not None:

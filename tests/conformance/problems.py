@@ -275,6 +275,22 @@ class Normalised(nn.Module):
         return y
 
 
+# --- scaled: a parameter of no dimension -------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Regression with a scale that is learnt, as that of logits often is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.25))
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x) * self.scale.exp()
+        return y
+
+
 PROBLEMS: dict[str, Problem] = {
     "regression": Problem(regression_model, regression_sample, squared_error),
     "language": Problem(
@@ -282,5 +298,6 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "classification": Problem(classification_model, classification_sample, classification_measure),
     "dropout": Problem(Dropout, regression_sample, squared_error),
+    "scaled": Problem(Scaled, regression_sample, squared_error),
     "normalised": Problem(Normalised, regression_sample, squared_error),
 }

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.law_6_resume import WeightsAlone
 from drivetrain.kernel.contract import Outcome
 from drivetrain.kernel.errors import CheckpointError
@@ -125,6 +126,17 @@ class NoAutocast(WrappedEngine):
         return torch.autocast("cpu", enabled=False)
 
 
+class ScalarsSummed(WrappedEngine):
+    """What is carried beside the model is summed over feeders where it should be averaged."""
+
+    def update(self) -> Outcome:
+        for grad in self.grads():
+            if not grad.dim():
+                grad.mul_(self.inner.world.num_feeders)
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
 class OneStepAParameter(WrappedEngine):
     """The optimizer is called once for each tensor, whatever it counts or adds up."""
 
@@ -147,6 +159,32 @@ class OneStepAParameter(WrappedEngine):
         finally:
             optimizer.step = step
         return outcome
+
+
+class DecaysWithoutAGradient(WrappedEngine):
+    """A parameter that no rank has a gradient of is given one of zero."""
+
+    def update(self) -> Outcome:
+        for parameter in self.inner.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
+class MeanOfThoseThatHaveOne(WrappedEngine):
+    """Ranks without a gradient of a parameter are left out of its mean."""
+
+    def update(self) -> Outcome:
+        for name, parameter in self.inner.own.named_parameters():
+            if name.startswith("spare.") and parameter.grad is not None:
+                parameter.grad.mul_(self.inner.world.size)
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
+def finding_unused(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, options=DdpOptions(find_unused_parameters=True))
 
 
 # --- law 2: the norm ---------------------------------------------------------------------------
@@ -553,7 +591,14 @@ FAULTS: dict[str, Fault] = {
     "weight forgotten": Fault(SGD, WeightForgotten),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
+    "decays without a gradient": Fault(
+        "1_absent-what_has_no_gradient", DecaysWithoutAGradient, plan=finding_unused
+    ),
+    "mean of those that have one": Fault(
+        "1_absent-what_has_none_on_some", MeanOfThoseThatHaveOne, plan=finding_unused
+    ),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
+    "scalars summed": Fault("1_gradient-a_parameter_of_no_dimension", ScalarsSummed),
     "one step a parameter": Fault("1_gradient-an_optimizer_takes_one_step", OneStepAParameter),
     "norm of the local shard": Fault(NORM, NormOfTheLocalShard),
     "norm after clipping": Fault(NORM, NormAfterClipping),

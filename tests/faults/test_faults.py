@@ -1,7 +1,7 @@
 """Each planted fault is caught by the check that is there for it, and only because of the fault."""
 
 import pytest
-from faults import FAULTS
+from faults import FAULTS, SAME_BITS
 
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.judge import LawBroken
@@ -24,6 +24,12 @@ def broken(case: Case) -> bool:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_caught(fault: str) -> None:
     assert any(broken(case) for case in chosen(fault, FAULTS[fault].caught_by))
+
+
+def test_draws_of_evaluation_are_told_by_generator() -> None:
+    case = chosen("random state not put back", SAME_BITS)[0]
+    with pytest.raises(LawBroken, match=r"drew random numbers .* 'torch' of rank 0"):
+        case.check()
 
 
 @pytest.mark.parametrize("check", sorted({fault.caught_by for fault in FAULTS.values()}))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from drivetrain.conformance.crossing import Crossing
+from drivetrain.conformance.expected import MEASURED, summed_up
 from drivetrain.conformance.matrix import write_page
 from drivetrain.conformance.report import write_report
 
@@ -38,6 +39,11 @@ def test_on_a_narrow_screen_each_cell_names_its_column(page: str, column: str) -
     assert text.count("<td") == text.count(f'{column}="') > 50
     assert f"attr({column})" in text
     assert "overflow-x" not in text  # nothing scrolls sideways
+
+
+def test_the_time_that_is_told_is_that_of_the_reports() -> None:
+    reports = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+    assert json.loads(MEASURED.read_text())["seconds"] == summed_up(reports)
 
 
 def test_all_figures_are_on_the_page() -> None:

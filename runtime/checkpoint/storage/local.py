@@ -38,7 +38,7 @@ def beside(path: Path, name: str = "writing") -> Iterator[Path]:
 def replace_text(path: Path, text: str) -> None:
     """Write a text in place of what is there, all of it or nothing. Raises `OSError`."""
     with beside(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @dataclass(frozen=True)
