@@ -18,11 +18,10 @@ from torch import Tensor
 from .batches import ENDLESS, Group, Groups, Position, split_evenly
 from .contract import Engine, Outcome, Session
 from .errors import RecipeError
-from .events import StepSkipped
+from .events import Requests, StepSkipped
 from .progress import Progress, Window
 from .recipe import Batch, Recipe
 from .shards import Reader
-from .signals import Requests
 from .step import Stepper, StepResult
 
 __all__ = ["LoopPolicy", "NextAction", "TrainLoop"]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...kernel.errors import ran_out
+from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
-from ...kernel.signals import Requests
 from ...trainer.run_lock import RunLock
+from ...trainer.signals import preempt_on_signals
 from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import ExportableState, TrainerState
 from ..data.loading import has_length
@@ -167,7 +168,8 @@ class TrainingMixin(BetweenStepsMixin):
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            with requests.from_signals() if _catches_signals(args) else contextlib.nullcontext():
+            signals = preempt_on_signals(requests) if _catches_signals(args) else None
+            with signals or contextlib.nullcontext():
                 training.run()
             training.resolve_pending_outcome()
             return self._finalize_training(trial, length.num_train_samples, start_time)

@@ -13,16 +13,16 @@ from torch import nn
 
 from ..checkpoint import storage_of
 from ..data.parent import end_with_launcher
-from ..kernel.events import Observer
+from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
-from ..kernel.signals import Requests
 from .out_of_memory import with_remembered
 from .recipe_checks import check_recipe
 from .run import Result, RetryWithSmallerBatch, Run
 from .run_lock import RunLock
 from .settings import Settings, override
+from .signals import preempt_on_signals
 
 __all__ = ["Result", "fit"]
 
@@ -79,7 +79,7 @@ def fit(
 
             return train()  # a function, so that the model is let go before the session ends
 
-    with requests.from_signals(), ExitStack() as stack:
+    with preempt_on_signals(requests), ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
 

@@ -42,6 +42,7 @@ from ..kernel.events import (
     Logged,
     Observer,
     Request,
+    Requests,
     Resumed,
     RolledBack,
     RunEnded,
@@ -55,7 +56,6 @@ from ..kernel.paths import Place, Url
 from ..kernel.plan import Plan
 from ..kernel.progress import Progress, Window
 from ..kernel.recipe import Recipe
-from ..kernel.signals import Requests
 from ..kernel.step import StepResult
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy

@@ -1,4 +1,4 @@
-"""What observers and signals ask for, collected on one rank until all ranks agree on it."""
+"""Signals: the first asks the run to save and stop, the second ends the process."""
 
 from __future__ import annotations
 
@@ -11,67 +11,39 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-from .events import Request
+from ..kernel.events import Request, Requests
 
-__all__ = ["Requests"]
+__all__ = ["preempt_on_signals"]
 
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-_NOTHING = (0.0,) * len(Request)
 _END = b"\0"
 _TOGETHER_SECONDS = 1.0
 """Signals that follow the first so soon are the same one: a scheduler signals every process of a
 job, and the launcher among them its ranks once more."""
 
 
-class Requests:
-    """Requests of this rank that have not been sent yet.
+@contextmanager
+def preempt_on_signals(requests: Requests) -> Iterator[None]:
+    """SIGTERM, SIGINT and SIGUSR1 ask to preempt; another one, a moment later or more, ends the
+    process at once, whatever it is doing or waiting for.
 
-    `send` hands them over as one number each, to be added up over ranks with the step's own tally,
-    so that agreeing costs no communication of its own.
+    Signals are left alone outside the main thread, where Python cannot handle them.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-    def __init__(self) -> None:
-        self._asked: set[Request] = set()
+    def handle(number: int, frame: FrameType | None) -> None:
+        requests.ask(Request.PREEMPT)
 
-    def ask(self, request: Request | None) -> None:
-        """Remember a request; None is none."""
-        if request is not None:
-            self._asked.add(request)
-
-    def is_asked(self, request: Request) -> bool:
-        """Whether it is still to be sent."""
-        return request in self._asked
-
-    def send(self) -> Sequence[float]:
-        """One number for each kind of request; they count as handed over."""
-        if not self._asked:
-            return _NOTHING
-        numbers = [float(request in self._asked) for request in Request]
-        self._asked.clear()
-        return numbers
-
-    @contextmanager
-    def from_signals(self) -> Iterator[None]:
-        """SIGTERM, SIGINT and SIGUSR1 ask to preempt; another one, a moment later or more, ends the
-        process at once, whatever it is doing or waiting for.
-
-        Signals are left alone outside the main thread, where Python cannot handle them.
-        """
-        if threading.current_thread() is not threading.main_thread():
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    with _second_signal_kills(numbers):
+        before = {number: signal.signal(number, handle) for number in numbers}
+        try:
             yield
-            return
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.ask(Request.PREEMPT)
-
-        numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-        with _second_signal_kills(numbers):
-            before = {number: signal.signal(number, handle) for number in numbers}
-            try:
-                yield
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
