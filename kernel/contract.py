@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from .shards import Piece, Reader
 __all__ = [
     "Driver",
     "Engine",
+    "EstimatesLayout",
     "Outcome",
     "Session",
     "World",
@@ -91,19 +92,24 @@ class Driver(Protocol):
         """Pure: touches no device."""
         ...
 
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        """What `model` (its tensors may be on the meta device) would take on each of `world_size`
-        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure.
-        """
-        ...
-
     def open(self, plan: Plan) -> AbstractContextManager[Session]:
         """Bring the process up (process group, device) and take it down again. Without a launcher
         (no WORLD_SIZE) the process is alone: one rank, also where more than one could be.
 
         Raises `BackendUnavailable` where `probe` says no.
+        """
+        ...
+
+
+@runtime_checkable
+class EstimatesLayout(Protocol):
+    """A driver that can say how much memory a model would take; it need not."""
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        """What `model` (its tensors may be on the meta device) would take on each of `world_size`
+        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure.
         """
         ...
 

@@ -17,7 +17,7 @@ from ..data.indexed import Loader, is_indexed
 from ..data.prebatched import Batches
 from ..data.stream import StreamLoader
 from ..kernel.batches import Position
-from ..kernel.contract import Driver
+from ..kernel.contract import Driver, EstimatesLayout
 from ..kernel.errors import CapabilityRefused, DrivetrainError
 from ..kernel.plan import Layout
 from ..kernel.recipe import Batch, Recipe
@@ -100,16 +100,14 @@ def _outlook(
             "more than one process", driver.name, "set --nproc 1", "multi_process"
         )
     probe = driver.probe()
+    memory = probe.memory_bytes // num_ranks if probe.usable else 0
+    record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
+    if not isinstance(driver, EstimatesLayout):
+        return {**record, "layout": None, "fits": None}
     layout = driver.layout(plan, model, states, num_ranks)
     needed = _total(layout) + activations
-    memory = probe.memory_bytes // num_ranks if probe.usable else 0
-    return {
-        "usable": probe.usable,
-        "reason": probe.reason,
-        "layout": {**asdict(layout), "activation_bytes": activations, "total_bytes": needed},
-        "memory_bytes": memory,
-        "fits": needed <= memory if memory else None,
-    }
+    shown = {**asdict(layout), "activation_bytes": activations, "total_bytes": needed}
+    return {**record, "layout": shown, "fits": needed <= memory if memory else None}
 
 
 def _total(layout: Layout) -> int:
@@ -195,7 +193,12 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
         if "refused" in record:
             remarks.append(f"{name}: {record['refused']}")
             continue
+        if not record["usable"]:
+            remarks.append(f"{name}: not usable here: {record['reason']}")
         layout = record["layout"]
+        if layout is None:
+            remarks.append(f"{name}: this driver does not estimate memory")
+            continue
         parts = [
             _size(layout[f"{part}_bytes"])
             for part in ("parameter", "gradient", "optimizer", "transient", "activation", "total")
@@ -206,8 +209,6 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
         remarks += [f"{name}: {note}" for note in layout["notes"]]
         if layout["units"]:
             remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
-        if not record["usable"]:
-            remarks.append(f"{name}: not usable here: {record['reason']}")
     console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
     console.print(shown)
     for remark in remarks:
