@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .kernel.recipe import Recipe
     from .trainer.fit import fit
     from .trainer.predict import Chunk, predict
-    from .trainer.run import Result
+    from .trainer.result import Result
     from .trainer.settings import (
         CheckpointSettings,
         DataSettings,
@@ -60,7 +60,7 @@ _HOMES = {
     "kernel.recipe": ("Recipe",),
     "trainer.fit": ("fit",),
     "trainer.predict": ("Chunk", "predict"),
-    "trainer.run": ("Result",),
+    "trainer.result": ("Result",),
     "trainer.settings": tuple(name for name in __all__ if name.endswith("Settings")),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

@@ -19,7 +19,8 @@ from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .out_of_memory import with_remembered
 from .recipe_checks import check_recipe
-from .run import Result, RetryWithSmallerBatch, Run
+from .result import Result, RetryWithSmallerBatch
+from .run import Run
 from .run_lock import RunLock
 from .settings import Settings, override
 from .signals import preempt_on_signals

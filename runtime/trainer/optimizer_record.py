@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import CheckpointReader, WithoutOptimizer
 from ..checkpoint.optimizer_entries import unsaved
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
@@ -73,6 +74,22 @@ class OptimizerRecord:
                 f"{self.noted.get('name')!r}: take that one, or start this one anew with "
                 "resume.optimizer=fresh"
             )
+
+    def taken_from(
+        self, reader: CheckpointReader, own_recipe: bool, keep: bool
+    ) -> tuple[CheckpointReader, tuple[str, ...]]:
+        """What is read of a checkpoint: all, or, unless the optimizer is to `keep` its state, all
+        but that; and what has changed. It starts anew once: a run that is started again goes on.
+        Raises `CheckpointMismatch`."""
+        manifest = reader.manifest
+        stored = manifest.state.get("optimizer")
+        notes = tuple(self.differences(stored, own_recipe))
+        began_so = manifest.settings.get("resume.optimizer") == "fresh"
+        if keep or (began_so and not self.is_another(stored)):
+            self.refuse_another(stored)
+            return reader, notes
+        note = "the optimizer starts anew (resume.optimizer=fresh)"
+        return WithoutOptimizer(reader.folder), (*notes, note)
 
     def differences(self, stored: Any, own_recipe: bool) -> list[str]:
         """What is not as in the run whose `noted` that is, in words. `own_recipe`: the recipe built

@@ -14,10 +14,11 @@ from typing import Any
 
 from ..checkpoint import read_small, storage_of
 from ..data.prebatched import Batches
-from ..kernel.contract import World
-from ..kernel.errors import CheckpointDamaged, OutOfMemory, OutputError
+from ..kernel.contract import Engine, Session, World
+from ..kernel.errors import CheckpointDamaged, OutOfMemory, OutputError, ran_out
 from ..kernel.events import Event, Warned
 from ..kernel.paths import Place
+from ..kernel.recipe import Recipe
 from .settings import Settings, flatten, override
 
 __all__ = ["MEMORY", "OutOfMemoryPolicy", "with_remembered"]
@@ -44,6 +45,15 @@ class OutOfMemoryPolicy:
     ) -> None:
         self.settings, self.world, self.out = settings, world, out
         self.saves_memory, self.emit = saves_memory, emit
+
+    def prepare(self, session: Session, recipe: Recipe) -> Engine:
+        """The engine. Raises `OutOfMemory`, with what would help, where there is too little."""
+        try:
+            return session.prepare(recipe)
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(f"no memory for the model: {error}; {self.advice()}") from error
+            raise
 
     def less(self, doing: str, key: str, size: int, cause: str, data: Any) -> int:
         """The size of microbatches to go on with in this process, told and remembered.

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +16,23 @@ from torch import nn
 from ..checkpoint import (
     CHECKPOINTS,
     CheckpointReader,
-    CheckpointStore,
     Manifest,
-    WithoutOptimizer,
     own_random_state,
     storage_of,
 )
 from ..data.indexed import length_of
-from ..data.open_dataset import Source, once, open_dataset
+from ..data.open_dataset import open_dataset
 from ..data.partition import fitting_size
 from ..kernel.batches import ENDLESS, Group
-from ..kernel.contract import Driver, Engine, Session
+from ..kernel.contract import Driver, Session
 from ..kernel.errors import (
     CheckpointDamaged,
     DataError,
-    NonFiniteTraining,
     OutOfMemory,
-    TrainingDiverged,
     ran_out,
 )
-from ..kernel.evaluate import evaluate
 from ..kernel.events import (
-    Evaluated,
     Event,
-    Logged,
     Observer,
     Request,
     Requests,
@@ -57,46 +50,21 @@ from ..kernel.plan import Plan
 from ..kernel.progress import Progress, Window
 from ..kernel.recipe import Recipe
 from ..kernel.step import StepResult
+from .evaluations import Evaluations
+from .notes import log_of, never_finite, unused_note
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy
 from .planned_steps import Planned
+from .result import Result, RetryWithSmallerBatch
 from .resume import differences, find_checkpoint
 from .run_lock import RunLock
-from .saves import Saves, stored_metrics
+from .saves import Saves, checkpoint_store, stored_metrics
 from .schedule import Schedule, build_schedule
 from .settings import Settings
 from .spikes import SkipGroups, Spikes
 from .start_checks import agree, json_types, on_rank_0, start_conditions
 
-__all__ = ["Result", "RetryWithSmallerBatch", "Run"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to."""
-
-    step: int
-    reason: str
-    """`finished`, `stopped` or `preempted`."""
-    loss: float
-    """The last one logged; NaN when none was."""
-    metrics: Mapping[str, Mapping[str, float]]
-    """The last ones of each evaluation data set."""
-    checkpoint: Place | None
-    """The newest that this run saved or resumed from."""
-    finish: Any = None
-    """What `finish` returned."""
-    save_error: str = ""
-    """Why the last checkpoint that was to be saved is not there."""
-
-
-@dataclass(frozen=True)
-class RetryWithSmallerBatch:
-    """How to go on where memory ran out."""
-
-    settings: Settings
-    resume: Place | None
-    """From what the run itself saved; None: as it began."""
+__all__ = ["Run"]
 
 
 class Run:
@@ -134,14 +102,20 @@ class Run:
             if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
         able = driver.capabilities(plan)
-        self.fixed_size = able.static_shapes
         largest = -(-settings.global_batch // world.num_feeders)
         self.micro_batch = plan.micro_batch or largest
-        if self.fixed_size:
+        if able.static_shapes:
             self.micro_batch = fitting_size(largest, self.micro_batch)
-        self.eval_micro_batch = settings.evaluate.micro_batch or self.micro_batch
         self.memory = OutOfMemoryPolicy(settings, world, out, able.saves_memory, self._emit)
-        self.source = self._open(
+        open_data = partial(
+            open_dataset,
+            session=session,
+            collate=recipe.collate,
+            count_items=recipe.count_items,
+            fixed_size=able.static_shapes,
+            workers=settings.data.workers,
+        )
+        self.source = open_data(
             recipe.train_data,
             seed=settings.seed,
             global_batch=settings.global_batch,
@@ -155,18 +129,11 @@ class Run:
             isolate_random=able.feeds_ahead or None,
         )
         self.planned = Planned(settings, self.source)
-        try:
-            self.engine: Engine = session.prepare(self.recipe)
-        except Exception as error:
-            if ran_out(error):
-                raise OutOfMemory(
-                    f"no memory for the model: {error}; {self.memory.advice()}"
-                ) from error
-            raise
+        self.engine = self.memory.prepare(session, self.recipe)
         session.seed(settings.seed + 1 + world.rank)
         self.base_rates = [group["lr"] for group in self.engine.param_groups]
         self.schedule = self._schedule()
-        self.saves = self._saves_to(out / CHECKPOINTS) if out is not None else None
+        self.saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         self.spikes = Spikes(settings.spikes, session, self.source.where)
         data = self.source
         if settings.spikes.roll_back:
@@ -175,9 +142,16 @@ class Run:
             self.recipe, session, self.engine, data, self.planned.total, self, requests
         )
         self.first_step = 0
-        self.metrics: dict[str, dict[str, float]] = {}
         self.loss = math.nan
-        self.evaluated_at = -1
+        self.evaluations = Evaluations(
+            session,
+            self.engine,
+            self.recipe,
+            open_data,
+            settings.evaluate.micro_batch or self.micro_batch,
+            self.memory,
+            self._emit,
+        )
         self.resumed_from: Place | None = None
         self.unused_told = False
 
@@ -186,35 +160,10 @@ class Run:
         return build_schedule(total_steps=self.planned.total, **settings)
 
     def _saves_to(self, folder: Place) -> Saves:
-        keep = self.settings.checkpoint
-        store = CheckpointStore(
-            folder,
-            keep_last=keep.keep_last,
-            keep_best=keep.keep_best,
-            best_metric=keep.best_metric,
-            best_mode=keep.best_mode,
-            keep_every=keep.keep_every,
-            guard=None if self.lock is None else self.lock.check_now,
-        )
-        return Saves(
-            store,
-            self._what_to_save,
-            self._emit,
-            self._leave_out,
-            stop_on_error=keep.stop_on_error,
-        )
-
-    def _open(self, data: Any, **options: Any) -> Source:
-        """The source of training or evaluation data."""
-        return open_dataset(
-            data,
-            self.session,
-            collate=self.recipe.collate,
-            count_items=self.recipe.count_items,
-            fixed_size=self.fixed_size,
-            workers=self.settings.data.workers,
-            **options,
-        )
+        guard = None if self.lock is None else self.lock.check_now
+        store = checkpoint_store(folder, self.settings.checkpoint, guard)
+        stops = self.settings.checkpoint.stop_on_error
+        return Saves(store, self._what_to_save, self._emit, self._leave_out, stops)
 
     def resume(self, source: str | os.PathLike[str] | Url) -> None:
         """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
@@ -233,16 +182,7 @@ class Run:
         manifest, notes = self._restore(path)
         step = self.training.progress.step
         self.first_step, self.resumed_from = step, path
-        if metrics := stored_metrics(manifest.state, str(path)):
-            self.evaluated_at = step
-            self.metrics = {
-                name: {
-                    key.removeprefix(f"{name}."): value
-                    for key, value in metrics.items()
-                    if key.startswith(f"{name}.")
-                }
-                for name in self.recipe.eval_data
-            }
+        self.evaluations.restore(stored_metrics(manifest.state, str(path)), step)
         changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
         self._emit(Resumed(path, step, (*left_out, *changed, *notes)))
 
@@ -252,7 +192,8 @@ class Run:
         where = str(path)
         state = reader.manifest.loop_state(where)
         stored_metrics(state, where)  # may raise, while nothing is changed
-        reader, notes = self._take_optimizer(reader)
+        keep = self.settings.resume.optimizer == "keep"
+        reader, notes = self.optimizer.taken_from(reader, self.own_optimizer, keep)
         notes += self._go_on_with_data(state, where)
         self.spikes.restore(state.get("spikes"), where)
         with own_random_state(reader, self.session, self.driver.name) as unknown:
@@ -266,19 +207,6 @@ class Run:
             names = ", ".join(unknown)
             notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
         return reader.manifest, notes
-
-    def _take_optimizer(self, reader: CheckpointReader) -> tuple[CheckpointReader, tuple[str, ...]]:
-        """What is read of it: all, or, where the optimizer starts anew, nothing of that; and what
-        has changed. It does so once: a run that is started again goes on."""
-        manifest, ours = reader.manifest, self.optimizer
-        stored = manifest.state.get("optimizer")
-        notes = tuple(ours.differences(stored, self.own_optimizer))
-        began_so = manifest.settings.get("resume.optimizer") == "fresh"
-        if self.settings.resume.optimizer == "keep" or (began_so and not ours.is_another(stored)):
-            ours.refuse_another(stored)
-            return reader, notes
-        note = "the optimizer starts anew (resume.optimizer=fresh)"
-        return WithoutOptimizer(reader.folder), (*notes, note)
 
     def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """The order of the begun epoch, the number of steps and the schedule; what changed."""
@@ -321,7 +249,7 @@ class Run:
         self._tell_spikes()
         preempted = then is NextAction.PREEMPTED
         if not preempted and self.settings.evaluate.at_end:
-            self._evaluate()
+            self._leave_out(self.evaluations.run(self.training.progress.step))
         if preempted or self.settings.checkpoint.at_end:
             self._save(behind=False)
         if self.saves is not None:
@@ -334,13 +262,14 @@ class Run:
         step, reason = self.training.progress.step, then.value
         self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
         error = "" if self.saves is None else self.saves.error
-        return Result(step, reason, self.loss, self.metrics, self._checkpoint(), finished, error)
+        return Result(
+            step, reason, self.loss, self.evaluations.metrics, self._checkpoint(), finished, error
+        )
 
     def _train(self) -> NextAction | RetryWithSmallerBatch:
         if any(self.session.exchange(self.requests.is_asked(Request.PREEMPT))):
-            return (
-                NextAction.PREEMPTED
-            )  # a signal came while all was built: no step, that may compile
+            # a signal came while all was built: no step, that may compile
+            return NextAction.PREEMPTED
         try:
             return self.training.run()
         except OutOfMemory as error:
@@ -367,7 +296,7 @@ class Run:
         if not self.unused_told:
             self.unused_told = True
             if unused := self.engine.unused():
-                self._emit(Warned(_unused(unused)))
+                self._emit(Warned(unused_note(unused)))
         factor = self.schedule(self.training.progress.applied)
         for group, rate in zip(self.engine.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
@@ -389,7 +318,7 @@ class Run:
                 self._log()
                 self.training.window = Window(self.training.progress)
             if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
-                self._evaluate()
+                self._leave_out(self.evaluations.run(step))
             if self.saves is not None:
                 self.requests.ask(self.saves.after_step(requests))
             if save:
@@ -421,11 +350,7 @@ class Run:
             )
             return False
         if spikes.roll_backs == settings.max_roll_backs:
-            raise TrainingDiverged(
-                f"the loss spiked again after {spikes.roll_backs} roll-backs (spikes."
-                f"max_roll_backs); the last checkpoint is {path}, from before the spike. Lower "
-                "optimizer.lr, lengthen schedule.warmup, or check the samples that were named"
-            )
+            raise spikes.diverged(path)
         spikes.roll_backs += 1
         self._restore(path)
         step = self.training.progress.step
@@ -439,66 +364,15 @@ class Run:
             if self.saves is not None:
                 self.saves.finish()
             last = self._checkpoint()
-            kept = f"the last checkpoint is {last}" if last else "none saved"
-            raise NonFiniteTraining(
-                f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
-                f"{event.in_a_row} steps in a row could not be applied (max_nonfinite="
-                f"{self.settings.max_nonfinite}), the last for {samples}; {kept}. The weights are "
-                "those before these steps. Lower optimizer.lr, check the data, or raise precision"
-            )
+            raise never_finite(event, samples, self.settings.max_nonfinite, last)
 
     # --- log, evaluate, save --------------------------------------------------------------
 
     def _log(self) -> None:
         self.training.resolve_pending_outcome()
-        progress = self.training.progress
-        position = progress.position
-        figures = self.training.window.figures(progress, self.session)
-        self.loss = figures["loss"]
-        self._emit(
-            Logged(
-                step=progress.step,
-                epoch=position.epoch
-                + position.samples / (self.source.length_at(position) or math.inf),
-                learning_rate=float(self.engine.param_groups[0]["lr"]),
-                items=progress.items,
-                samples=progress.samples,
-                skipped=progress.skipped,
-                **figures,
-            )
-        )
-
-    def _evaluate(self) -> None:
-        if self.evaluated_at == self.training.progress.step:
-            return
-        for name, data in self.recipe.eval_data.items():
-            started = time.perf_counter()
-            metrics = self.metrics[name] = self._measured(name, data)
-            seconds = time.perf_counter() - started
-            self.training.window.leave_out(seconds)
-            self._emit(Evaluated(self.training.progress.step, name, metrics, seconds))
-        self.evaluated_at = self.training.progress.step
-
-    def _measured(self, name: str, data: Any) -> dict[str, float]:
-        while True:
-            size = self.eval_micro_batch
-            source = self._open(
-                data,
-                seed=0,
-                global_batch=size * self.session.world.num_feeders,
-                micro_batch=size,
-                num_epochs=1,
-            )
-            try:
-                return evaluate(self.session, self.engine, self.recipe, once(source))
-            except Exception as error:
-                if not ran_out(error):
-                    raise
-                cause = str(error)
-            doing = f"the evaluation {name!r}"
-            self.eval_micro_batch = self.memory.less(
-                doing, "evaluate.micro_batch", size, cause, data
-            )
+        logged = log_of(self.training, self.source)
+        self.loss = logged.loss
+        self._emit(logged)
 
     def _save(self, behind: bool) -> None:
         self.training.resolve_pending_outcome()
@@ -515,7 +389,7 @@ class Run:
                 **self.training.state(),
                 "begun": self.source.begun(self.training.progress.position),
                 "planned": self.planned.to_json(),
-                "metrics": self._metrics_now(),
+                "metrics": self.evaluations.to_json(self.training.progress.step),
                 "optimizer": self.optimizer.noted,
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
             },
@@ -530,27 +404,9 @@ class Run:
     def _leave_out(self, seconds: float) -> None:
         self.training.window.leave_out(seconds)
 
-    def _metrics_now(self) -> dict[str, float]:
-        """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
-        if self.evaluated_at != self.training.progress.step:
-            return {}
-        named: dict[str, float] = {}
-        for name, metrics in reversed(self.metrics.items()):
-            named |= {f"{name}.{key}": value for key, value in metrics.items()}
-        first = next(iter(self.metrics.values()), {})
-        return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
-
     def _emit(self, event: Event) -> None:
         for observer in self.observers:
             self.requests.ask(observer(event))
-
-
-def _unused(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-    return (
-        f"no gradient reached {shown} in the first step: they stay as they are until one does. "
-        "Freeze them (requires_grad=False) or leave them out if that is meant"
-    )
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -12,8 +12,9 @@ from ..checkpoint.catalog import as_metric
 from ..kernel.errors import CheckpointDamaged, SaveFailed
 from ..kernel.events import Event, Request, Saved
 from ..kernel.paths import Place, Url
+from .settings import CheckpointSettings
 
-__all__ = ["Saves", "stored_metrics"]
+__all__ = ["Saves", "checkpoint_store", "stored_metrics"]
 
 T = TypeVar("T")
 
@@ -106,6 +107,21 @@ class Saves:
             self.newest = result
             self.emit(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
         return result
+
+
+def checkpoint_store(
+    folder: Place, keep: CheckpointSettings, guard: Callable[[], None] | None
+) -> CheckpointStore:
+    """Where a run saves, and what it keeps there."""
+    return CheckpointStore(
+        folder,
+        keep_last=keep.keep_last,
+        keep_best=keep.keep_best,
+        best_metric=keep.best_metric,
+        best_mode=keep.best_mode,
+        keep_every=keep.keep_every,
+        guard=guard,
+    )
 
 
 def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:

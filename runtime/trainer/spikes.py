@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..kernel.batches import Group, Groups, Position
 from ..kernel.contract import Session
-from ..kernel.errors import CheckpointDamaged
+from ..kernel.errors import CheckpointDamaged, TrainingDiverged
 from ..kernel.events import LossSpiked
+from ..kernel.paths import Place
 from .settings import SpikeSettings
 
 __all__ = ["SkipGroups", "Spikes"]
@@ -117,6 +118,14 @@ class Spikes:
             self.roll_backs = max(self.roll_backs, int(value["roll_backs"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointDamaged(f"{where}: its spikes are malformed: {error!r}") from error
+
+    def diverged(self, checkpoint: Place) -> TrainingDiverged:
+        """What ends a run that may not go back once more."""
+        return TrainingDiverged(
+            f"the loss spiked again after {self.roll_backs} roll-backs (spikes.max_roll_backs); "
+            f"the last checkpoint is {checkpoint}, from before the spike. Lower optimizer.lr, "
+            "lengthen schedule.warmup, or check the samples that were named"
+        )
 
 
 class SkipGroups:
