@@ -51,6 +51,8 @@ class XpuDriver:
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
             sharded=False,
             compile=True,
             activation_checkpointing=True,

@@ -32,14 +32,7 @@ from .plan import Capabilities, Layout, Plan, Probe
 from .recipe import Batch, Recipe
 from .shards import Piece, Reader
 
-__all__ = [
-    "Driver",
-    "Engine",
-    "EstimatesLayout",
-    "Outcome",
-    "Session",
-    "World",
-]
+__all__ = ["Driver", "Engine", "EstimatesLayout", "Outcome", "Session", "WatchesRanks", "World"]
 
 
 @dataclass(frozen=True)
@@ -52,9 +45,6 @@ class World:
     device: torch.device
     feeder_index: int
     num_feeders: int
-
-
-# --- the driver -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -171,6 +161,17 @@ class Session(Protocol):
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Undo everything drawn since that `rng_state`. Raises `CheckpointDamaged`, naming the
         entry that is missing, unknown or malformed, before any generator is changed.
+        """
+        ...
+
+
+class WatchesRanks(Session, Protocol):
+    """The session of a driver that promises `Capabilities.stall_seconds`."""
+
+    def watch(self, tell: Callable[[int, float, str], None]) -> None:
+        """From here on `tell(rank, seconds, what)` hears, on every rank, of each that lives and
+        keeps others waiting, once a step: which, for how long, and where it is and who waits in
+        what, in words. It is called in another thread.
         """
         ...
 

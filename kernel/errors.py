@@ -176,7 +176,15 @@ class WorkerFailed(DataFailed):
 
 
 class CollectiveFailed(DrivetrainError):
-    """Ranks disagree, or a rank did not arrive in time; the message names rank and call."""
+    """Ranks disagree, or a rank did not arrive in time; the message names rank and call.
+
+    For programs: `late`, the ranks that did not come, as far as this one knows; `records`, what the
+    communication library noted of its last calls on this rank, as JSON, empty where it notes none.
+    """
+
+    def __init__(self, message: str, late: tuple[int, ...] = (), records: str = "") -> None:
+        super().__init__(message)
+        self.late, self.records = late, records
 
 
 _WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resource_exhausted")

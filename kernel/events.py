@@ -21,6 +21,7 @@ __all__ = [
     "Logged",
     "LossSpiked",
     "Observer",
+    "RankLate",
     "Request",
     "Requests",
     "Resumed",
@@ -195,6 +196,19 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class RankLate:
+    """A rank lives, and keeps others waiting (`stall_seconds`); it is waited for. Sent while ranks
+    wait, from another thread, and never while another event is."""
+
+    step: int
+    """That this rank has done."""
+    rank: int
+    seconds: float
+    what: str
+    """Where it is, and who waits for it in which call."""
+
+
+@dataclass(frozen=True)
 class Warned:
     """Something the user should know; the run goes on."""
 
@@ -221,6 +235,7 @@ Event = (
     | Logged
     | Evaluated
     | Saved
+    | RankLate
     | Warned
     | RunEnded
 )

@@ -57,9 +57,14 @@ class Plan:
     micro_batch: int | None = None
     """At most this many samples in one forward of one feeder; None: a feeder's whole part."""
     timeout_seconds: float = 600.0
-    """A collective that takes longer ends the run with the name of the rank and the call."""
+    """The duty of a driver of several processes that promises `Capabilities.timeout_seconds`: where
+    a rank waits longer than this for others, the run ends on all ranks, by `CollectiveFailed` or
+    with the process. What is said names the ranks that did not come, and none that did: also on a
+    rank that comes late, and finds the others gone."""
     stall_seconds: float | None = 30.0
-    """A rank that does nothing for so long while others wait for it ends the run; None never."""
+    """The duty of one that promises `Capabilities.stall_seconds`; None: nobody is watched. When a
+    rank has waited so long in a call, one that is stopped, dead or cut off ends the run soon, and
+    one that lives and is in the user's code is told of (`WatchesRanks.watch`), and waited for."""
     options: Any = None
     """An instance of the driver's own `options_type`."""
 
@@ -105,6 +110,11 @@ class Capabilities:
     """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
     it all ranks must use the same parameters: the library adds up what each has, in its order.
     """
+    timeout_seconds: bool = False
+    """It does the duty of `Plan.timeout_seconds`. Where there are several ranks, another value than
+    the default is refused without it; of the default the kernel says that nobody keeps it."""
+    stall_seconds: bool = False
+    """The same of `Plan.stall_seconds`, and its sessions are `WatchesRanks`."""
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     saves_memory: str = ""

@@ -14,10 +14,7 @@ from .batches import LARGEST, Position
 from .contract import Session
 from .errors import CheckpointDamaged, DataError
 
-__all__ = [
-    "Progress",
-    "Window",
-]
+__all__ = ["Progress", "Window"]
 
 
 @dataclass

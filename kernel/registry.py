@@ -18,9 +18,11 @@ from .contract import Driver
 from .errors import BackendUnavailable, CapabilityRefused, UnknownBackend
 from .plan import Plan
 
-__all__ = ["find_driver", "known_backends", "refuse_unpromised", "usable_driver"]
+__all__ = ["DUTIES", "find_driver", "known_backends", "refuse_unpromised", "usable_driver"]
 
 ENTRY_POINT_GROUP = "drivetrain.backends"
+DUTIES = ("timeout_seconds", "stall_seconds")
+"""Settings that a driver of several processes may keep, or not."""
 
 _SHIPPED = {
     "cpu": "cpu:driver",
@@ -89,6 +91,7 @@ def refuse_unpromised(driver: Driver, plan: Plan) -> None:
     """Raises `CapabilityRefused` for the first thing in the plan that the driver cannot do."""
     able = driver.capabilities(plan)
     precision = plan.precision.name
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     for capability, asked, promised, what, remedy in (
         (
             "precisions",
@@ -107,10 +110,20 @@ def refuse_unpromised(driver: Driver, plan: Plan) -> None:
         ),
         (
             "multi_process",
-            int(os.environ.get("WORLD_SIZE", "1")) > 1,
+            several,
             able.multi_process,
             "more than one process",
             "launch one process, or choose another backend",
+        ),
+        *(
+            (
+                name,
+                several and getattr(plan, name) != getattr(Plan, name),
+                getattr(able, name),
+                f"{name}={getattr(plan, name)}",
+                "it does not look after ranks that are late; leave it out",
+            )
+            for name in DUTIES
         ),
     ):
         if asked and not promised:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...kernel.errors import RecipeError
+from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 
@@ -34,6 +34,25 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.M
     for pattern in plan.activation_checkpointing:
         recompute_activations(module, pattern)
     return module
+
+
+def with_synced_batch_norm(
+    module: nn.Module, asked: bool, device: torch.device, driver: str
+) -> nn.Module:
+    """If asked: its batch normalisation takes mean and variance over the microbatches of all ranks,
+    by `torch.nn.SyncBatchNorm`. Raises `CapabilityRefused` on the CPU, where torch has none.
+    """
+    if not asked:
+        return module
+    if device.type == "cpu":
+        raise CapabilityRefused(
+            "backend.sync_batch_norm=true",
+            driver,
+            "torch.nn.SyncBatchNorm works on GPUs only. Train there, or leave it out: statistics "
+            "are those of each rank's microbatch then; or normalise by nn.GroupNorm",
+        )
+    synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+    return synced
 
 
 def recompute_activations(

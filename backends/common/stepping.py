@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.contract import Outcome
+
+_NARROW = {torch.bfloat16, torch.float16}
 
 
 class LossScale:
@@ -66,7 +69,11 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     """L2 norm over all tensors, 0-d float32 on their device; NaN or infinite if any element is."""
     if not grads:
         return torch.zeros(())
-    norms = torch.stack(torch._foreach_norm(list(grads)))
+    dtypes = {grad.dtype for grad in grads}
+    wide = None
+    if dtypes & _NARROW:  # a norm in their 16 bits would have but 8 or 11 that count
+        wide = functools.reduce(torch.promote_types, dtypes, torch.float32)
+    norms = torch.stack(torch._foreach_norm(list(grads), 2, wide))
     return cast(Tensor, torch.linalg.vector_norm(norms).float())
 
 

@@ -82,6 +82,8 @@ class DeepspeedDriver:
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
             sharded=stage == 3,
             compile=stage < 3,
             activation_checkpointing=True,

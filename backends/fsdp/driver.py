@@ -57,6 +57,8 @@ class FsdpDriver:
         return Capabilities(
             precisions=frozenset({"fp32", "bf16", "fp16"}),
             multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
             sharded=True,
             compile=True,
             activation_checkpointing=True,
@@ -118,7 +120,12 @@ class FsdpEngine:
         self.plan, self.world = plan, world
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with meta_init.parameters_on_meta() if options.meta else models.NO_CONTEXT:
-            self.module = models.build_model(recipe, plan, None)
+            self.module = models.with_synced_batch_norm(
+                models.build_model(recipe, plan, None),
+                options.sync_batch_norm,
+                world.device,
+                "fsdp",
+            )
         if options.from_rank_0:
             self._take_from_rank_0()
         self.uninitialised = any(p.is_meta for p in self.module.parameters())

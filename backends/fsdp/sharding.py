@@ -67,6 +67,9 @@ class FsdpOptions:
     sync_buffers: bool = True
     """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
     come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    sync_batch_norm: bool = False
+    """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
+    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
 
     def __post_init__(self) -> None:
         check_range("backend.min_unit_params", self.min_unit_params, 0)

@@ -40,6 +40,9 @@ class ReplicatedOptions:
     sync_buffers: bool = True
     """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
     come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    sync_batch_norm: bool = False
+    """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
+    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order."""
 
@@ -70,7 +73,12 @@ class DdpEngine:
         options: ReplicatedOptions = plan.options or ReplicatedOptions()
         self.plan, self.world = plan, world
         self.finds_unused = options.finds_unused
-        self.own = models.build_model(recipe, plan, world.device)
+        self.own = models.with_synced_batch_norm(
+            models.build_model(recipe, plan, world.device),
+            options.sync_batch_norm,
+            world.device,
+            "ddp",  # xpu is no CPU
+        )
         self.tied = models.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = [p for p in self.own.parameters() if p.requires_grad]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -35,7 +36,8 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
     fork_gc.leave_the_parents_garbage()
     with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
-        with stall_watch.watching(store, rank, size, plan.stall_seconds):
+        stall, timeout = plan.stall_seconds, plan.timeout_seconds
+        with stall_watch.watching(store, rank, size, stall, timeout):
             yield World(rank, size, device, feeder_index=rank, num_feeders=size)
 
 
@@ -43,7 +45,9 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
 def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
     """The process group alone."""
     backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
-    timeout = timedelta(seconds=plan.timeout_seconds)
+    # where ranks are watched, the watch ends what takes too long, and knows who is late
+    grace = 0.0 if plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
+    timeout = timedelta(seconds=plan.timeout_seconds + grace)
     with _naming("joining the process group", int(os.environ.get("RANK", "0"))):
         store, rank, size = _meeting_place(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -123,9 +127,10 @@ class _Naming(AbstractContextManager[None]):
         patient: bool,
         is_meant: Callable[[BaseException], bool],
         inside: AbstractContextManager[Any] = models.NO_CONTEXT,
+        mixed: bool = True,
     ) -> None:
         self._call, self._rank, self._is_meant, self._inside = call, rank, is_meant, inside
-        self._waiting = stall_watch.waiting(call, patient)
+        self._waiting = stall_watch.waiting(call, patient, mixed)
 
     def __enter__(self) -> None:
         self._waiting.__enter__()
@@ -140,7 +145,11 @@ class _Naming(AbstractContextManager[None]):
 
 def _naming(call: str, rank: int, patient: bool = False) -> AbstractContextManager[None]:
     """Around a call that does nothing but talk to other ranks; `patient`: they may idle."""
-    return _Naming(call, rank, patient, lambda error: isinstance(error, (RuntimeError, ValueError)))
+    return _Naming(call, rank, patient, _is_any, mixed=False)
+
+
+def _is_any(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ValueError))
 
 
 def naming_collectives(
@@ -164,30 +173,59 @@ def _is_of_a_collective(error: BaseException) -> bool:
 
 def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
     """The error that names the rank and the call, and the ranks that are to blame."""
-    blamed = stall_watch.verdict()
-    if not blamed and (missing := _missing_ranks(rank)):
-        blamed = f"ranks that did not arrive: {', '.join(map(str, missing))}"
+    blamed, missing = stall_watch.verdict()
+    if not blamed:
+        missing, gone = _missing_ranks(rank)
+        if gone:
+            blamed = f"this rank came late: others had given up waiting ({_listed(gone)})"
+        elif missing:
+            blamed = f"ranks that did not arrive: {_listed(missing)}"
     first = str(error).strip().splitlines()[0].rstrip(".")
     return CollectiveFailed(
         f"rank {rank} on {socket.gethostname()}: {call} failed: {first}. "
         f"{blamed[:1].upper()}{blamed[1:]}{'. ' if blamed else ''}Look at the output of those "
-        "ranks first; `--resume auto` continues from the newest checkpoint"
+        "ranks first; `--resume auto` continues from the newest checkpoint",
+        tuple(missing),
+        _flight_records(),
     )
 
 
-def _missing_ranks(rank: int) -> list[int]:
-    """Ranks that do not report a failed collective within a few seconds."""
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _flight_records() -> str:
+    """What the libraries noted of their last calls; each kind of records that this torch has."""
+    library, found = torch._C._distributed_c10d, {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with suppress(AttributeError, RuntimeError, ValueError, TypeError):
+            records = json.loads(getattr(library, name)())
+            if records.get("entries"):
+                found[name.strip("_").removeprefix("dump_")] = records
+    return json.dumps(found, indent=1) if found else ""
+
+
+_TOGETHER_SECONDS = 3.0
+"""Within which all ranks notice that a call has failed."""
+
+
+def _missing_ranks(rank: int) -> tuple[list[int], list[int]]:
+    """Ranks that do not report a failed collective within a few seconds; and those that did long
+    before this one."""
     if not dist.is_initialized():
-        return []
+        return [], []
     store, keys = _store(), [f"drivetrain/failed/{r}" for r in range(dist.get_world_size())]
+    others = [other for other in range(len(keys)) if other != rank]
     try:
-        store.set(keys[rank], "1")
+        told = {o: float(store.get(keys[o])) for o in others if store.check([keys[o]])}
+        now = time.time()
+        store.set(keys[rank], str(now))
+        gone = [other for other, then in told.items() if now - then > _TOGETHER_SECONDS]
         with suppress(RuntimeError):  # out of time
-            store.wait(keys, timedelta(seconds=3))
-            return []
-        return [other for other, key in enumerate(keys) if not store.check([key])]
+            store.wait(keys, timedelta(seconds=_TOGETHER_SECONDS))
+        return [other for other in others if not store.check([keys[other]])], gone
     except RuntimeError:
-        return []  # the store's own process is gone
+        return [], []  # the store's own process is gone
 
 
 @contextmanager
@@ -283,6 +321,9 @@ class ProcessGroupSession:
         self._board: shm_tally.SharedMemorySum | None = None
         self._board_opened = False
 
+    def watch(self, tell: Callable[[int, float, str], None]) -> None:
+        stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
+
     def seed(self, value: int) -> None:
         random_state.seed_all(value)
 
@@ -312,6 +353,7 @@ class ProcessGroupSession:
         """Opened by the first tally, which all ranks begin."""
         if not self._board_opened:
             world, timeout = self.world, self.plan.timeout_seconds
+            timeout += 0.0 if self.plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
             self._board = shm_tally.opened(world.rank, world.size, timeout, self.exchange)
             self._board_opened = True
         return self._board

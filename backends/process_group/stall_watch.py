@@ -1,18 +1,19 @@
-"""Notices ranks that stand still while others wait for them, and ends the run.
+"""Notices ranks that stand still while others wait for them; names the late, ends with the dead.
 
 Two threads of each rank, none of which touches the device or holds a step up. One tells the others
 through the store, a few times in `stall_seconds`, that this process lives, when it last worked and
 where its main thread is. The other reads the clock alone, since the store may be what stands still.
 
-A rank *stalls* when, for as long as another waits for it in a call,
+When a rank has waited in a call for `stall_seconds`, another that did not come is
 
-- it is silent: stopped, dead, or cut off; or
-- it is idle: neither its process nor a child of it uses the processor, and it does not wait in a
-  call itself. That is a sleep, a deadlock, or a read from a source that does not answer.
+- silent: stopped, dead, or cut off. The run ends.
+- late: it lives, and is in the user's code, by its own word: a debugger, a server that is asked, a
+  slow disk. It is named, and waited for until `timeout_seconds`.
 
-Honest work that takes long (a compilation, a slow batch) is not idle, and has the time-out of the
-process group. Nor is idling judged before the second step, while models are fetched and compiled,
-or in saving and resuming, where one rank may wait for a slow disk.
+Where nobody is late, all wait in calls, and no process nor child of one uses the processor, ranks
+wait for each other in different calls, and the run ends. That is not judged before the second step,
+while models are fetched and compiled. In saving and resuming, where one rank may wait for a slow
+disk, only silence is.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import faulthandler
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -52,6 +55,49 @@ class Heartbeat:
     """The call that it waits in, or nothing."""
     place: str
     """The innermost frames of its main thread."""
+    own: bool = False
+    """It is in code of the user's: the innermost frame is of nothing that talks to other ranks."""
+
+    @property
+    def late(self) -> bool:
+        """It does not wait for anybody."""
+        return self.own or not self.call
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that lives, and keeps others waiting."""
+
+    rank: int
+    seconds: float
+    """That it was waited for when it was found."""
+    steps: int
+    place: str
+    by: int
+    """Who waits, and in which call."""
+    call: str
+
+    def __str__(self) -> str:
+        return f"it is at {self.place}, and rank {self.by} waits in {self.call!r}"
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """It is told once a step."""
+        return self.rank, self.steps
+
+
+def print_late(late: Late) -> None:
+    """Where nobody else tells; by the rank that waits."""
+    if (watch := _open[-1] if _open else None) is not None and watch.rank == late.by:
+        words = f"rank {late.rank} has kept others waiting for {late.seconds:.0f} s: {late}"
+        print(words, file=sys.stderr, flush=True)
+
+
+_TALKS = re.compile(
+    r"[/\\](torch[/\\](distributed|autograd|_ops\.py)|deepspeed[/\\])|"
+    + re.escape(str(Path(__file__).parent))
+)
+"""Files of code that waits for other ranks, or computes."""
 
 
 class Watch:
@@ -59,15 +105,21 @@ class Watch:
     call of another thread.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, stall_seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, stall_seconds: float, timeout_seconds: float
+    ) -> None:
         self.rank, self.stall_seconds = rank, stall_seconds
+        self.timeout_seconds = timeout_seconds
+        self.tell: Callable[[Late], None] = print_late
         self.steps = 0
         self.verdict = ""
         """Who stalls, and where; empty while nobody does."""
+        self.stalled: Sequence[int] = ()
+        self._told_late: tuple[int, int] | None = None
         self._store = store
         self._others = [other for other in range(size) if other != rank]
         self._since = 0.0
-        self._call, self._patient = "", False
+        self._call, self._patient, self._mixed = "", False, False
         self._main = threading.get_ident()
         self._stopped = threading.Event()
         self._told = time.monotonic()  # when the store last answered
@@ -89,16 +141,17 @@ class Watch:
         for thread in self._threads:
             thread.join(1.0)
 
-    def enter(self, call: str, patient: bool) -> tuple[str, float, bool]:
-        """The main thread begins what needs the other ranks; the answer is for `leave`."""
-        before = self._call, self._since, self._patient
-        self._since, self._patient = time.monotonic(), patient
+    def enter(self, call: str, patient: bool, mixed: bool) -> tuple[str, float, bool, bool]:
+        """The main thread begins what needs the other ranks; the answer is for `leave`. `mixed`: it
+        computes, and runs the user's code, too."""
+        before = self._call, self._since, self._patient, self._mixed
+        self._since, self._patient, self._mixed = time.monotonic(), patient, mixed
         self._call = call
         return before
 
-    def leave(self, before: tuple[str, float, bool]) -> None:
+    def leave(self, before: tuple[str, float, bool, bool]) -> None:
         """It is back in what it did before."""
-        self._call, self._since, self._patient = before
+        self._call, self._since, self._patient, self._mixed = before
 
     # --- the thread that talks --------------------------------------------------------------
 
@@ -108,9 +161,10 @@ class Watch:
                 self._tell(sign)
                 if self._store.check(["verdict"]):
                     self._end(**json.loads(self._store.get("verdict")))
+                if self._store.check(["late"]):
+                    self._hear_of_late(Late(**json.loads(self._store.get("late"))))
                 self._told = time.monotonic()
-                if stalled := self._stalled(sign):
-                    self._report_stall(stalled)
+                self._look(sign)
         except RuntimeError:
             return  # the store is gone, with its process: every call of the main thread fails now
 
@@ -128,42 +182,74 @@ class Watch:
             if abs(uses - used) > BUSY * (now - looked):  # less: a child has ended
                 worked = now
             looked, used = now, uses
-            yield Heartbeat(beat, now - worked, self.steps, self._call, self._place())
+            frame = sys._current_frames().get(self._main)
+            own = frame is not None and not _TALKS.search(frame.f_code.co_filename)
+            yield Heartbeat(beat, now - worked, self.steps, self._call, self._place(frame), own)
 
-    def _place(self) -> str:
+    def _place(self, frame: FrameType | None) -> str:
         places: list[str] = []
-        frame = sys._current_frames().get(self._main)
         while frame is not None and len(places) < 3:
             code = frame.f_code
             places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
             frame = frame.f_back
         return ", called from ".join(places)
 
-    def _stalled(self, mine: Heartbeat) -> dict[int, Heartbeat]:
-        """The ranks that this one waits for in vain. It asks nobody until it has waited a while."""
+    def _look(self, mine: Heartbeat) -> None:
+        """At the others, when this rank waits for them. It asks nobody until it has for a while."""
         limit = self.stall_seconds
-        waited = time.monotonic() - self._since if self._call else 0.0
+        waited = time.monotonic() - self._since if self._call and not mine.own else 0.0
         if waited < limit / 3:
             self._seen.clear()
-            return {}
+            return
         if self._seen and waited < limit:
-            return {}
-        signs, now = self._ask(), time.monotonic()
-        silent, idle = {}, {}
+            return
+        signs = self._ask()
+        if silent := self._silent(signs):
+            self._report_stall(silent, f"sees no sign of life for {limit:g} s (stall_seconds)")
+        elif waited >= limit and not self._patient and not self._works(mine):
+            self._look_for_late(signs, mine, waited)
+
+    def _works(self, mine: Heartbeat) -> bool:
+        """What looks like a call may be work."""
+        return self._mixed and mine.idle_seconds < self.stall_seconds
+
+    def _silent(self, signs: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+        """Those that nothing has come of for half of the time."""
+        silent, now = {}, time.monotonic()
         for other, sign in signs.items():
             beat, since = self._seen.setdefault(other, (sign.beat, now))
             if beat != sign.beat:
                 self._seen[other] = sign.beat, now
-            elif now - since >= limit / 2:
+            elif now - since >= self.stall_seconds / 2:
                 silent[other] = sign
-            if sign.idle_seconds >= limit and sign.steps >= PATIENT_STEPS:
-                idle[other] = sign
-        if silent or self._patient or waited < limit:
-            return silent
-        absent = {other: sign for other, sign in idle.items() if not sign.call}
-        if not absent and len(idle) == len(self._others) and mine.idle_seconds >= limit:
-            return {**idle, self.rank: mine}  # all are there, and nothing moves
-        return absent
+        return silent
+
+    def _look_for_late(
+        self, signs: Mapping[int, Heartbeat], mine: Heartbeat, waited: float
+    ) -> None:
+        limit = self.stall_seconds
+        late = {other: sign for other, sign in signs.items() if sign.late}
+        if late and waited >= self.timeout_seconds:
+            self._report_stall(late, f"has waited for {self.timeout_seconds:g} s (timeout_seconds)")
+        elif late:
+            other, sign = min(late.items())
+            self._store_late(Late(other, waited, sign.steps, sign.place, self.rank, self._call))
+        elif signs and all(
+            s.idle_seconds >= limit and s.steps >= PATIENT_STEPS for s in (mine, *signs.values())
+        ):  # all are there, and nothing moves
+            what = f"sees no sign of work for {limit:g} s (stall_seconds)"
+            self._report_stall({**signs, self.rank: mine}, what)
+
+    def _store_late(self, late: Late) -> None:
+        if self._told_late != late.key:
+            self._store.set("late", json.dumps(asdict(late)))
+            self._hear_of_late(late)
+
+    def _hear_of_late(self, late: Late) -> None:
+        """Once on each rank, whoever saw it first."""
+        if self._told_late != late.key:
+            self._told_late = late.key
+            self.tell(late)
 
     def _ask(self) -> dict[int, Heartbeat]:
         keys = [f"sign/{other}" for other in self._others]
@@ -172,17 +258,14 @@ class Watch:
         told = self._store.multi_get(keys)
         return {o: Heartbeat(**json.loads(t)) for o, t in zip(self._others, told, strict=True)}
 
-    def _report_stall(self, stalled: dict[int, Heartbeat]) -> None:
+    def _report_stall(self, stalled: Mapping[int, Heartbeat], seen: str) -> None:
         lines = [
             f"rank {other} stands still after {sign.steps} steps"
             + (f", in {sign.call}" if sign.call else "")
             + f", last seen at {sign.place}"
             for other, sign in sorted(stalled.items())
         ]
-        text = (
-            f"{'; '.join(lines)}. Rank {self.rank} waits for it in {self._call!r} and sees no sign "
-            f"of work for {self.stall_seconds:g} s (stall_seconds)"
-        )
+        text = f"{'; '.join(lines)}. Rank {self.rank} waits for it in {self._call!r} and {seen}"
         self._store.set("verdict", json.dumps({"stalled": sorted(stalled), "text": text}))
         self._end(sorted(stalled), text)
 
@@ -204,7 +287,7 @@ class Watch:
         """End this process: at once where it stalls, else when its call has not failed by itself
         after a moment, as it does when the other end goes away.
         """
-        self.verdict = text
+        self.verdict, self.stalled = text, stalled
         if self.rank not in stalled and self._stopped.wait(GRACE_SECONDS):
             return
         print(f"error: rank {self.rank} on {socket.gethostname()}: {text}.", file=sys.stderr)
@@ -236,7 +319,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def watching(store: Any, rank: int, size: int, stall_seconds: float | None) -> Iterator[None]:
+def watching(
+    store: Any, rank: int, size: int, stall_seconds: float | None, timeout_seconds: float
+) -> Iterator[None]:
     """While it is open, `waiting` is watched. `store`: the process group's; every rank opens its
     watches in the same order. Without `stall_seconds`, or others, nobody watches.
     """
@@ -245,7 +330,7 @@ def watching(store: Any, rank: int, size: int, stall_seconds: float | None) -> I
         return
     prefix = f"drivetrain/watch {next(_num_watches)}"
     own: Any = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-    watch = Watch(own, rank, size, stall_seconds)
+    watch = Watch(own, rank, size, stall_seconds, timeout_seconds)
     _open.append(watch)
     watch.start()
     try:
@@ -273,21 +358,30 @@ def _fatal_errors_placed() -> Iterator[None]:
 
 
 class _Waiting(contextlib.AbstractContextManager[None]):
-    __slots__ = ("_before", "_call", "_patient", "_watch")
+    __slots__ = ("_before", "_call", "_mixed", "_patient", "_watch")
 
-    def __init__(self, watch: Watch, call: str, patient: bool) -> None:
-        self._watch, self._call, self._patient = watch, call, patient
+    def __init__(self, watch: Watch, call: str, patient: bool, mixed: bool) -> None:
+        self._watch, self._call, self._patient, self._mixed = watch, call, patient, mixed
 
     def __enter__(self) -> None:
-        self._before = self._watch.enter(self._call, self._patient)
+        self._before = self._watch.enter(self._call, self._patient, self._mixed)
 
     def __exit__(self, *raised: object) -> None:
         self._watch.leave(self._before)
 
 
-def waiting(call: str, patient: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Around a call that needs the other ranks. `patient`: they may idle meanwhile."""
-    return _Waiting(_open[-1], call, patient) if _open else _NOTHING
+def waiting(
+    call: str, patient: bool = False, mixed: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Around a call that needs the other ranks. `patient`: they may idle meanwhile. `mixed`: there
+    is more in it than to wait."""
+    return _Waiting(_open[-1], call, patient, mixed) if _open else _NOTHING
+
+
+def listen(tell: Callable[[Late], None]) -> None:
+    """Who hears of late ranks from here on, in another thread; else they are printed."""
+    for watch in _open:
+        watch.tell = tell
 
 
 def count_step() -> None:
@@ -296,6 +390,6 @@ def count_step() -> None:
         watch.steps += 1
 
 
-def verdict() -> str:
-    """Who stalls, and where; empty while nobody does."""
-    return _open[-1].verdict if _open else ""
+def verdict() -> tuple[str, Sequence[int]]:
+    """Who stalls, and where, and which these are; nothing while nobody does."""
+    return (_open[-1].verdict, _open[-1].stalled) if _open else ("", ())

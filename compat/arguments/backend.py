@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -112,6 +112,7 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
             activation_checkpointing=fsdp.checkpointed(asked, model),
             seed=args.seed,
             timeout_seconds=float(args.ddp_timeout),
+            stall_seconds=getattr(args, "stall_seconds", Settings.stall_seconds),
             global_batch=batch * size * args.gradient_accumulation_steps,
             micro_batch=batch,
         )
@@ -127,7 +128,9 @@ def planned(args: Any, model: nn.Module | None = None) -> Plan:
     with _argument_errors():
         options = override(driver.options_type(), choice.options, "backend_options.")
         plan = settings(args, model).plan(options)
-        refuse_unpromised(driver, plan)
+        untouched = args.ddp_timeout == 1800  # by default, so nobody has asked for it
+        seconds = Plan.timeout_seconds if untouched else plan.timeout_seconds
+        refuse_unpromised(driver, replace(plan, timeout_seconds=seconds))
     return plan
 
 

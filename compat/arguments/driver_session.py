@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...data.parent import end_with_launcher
-from ...kernel.contract import Driver, Engine, Session, World
+from ...kernel.contract import Driver, Engine, Session, WatchesRanks, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.registry import usable_driver
 from .backend import chosen, planned
 
 __all__ = ["DriverSession", "Prepared", "session_of"]
+
+_LOG = logging.getLogger(__name__)
 
 BuildOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -94,6 +97,8 @@ class DriverSession:
         end_with_launcher()
         if self._session is None or not _same(plan, self._plan):
             self._session = self._open.enter_context(self.driver.open(plan))
+            if self._session.world.size > 1 and self.driver.capabilities(plan).stall_seconds:
+                cast(WatchesRanks, self._session).watch(_warn_of_late)
             self._plan = plan
         return self._session
 
@@ -150,6 +155,10 @@ def _same(plan: Plan, other: Plan | None) -> bool:
     """Whether an engine made under one plan serves the other: batch sizes are the loop's."""
     sizes = {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
     return other is not None and plan == replace(other, **sizes)  # type: ignore[arg-type]
+
+
+def _warn_of_late(rank: int, seconds: float, what: str) -> None:
+    _LOG.warning("rank %s has kept others waiting for %.0f s: %s", rank, seconds, what)
 
 
 def _no_loss(module: nn.Module, batch: Any) -> Tensor:

@@ -242,6 +242,9 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     backend: str | None = says(None, "The driver: cpu, ddp, fsdp, deepspeed, xla, ipex, xpu, ...")
     backend_options: dict[str, Any] | str | None = says(None, "Options of that driver")
     profile: Literal["5.23", "4.47"] = says("5.23", "Version of transformers whose numbers to give")
+    stall_seconds: float | None = says(
+        30.0, "Seconds after which a rank that is late is named; one that is dead ends the run"
+    )
     checkpoint_format: Literal["drivetrain", "hf"] = says(
         "drivetrain", "Layout of optimizer and state in checkpoints; models are always HF's"
     )

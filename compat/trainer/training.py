@@ -14,6 +14,7 @@ from typing import Any
 from ...kernel.errors import ran_out
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
+from ...trainer.flight_records import flight_records_kept
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.reporting import speed_metrics
@@ -79,7 +80,8 @@ class TrainingMixin(BetweenStepsMixin):
         lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
         try:
             lock.take(self.driver_session.session, _LOG.warning)
-            yield
+            with flight_records_kept(lock.folder):
+                yield
         finally:
             lock.release()
             self._lock = None

@@ -20,6 +20,7 @@ def describe(record: Mapping[str, Any]) -> str | None:
         "logged": _logged,
         "evaluated": _evaluated,
         "saved": _saved,
+        "rank_late": _rank_late,
         "warned": lambda record: f"warning: {record['message']}",
         "run_ended": _run_ended,
         "result": _result,
@@ -85,6 +86,13 @@ def _logged(record: Mapping[str, Any]) -> str:
 def _evaluated(record: Mapping[str, Any]) -> str:
     metrics = "  ".join(f"{name} {figure(value)}" for name, value in record["metrics"].items())
     return f"step {record['step']} {record['name']}: {metrics}  ({record['seconds']:.1f} s)"
+
+
+def _rank_late(record: Mapping[str, Any]) -> str:
+    return (
+        f"rank {record['rank']} has kept others waiting for {record['seconds']:.0f} s: "
+        f"{record['what']}"
+    )
 
 
 def _saved(record: Mapping[str, Any]) -> str:

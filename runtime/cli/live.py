@@ -71,13 +71,19 @@ class LiveProgress:
                 done=of_total(record["first_step"], self.total),
                 visible=True,
             )
-        style = {"warned": "yellow", "step_skipped": "yellow", "evaluated": "cyan"}.get(
-            record["event"], "red" if record.get("error") else ""
-        )
+        style = _STYLES.get(record["event"], "red" if record.get("error") else "")
         line = describe(record)
         if line is not None:
             # not folded by us: what is copied from it, a command, is one line
             self.console.print(quoted(line, style), soft_wrap=True)
+
+
+_STYLES = {
+    "warned": "yellow",
+    "step_skipped": "yellow",
+    "rank_late": "yellow",
+    "evaluated": "cyan",
+}
 
 
 def _figures(record: Record) -> str:

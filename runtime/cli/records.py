@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.catalog import as_metric
 from ..trainer.settings import flatten
 
 __all__ = ["history", "plain", "read_records", "record_of", "to_line"]
@@ -50,7 +51,8 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file of lines; a line that was cut off by a crash is left out."""
+    """The records of a file of lines; a line that was cut off by a crash, or that holds another
+    thing than such a record does, is left out."""
     records: list[Record] = []
     if not path.is_file():
         return records
@@ -60,14 +62,37 @@ def read_records(path: Path) -> list[Record]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            if isinstance(record, dict) and _is_counted(record):
+            if isinstance(record, dict) and _is_sound(record):
                 records.append(record)
     return records
 
 
-def _is_counted(record: Record) -> bool:
-    """Whether its steps are such, as far as it has any."""
-    return all(isinstance(record.get(name) or 0, int) for name in ("step", "first_step"))
+def _is_sound(record: Record) -> bool:
+    """Whether it holds what is read of it."""
+    held = _HELD.get(str(record.get("event")), {})
+    return (
+        isinstance(record.get("event"), str)
+        and all(isinstance(record.get(name) or 0, int) for name in ("step", "first_step"))
+        and all(name in record and _is_a(record[name], kind) for name, kind in held.items())
+    )
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if kind is dict:
+        return isinstance(value, dict) and all(_is_a(part, float) for part in value.values())
+    if kind is float:
+        return value is None or as_metric(value) is not None
+    return isinstance(value, kind)
+
+
+_FIGURES = ("loss", "learning_rate", "grad_norm", "items_per_second", "total_steps")
+_HELD: dict[str, dict[str, type]] = {
+    "logged": {"step": int, "item_name": str, **dict.fromkeys(_FIGURES, float)},
+    "evaluated": {"step": int, "name": str, "metrics": dict},
+    "run_started": {"num_parameters": float},
+    "run_ended": {"seconds": float},
+}
+"""Of each event, what the page of a run shows; a float may be null."""
 
 
 def history(records: Iterable[Record]) -> list[Record]:

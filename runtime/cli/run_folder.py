@@ -128,9 +128,17 @@ def read_config(folder: Place) -> Mapping[str, Any]:
         return {}
     try:
         config = json.loads(read_small(folder / CONFIG, _MAX_CONFIG_BYTES))
-    except (OSError, ValueError, CheckpointDamaged) as error:
+    except (OSError, ValueError, RecursionError, CheckpointDamaged) as error:
         raise OutputError(
             f"{folder / CONFIG} cannot be read: {error}; delete it to resume with "
             "a recipe given on the command line"
         ) from error
-    return config if isinstance(config, dict) else {}
+    if not isinstance(config, dict):
+        return {}
+    for name, kind in (("recipe", str), ("backend", str), ("given", dict)):
+        if not isinstance(config.get(name) or kind(), kind):
+            raise OutputError(
+                f"{folder / CONFIG}: {name} is {config[name]!r:.200}; mend it, or delete the file "
+                "to resume with a recipe given on the command line"
+            )
+    return config

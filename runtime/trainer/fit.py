@@ -17,6 +17,7 @@ from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
+from .flight_records import flight_records_kept
 from .out_of_memory import with_remembered
 from .recipe_checks import check_recipe
 from .result import Result, RetryWithSmallerBatch
@@ -87,7 +88,8 @@ def fit(
         def aside() -> Path:
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
 
-        outcome = attempt(with_remembered(settings, folder), resume)
-        while isinstance(outcome, RetryWithSmallerBatch):
-            outcome = attempt(outcome.settings, outcome.resume or resume)
-        return outcome
+        with flight_records_kept(folder):
+            outcome = attempt(with_remembered(settings, folder), resume)
+            while isinstance(outcome, RetryWithSmallerBatch):
+                outcome = attempt(outcome.settings, outcome.resume or resume)
+            return outcome

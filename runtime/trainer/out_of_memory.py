@@ -126,7 +126,7 @@ def _remembered(out: Place) -> Mapping[str, int]:
         return {}
     try:
         value = json.loads(read_small(path, _MAX_BYTES))
-    except (OSError, ValueError, CheckpointDamaged) as error:
+    except (OSError, ValueError, RecursionError, CheckpointDamaged) as error:
         raise OutputError(f"{path} cannot be read: {error}; delete it to forget it") from error
     keys = {"micro_batch", "evaluate.micro_batch"}
     if not (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,6 +52,7 @@ from ..kernel.progress import Progress, Window
 from ..kernel.recipe import Recipe
 from ..kernel.step import StepResult
 from .evaluations import Evaluations
+from .late_ranks import hear_of_late_ranks
 from .notes import log_of, never_finite, unused_note
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy
@@ -87,6 +89,7 @@ class Run:
         self.lock, self.out = lock, (out := None if lock is None else lock.folder)
         self.driver, self.session, self.settings = driver, session, settings
         self.observers, self.requests, self.started = observers, requests, started
+        self._telling = threading.RLock()
         self.aside = aside
         """Makes a folder that lasts until `fit` returns."""
         self.own_optimizer = recipe.optimizer is not None
@@ -102,6 +105,8 @@ class Run:
             if length_of(data) == 0:
                 raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
         able = driver.capabilities(plan)
+        if world.size > 1:
+            hear_of_late_ranks(session, driver.name, able, self._emit, self._steps_done)
         largest = -(-settings.global_batch // world.num_feeders)
         self.micro_batch = plan.micro_batch or largest
         if able.static_shapes:
@@ -401,12 +406,17 @@ class Run:
         """The newest that this run saved or resumed from."""
         return (self.saves and self.saves.newest) or self.resumed_from
 
+    def _steps_done(self) -> int:
+        loop: TrainLoop | None = vars(self).get("training")  # it may not have been made yet
+        return loop.progress.step if loop is not None else 0
+
     def _leave_out(self, seconds: float) -> None:
         self.training.window.leave_out(seconds)
 
     def _emit(self, event: Event) -> None:
-        for observer in self.observers:
-            self.requests.ask(observer(event))
+        with self._telling:  # of late ranks another thread tells
+            for observer in self.observers:
+                self.requests.ask(observer(event))
 
 
 def _due(step: int, every: int | None) -> bool:

@@ -221,11 +221,12 @@ class Settings:
     """When a step does not fit into memory: halve `micro_batch` and go on, with the same global
     batch and the same losses; with several ranks the next start does so. Or stop, with advice."""
     timeout_seconds: float = 600.0
-    """A collective that takes longer ends the run with the name of the rank and the call."""
+    """A rank that others wait for in a call for longer ends the run, with its name and place."""
     stall_seconds: float | None = 30.0
-    """A rank that does nothing for so long while others wait for it ends the run: one that is
-    stopped or cut off, at any time; one that idles (asleep, deadlocked, reading from a source that
-    does not answer), in training and evaluation from the second step on. None never."""
+    """A rank that others wait for so long ends the run if it is stopped, dead or cut off, or if all
+    wait for each other in different calls. One that lives, and is in code of yours (a debugger, a
+    server that is asked, a slow file system), is named, and waited for until `timeout_seconds`.
+    None: nobody is watched."""
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
     data: DataSettings = DataSettings()
@@ -322,7 +323,10 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict)
     if isinstance(value, bool):
         return origin is bool
-    return isinstance(value, (int, float) if origin is float else origin)
+    try:
+        return isinstance(value, (int, float) if origin is float else origin)
+    except TypeError:  # a type that nothing can be asked of
+        return False
 
 
 def _wrong_type(key: str, value: Any, hint: Any) -> SettingError:

@@ -1,10 +1,16 @@
 """The ddp driver keeps the laws."""
 
 import pytest
+import torch
 
+from drivetrain.backends.common.models import with_synced_batch_norm
 from drivetrain.conformance import Case, cases
+from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.jobs import optimizer_called
 from drivetrain.conformance.law_6_resume import resumed_run_of_three_ranks_is_bit_exact
+from drivetrain.conformance.problems import PROBLEMS
 from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import CapabilityRefused
 
 FINDING = {"find_unused_parameters": True}
 
@@ -31,3 +37,24 @@ def test_each_rank_resumes_with_its_own_buffers(backend: str) -> None:
 
 def test_a_static_graph_resumes_bit_by_bit_on_three_ranks() -> None:
     resumed_run_of_three_ranks_is_bit_exact(Subject("ddp", 3, {"static_graph": True}))
+
+
+def refusal_of_synced_batch_norm(bench: Bench) -> str:
+    with bench.open() as session, pytest.raises(CapabilityRefused) as refused:
+        session.prepare(PROBLEMS["normalised"].recipe(optimizer=optimizer_called("SGD")))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_batch_normalisation_over_ranks_is_refused_on_the_cpu(backend: str) -> None:
+    subject = Subject(backend, 2, {"device": "cpu", "sync_batch_norm": True})
+    for told in subject.run(refusal_of_synced_batch_norm):
+        assert f"{backend!r} refuses backend.sync_batch_norm=true" in told
+
+
+def test_batch_normalisation_over_ranks_keeps_names_and_weights() -> None:
+    own = PROBLEMS["normalised"].model()
+    synced = with_synced_batch_norm(own, True, torch.device("cuda"), "ddp")
+    assert sum(isinstance(part, torch.nn.SyncBatchNorm) for part in synced.modules()) == 3
+    for name, tensor in PROBLEMS["normalised"].model().state_dict().items():
+        assert synced.state_dict()[name].shape == tensor.shape

@@ -206,7 +206,7 @@ def another_optimizer_is_refused_before_anything_changes(subject: Subject, optim
     with tempfile.TemporaryDirectory() as folder:
         source = record(subject, folder, problem="regression")["checkpoint"]
         for rank in subject.run(refuse, problem="regression", source=source, optimizer=optimizer):
-            require_refused("AdamW's", rank["as it is"], "CheckpointMismatch", "exp_avg")
+            require_refused("AdamW's state", rank["as it is"], "CheckpointMismatch", "exp_avg")
 
 
 DAMAGE = {
@@ -234,7 +234,10 @@ def a_damaged_optimizer_state_is_refused_before_anything_changes(subject: Subjec
 def require_refused(what: str, told: Mapping[str, Any], error: str, named: str) -> None:
     require_same(f"error for {what}", told["error"], error)
     require(named in told["message"], f"the error for {what} does not name {named}: {told}")
-    require(told["unchanged"], f"{what} was refused, and something had changed by then")
+    require(
+        told["unchanged"],
+        f"restore refused {what}, and had changed weights or optimizer by then",
+    )
 
 
 @check(optimizer=("AdamW", "Adagrad"))

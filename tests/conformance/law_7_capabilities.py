@@ -8,13 +8,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import time
 from collections.abc import Iterator
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernel.contract import WatchesRanks
+from ..kernel.errors import CollectiveFailed
 from .bench import Bench
 from .cases import Refused, check
 from .jobs import deal, microbatches, optimizer_called, train
@@ -43,6 +47,47 @@ def multi_process(subject: Subject) -> Refused | None:
     worlds = subject.at(2).run(world_of)
     require_same("ranks", [world["rank"] for world in worlds], [0, 1])
     require_same("sizes", [world["size"] for world in worlds], [2, 2])
+    return None
+
+
+LATE = 1
+"""The rank that comes late."""
+
+
+@check()
+def stall_seconds(subject: Subject) -> Refused | None:
+    """A rank that lives and keeps others waiting is told of on all ranks, no other is, and it is
+    waited for."""
+    if not subject.can("multi_process"):
+        return None
+    if not subject.can("stall_seconds"):
+        asked = {"stall_seconds": 1.0}
+        return refuses(subject, "stall_seconds", "stall_seconds=1.0", asked, world=2)
+    told = subject.at(2).run(late_ranks_told, naps=5.0, stall_seconds=1.0)
+    require_same("the sums, as they are waited for", [each["sums"] for each in told], [[2.0]] * 2)
+    for rank, each in enumerate(told):
+        require_same(f"the late ranks that rank {rank} is told of", each["late"], [LATE])
+    return None
+
+
+@check()
+def timeout_seconds(subject: Subject) -> Refused | None:
+    """Who waits longer gives up in time, and names the rank that did not come; that one, when it
+    comes at last, fails, too, and names no other."""
+    if not subject.can("multi_process"):
+        return None
+    if not subject.can("timeout_seconds"):
+        asked = {"timeout_seconds": 2.0}
+        return refuses(subject, "timeout_seconds", "timeout_seconds=2.0", asked, world=2)
+    waiting, late = subject.at(2).run(
+        late_ranks_blamed, naps=10.0, timeout_seconds=2.0, stall_seconds=None
+    )
+    require(waiting["late"] is not None, "a rank that others wait for in vain is waited for on")
+    require_same("the ranks that it names who has waited", waiting["late"], [LATE])
+    seconds = waiting["seconds"]
+    require(seconds < 9.0, f"timeout_seconds is 2, and it was waited for {seconds:.1f} s")
+    require(late["late"] is not None, "the late rank finds the others gone, and does not fail")
+    require(0 not in late["late"], "the late rank names one that had waited for it")
     return None
 
 
@@ -94,6 +139,39 @@ def looking_changes_nothing(subject: Subject) -> None:
     defaults."""
     for changed in subject.run(traces_of_looking):
         require_same("traces of looking at the driver", changed, [])
+
+
+def late_ranks_told(bench: Bench, *, naps: float, **settings: Any) -> dict[str, Any]:
+    """A job: one rank naps while the others add up; what was told of late ones, and the sums."""
+    late: set[int] = set()
+    with bench.open(**settings) as session:
+        cast(WatchesRanks, session).watch(lambda rank, seconds, what: late.add(rank))
+        session.tally([1.0])()
+        if session.world.rank == LATE:
+            time.sleep(naps)
+        sums = session.tally([1.0])()
+        session.exchange(None)
+    return {"late": sorted(late), "sums": sums}
+
+
+def late_ranks_blamed(bench: Bench, *, naps: float, **settings: Any) -> dict[str, Any]:
+    """A job: one rank naps for longer than others wait; whom each names, or None, and when."""
+    late, began = None, time.monotonic()
+    with suppress(CollectiveFailed), bench.open(**settings) as session:
+        session.exchange(None)
+        began = time.monotonic()
+        if session.world.rank == LATE:
+            time.sleep(naps)
+        try:
+            session.tally([1.0])()
+        except CollectiveFailed as error:
+            late = list(error.late)
+            raise
+    seconds = time.monotonic() - began
+    if late is not None and LATE not in late:
+        return {"late": late, "seconds": seconds}
+    time.sleep(max(0.0, naps + 3.0 - seconds))  # who leaves takes the store along
+    return {"late": late, "seconds": seconds}
 
 
 def world_of(bench: Bench) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.law_6_resume import WeightsAlone
 from drivetrain.kernel.contract import Outcome
-from drivetrain.kernel.errors import CheckpointError
+from drivetrain.kernel.errors import CheckpointError, CollectiveFailed
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
 from drivetrain.kernel.shards import Piece, Reader
@@ -498,6 +498,10 @@ class WrittenTwice(WrappedEngine):
                 yield Piece(kind, name, tensor.detach(), tuple(tensor.shape))  # type: ignore[arg-type]
 
 
+class ThreeTogether(BuffersDrift, WeightsFirst, DecaysWithoutAGradient):
+    """As somebody's first driver had them."""
+
+
 # --- law 7 and the session ---------------------------------------------------------------------
 
 
@@ -572,6 +576,44 @@ def modest(able: Capabilities) -> Capabilities:
     )
 
 
+# --- law 7: late ranks --------------------------------------------------------------------------
+
+
+class NobodyIsTold(WrappedSession):
+    """Late ranks are waited for without a word."""
+
+    def watch(self, tell: Callable[[int, float, str], None]) -> None:
+        pass
+
+
+class AllAreTold(WrappedSession):
+    """Whoever waits is told of as the one that is late."""
+
+    def watch(self, tell: Callable[[int, float, str], None]) -> None:
+        def told(rank: int, seconds: float, what: str) -> None:
+            for each in range(self.inner.world.size):
+                tell(each, seconds, what)
+
+        self.inner.watch(told)
+
+
+class TheOthersFault(WrappedSession):
+    """A rank whose call fails names whoever it is not."""
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        world = self.inner.world
+        others = tuple(rank for rank in range(world.size) if rank != world.rank)
+        try:
+            sums = self.inner.tally(values)()
+        except CollectiveFailed as error:
+            raise CollectiveFailed(str(error), others) from error
+        return lambda: list(sums)
+
+
+def never_over(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, timeout_seconds=600.0)
+
+
 SGD = "1_gradient-plain_sgd_equals_one_process"
 NORM = "2_norm-norm_is_that_of_one_process"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
@@ -581,11 +623,23 @@ BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
 DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
 
+THREE_TOGETHER = {
+    "6_buffers-each_forward": "buffers that forward 1 begins with on rank 1",
+    "6_resume-another_optimizer_is_refused": "and had changed weights or optimizer",
+    "1_absent-what_has_no_gradient": "weights of what had no gradient on any rank",
+}
+"""The checks that must see them, and what each says."""
+
 NO_FAULTS: dict[str, Fault] = {
+    "three together": Fault("", ThreeTogether, plan=finding_unused),
     "none": Fault(""),
     "modest": Fault("", capabilities=modest),
 }
 FAULTS: dict[str, Fault] = {
+    "nobody is told": Fault("7_capabilities-stall_seconds", session=NobodyIsTold),
+    "all are told": Fault("7_capabilities-stall_seconds", session=AllAreTold),
+    "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),
+    "never over": Fault("7_capabilities-timeout_seconds", plan=never_over),
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
     "sum over feeders": Fault(SGD, SumOverFeeders),
     "weight forgotten": Fault(SGD, WeightForgotten),

@@ -1,7 +1,9 @@
 """Each planted fault is caught by the check that is there for it, and only because of the fault."""
 
+import re
+
 import pytest
-from faults import FAULTS, SAME_BITS
+from faults import FAULTS, SAME_BITS, THREE_TOGETHER
 
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.judge import LawBroken
@@ -32,6 +34,13 @@ def test_draws_of_evaluation_are_told_by_generator() -> None:
         case.check()
 
 
+@pytest.mark.parametrize("check", THREE_TOGETHER)
+def test_three_faults_together_are_each_named(check: str) -> None:
+    case = chosen("three together", check)[0]
+    with pytest.raises(LawBroken, match=re.escape(THREE_TOGETHER[check])):
+        case.check()
+
+
 @pytest.mark.parametrize("check", sorted({fault.caught_by for fault in FAULTS.values()}))
 def test_without_a_fault_nothing_is_caught(check: str) -> None:
     found = chosen("none", check)
@@ -46,6 +55,8 @@ def test_without_a_fault_nothing_is_caught(check: str) -> None:
         "2_norm-norm_is_unscaled",
         "7_capabilities-compilation",
         "7_capabilities-activation_checkpointing",
+        "7_capabilities-stall_seconds",
+        "7_capabilities-timeout_seconds",
     ],
 )
 def test_what_is_not_declared_is_refused(check: str) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NewType
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 from drivetrain import Settings
 from drivetrain.kernel.errors import SettingError
 from drivetrain.trainer.settings import OptimizerSettings, flatten, override
+
+Token = NewType("Token", int)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +121,15 @@ def test_what_is_out_of_range_is_refused_with_the_range(key: str, value: Any, wo
 def test_types_are_looked_at_in_python_too(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         Settings(**wrong)
+
+
+def test_a_type_that_nothing_can_be_asked_of_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Config:
+        token: Token = Token(3)
+
+    with pytest.raises(SettingError, match="token is '4', which is not of type Token"):
+        override(Config(), {"token": "4"})
 
 
 def test_every_value_survives_a_round_trip_as_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from drivetrain import Recipe, Settings, fit
+from drivetrain.kernel.events import RankLate
 
 from .runs import build, loss, recipe, start
 
 SETTINGS = Settings(steps=8, global_batch=8, stall_seconds=3.0, timeout_seconds=120.0)
+LATE = replace(SETTINGS, timeout_seconds=8.0)
 STEP = 4
 """In which a rank stands still; the first two are exempt."""
 
@@ -49,6 +52,8 @@ def stand_still(way: str) -> None:
         time.sleep(600)
     if way == "is stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if way == "naps":
+        time.sleep(2.5 * (SETTINGS.stall_seconds or 0.0))
     if way == "works":
         until = time.monotonic() + 2 * (SETTINGS.stall_seconds or 0.0)
         while time.monotonic() < until:
@@ -56,17 +61,17 @@ def stand_still(way: str) -> None:
 
 
 class Sleepy(nn.Module):
-    """Sleeps in a forward."""
+    """Sleeps in a forward, on one rank or on all."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, way: str) -> None:
         super().__init__()
-        self.inner = build()
-        self.awake = STEP if os.environ.get("RANK") == str(rank) else 10**6
+        self.inner, self.way = build(), way
+        self.awake = STEP if rank < 0 or os.environ.get("RANK") == str(rank) else 10**6
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.awake -= 1
         if not self.awake:
-            stand_still("sleeps")
+            stand_still(self.way)
         result: Tensor = self.inner(inputs)
         return result
 
@@ -80,11 +85,17 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     rank, way = int((out / "rank").read_text()), (out / "way").read_text()
     if way.startswith("calls "):
         what = replace(recipe(), model=lambda: Calling(way.partition(" ")[2]))
-    elif way == "sleeps in a forward":
-        what = replace(recipe(), model=lambda: Sleepy(rank))
+    elif way.endswith(" in a forward"):
+        what = replace(recipe(), model=lambda: Sleepy(rank, way.partition(" ")[0]))
     else:
         what = Recipe(model=build, loss=loss, train_data=Data(rank, way))
-    fit(what, SETTINGS, backend=backend)
+    settings = LATE if way.startswith("sleeps") else SETTINGS
+
+    def note(event: Any) -> None:
+        if isinstance(event, RankLate):
+            (out / f"late-{environment['RANK']}").write_text(f"{event.rank} {event.what}")
+
+    fit(what, settings, backend=backend, out=out / "run", observers=[note])
 
 
 def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None], list[str], float]:
@@ -136,17 +147,25 @@ def stopped(way: str, index: int, rank: int) -> bool:
         pytest.param(backend, way, marks=[pytest.mark.slow] if is_like_others else [])
         for backend in ("ddp", "fsdp", "deepspeed")
         for way in ("sleeps", "is stopped", "sleeps in a forward")
-        for is_like_others in [backend == "deepspeed" and way != "sleeps"]
+        for is_like_others in [
+            (backend == "deepspeed" and way != "sleeps") or (backend, way) == ("fsdp", "sleeps")
+        ]
     ],
 )
 def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
+    """One that is stopped, soon. One that lives is named, to all, and ended when it is time."""
     codes, words, took = run(backend, tmp_path, 1, way)
-    assert codes == ([1, -signal.SIGKILL] if way == "is stopped" else [1, 1])
+    assert codes == ([1, -signal.SIGKILL] if way == "is stopped" else [1, 1]), words
     assert took < SETTINGS.timeout_seconds / 2
+    for rank in (0, 1) if way != "is stopped" else ():
+        told = (tmp_path / f"late-{rank}").read_text()
+        assert re.match(
+            r"1 it is at test_stall.py:\d+ in stand_still, called from .*rank 0 w", told
+        )
+        assert took > LATE.timeout_seconds
+        assert "has waited for 8 s (timeout_seconds)" in words[rank]
     assert re.search(r"[Rr]ank 1 stands still after \d steps, .*last seen at ", words[0])
-    # where nothing moves at all, who sleeps in a forward may be the one that tells
-    own = "a forward,|" if way == "sleeps in a forward" else ""
-    assert re.search(rf"Rank [01] waits for it in .({own}averaging|gathering|adding) ", words[0])
+    assert re.search(r"Rank 0 waits for it in .(a forward|averaging|gathering|adding)", words[0])
     if way != "is stopped":  # its place is known, and its stacks
         assert re.search(r"last seen at test_stall.py:\d+ in stand_still", words[0])
         assert "What each thread is doing" in words[1]
@@ -160,6 +179,9 @@ def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> No
     assert took < SETTINGS.timeout_seconds / 2
     assert re.search(r"test_stall\.py.* in call_alone", words[0]), words
     assert re.search("Rank|rank|collective mismatch", words[1]), words
+    # who found it by an error of the library has its records
+    for path in (tmp_path / "run").glob("flight-records-rank-*.json"):
+        assert "all_reduce" in str(json.loads(path.read_text()))
 
 
 def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
@@ -169,6 +191,17 @@ def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
     assert "does not answer; rank 1 waits in" in words[1]
 
 
-def test_a_rank_that_works_is_waited_for(tmp_path: Path) -> None:
-    codes, words, _ = run("ddp", tmp_path, 1, "works")
+@pytest.mark.parametrize(
+    ("backend", "rank", "way"),
+    [
+        ("ddp", 1, "works"),
+        ("ddp", 0, "naps in a forward"),
+        ("fsdp", -1, "naps in a forward"),
+    ],
+)
+def test_a_rank_that_lives_is_waited_for(tmp_path: Path, backend: str, rank: int, way: str) -> None:
+    """One that works, one that waits in the user's own forward, and all of them at once."""
+    codes, words, _ = run(backend, tmp_path, rank, way)
     assert codes == [0, 0], words
+    named = sorted(path.name for path in tmp_path.glob("late-*"))
+    assert named == (["late-0", "late-1"] if rank >= 0 else [])
