@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
+from ..fsdp import meta_init
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 """Shared: entering it costs nothing and it holds no state."""
@@ -76,20 +77,36 @@ def recompute_activations(
         )
     for part in chosen:
         # the forward is replaced, not the module, so that parameter names stay as they are
-        part.forward = _recomputed(part.forward, run or _checkpoint)
+        part.forward = _recomputed(part, run or _checkpoint)
 
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+def _recomputed(part: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    forward = part.forward
+    has_buffers = any(True for _ in part.buffers())
+
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return run(forward, *args, **kwargs)
+        return run(_counted_once(part, forward) if has_buffers else forward, *args, **kwargs)
 
     return recomputed
+
+
+def _counted_once(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Forward, of which the second call leaves running statistics alone: the first counted."""
+    again = False
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal again
+        kept, again = (meta_init.buffers_kept(part) if again else NO_CONTEXT), True
+        with kept:
+            return forward(*args, **kwargs)
+
+    return counted
 
 
 def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:

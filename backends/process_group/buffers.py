@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from ...kernel.contract import World
 from ...kernel.shards import Piece, Reader
 from ..common import model_state
+from ..fsdp import meta_init
 from .session import keep_for_a_while, naming_collectives
 
 
@@ -67,7 +67,7 @@ class Buffers:
         try:
             yield
         finally:
-            _write(buffers, own)
+            meta_init.write_unseen(buffers, own)
 
     def _here(self) -> list[Tensor]:
         buffers = (held[name] for held, name in self._places)
@@ -88,7 +88,9 @@ class Buffers:
                 dist.broadcast(keep_for_a_while(flat.view(torch.uint8)), src=0)
                 if self.rank > 0:
                     parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                    _write(buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)])
+                    meta_init.write_unseen(
+                        buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
+                    )
 
 
 _OWN = "buffers/"
@@ -96,9 +98,3 @@ _OWN = "buffers/"
 
 def _own(rank: int, name: str) -> str:
     return f"{_OWN}{rank}/{name}"
-
-
-def _write(buffers: list[Tensor], values: list[Tensor]) -> None:
-    """Unseen by autograd: a backward may follow that was given them, and does not look at them."""
-    with _unsafe_preserve_version_counter(tuple(buffers)):
-        torch._foreach_copy_(buffers, values)

@@ -47,6 +47,22 @@ def one_process_normalises_as_plain_torch(subject: Subject) -> None:
     seen.require_weights(2e-6)
 
 
+@check()
+def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
+    """Though they run twice where activations are recomputed."""
+    if not subject.can("activation_checkpointing"):
+        return
+    seen = rehearse(
+        subject.at(1),
+        "normalised",
+        optimizer="SGD",
+        steps=3,
+        rates=[0.005] * 3,
+        activation_checkpointing=("BatchNorm1d",),
+    )
+    seen.require_weights(2e-6)
+
+
 class Watched(Normalised):
     """It notes its buffers when a forward begins, and when one in training ends."""
 

@@ -54,6 +54,8 @@ def stand_still(way: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if way == "naps":
         time.sleep(2.5 * (SETTINGS.stall_seconds or 0.0))
+    if way == "dies":
+        os._exit(3)
     if way == "works":
         until = time.monotonic() + 2 * (SETTINGS.stall_seconds or 0.0)
         while time.monotonic() < until:
@@ -179,9 +181,13 @@ def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> No
     assert took < SETTINGS.timeout_seconds / 2
     assert re.search(r"test_stall\.py.* in call_alone", words[0]), words
     assert re.search("Rank|rank|collective mismatch", words[1]), words
-    # who found it by an error of the library has its records
-    for path in (tmp_path / "run").glob("flight-records-rank-*.json"):
-        assert "all_reduce" in str(json.loads(path.read_text()))
+
+
+def test_a_call_that_fails_leaves_the_records_of_the_library(tmp_path: Path) -> None:
+    codes, words, _ = run("ddp", tmp_path, 1, "dies")
+    assert codes == [1, 3], words
+    records = json.loads((tmp_path / "run" / "flight-records-rank-0.json").read_text())
+    assert "all_reduce" in str(records) or "allreduce" in str(records), records
 
 
 def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
