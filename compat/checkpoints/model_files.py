@@ -24,6 +24,7 @@ from .unpickling import read_pickled
 
 __all__ = [
     "adapters_in",
+    "frozen_names",
     "has_weights",
     "is_pretrained",
     "load_adapters",
@@ -181,3 +182,11 @@ def first_adapter(model: Any) -> str:
     if len(active) > 1:
         _LOG.warning("of several active adapters (%s) only the first counts", ", ".join(active))
     return active[0]
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """The weights that a checkpoint of adapters leaves out: those of the model below them."""
+    if not is_peft_model(model):
+        return frozenset()
+    named = model.named_parameters()
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)

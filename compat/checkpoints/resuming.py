@@ -30,7 +30,14 @@ from ..trainer.inspection import is_peft_model
 from ..trainer.parts import TrainerParts
 from . import hf_folders
 from .json_state import from_plain, read_json
-from .model_files import adapters_in, first_adapter, load_adapters, load_weights, read_weights
+from .model_files import (
+    adapters_in,
+    first_adapter,
+    frozen_names,
+    load_adapters,
+    load_weights,
+    read_weights,
+)
 from .overlay_reader import OverlayReader
 from .rotation import newest_sound, problem_with
 
@@ -146,7 +153,7 @@ class ResumingMixin(TrainerParts):
     def _weights_reader(self, folder: Path) -> OverlayReader:
         """A checkpoint's weights and nothing else; those that it lacks stay as they are."""
         if (folder / MANIFEST).is_file():
-            frozen = self._weights_now(self._frozen_names())
+            frozen = self._weights_now(frozen_names(self.model))
             return OverlayReader(CheckpointReader(folder), weights=frozen, kinds=("weights",))
         if adapters_in(folder):
             raise ValueError(
@@ -168,13 +175,6 @@ class ResumingMixin(TrainerParts):
                 if names is None or name in names
             }
 
-    def _frozen_names(self) -> frozenset[str]:
-        """What a checkpoint of adapters leaves out: the model below them."""
-        if not is_peft_model(self.model):
-            return frozenset()
-        named = self.model.named_parameters()
-        return frozenset(name for name, parameter in named if not parameter.requires_grad)
-
     # --- everything else ----------------------------------------------------------------------
 
     def _resume_training(self, training: TrainLoop, checkpoint: str) -> None:
@@ -190,7 +190,7 @@ class ResumingMixin(TrainerParts):
             where = str(folder)
             state = stored.manifest.loop_state(where)
             self._say_differences(stored)
-            frozen = self._frozen_names()
+            frozen = frozen_names(self.model)
             reader = OverlayReader(stored, weights=self._weights_now(frozen)) if frozen else stored
             with own_random_state(stored, training.session, self.driver_session.driver.name):
                 training.restore(reader, state, where)

@@ -38,7 +38,7 @@ from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..profile import profile_of
 from . import hf_folders
 from .json_state import to_plain
-from .model_files import is_pretrained, write_weights
+from .model_files import frozen_names, is_pretrained, write_weights
 from .resuming import ResumingMixin, hyper_parameters
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
 
@@ -123,7 +123,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             state["scheduler"] = self.lr_scheduler.state_dict()
         if unsaved := self._say_unsaved_state():
             state["optimizer_unsaved"] = unsaved
-        frozen = self._frozen_names()
+        frozen = frozen_names(self.model)
         saved: Any = _Trained(engine, frozen) if frozen else engine
         guard = None if self._lock is None else self._lock.check_now
         CheckpointStore(run_dir, digits=0, guard=guard).save(
