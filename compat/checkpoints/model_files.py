@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from ...checkpoint.format.safetensors import Source, TensorFile, write
 from ...checkpoint.storage.local import beside
-from ...kernel.errors import CheckpointDamaged, CheckpointError
+from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
 from ..trainer.inspection import is_peft_model
 from .json_state import read_json
 from .unpickling import read_pickled
 
 __all__ = [
     "adapters_in",
+    "compare_versions",
     "frozen_names",
     "has_weights",
     "is_pretrained",
@@ -87,6 +88,22 @@ def _files_of_index(index: Path) -> list[Path]:
         if not named or not (index.parent / part).is_file():
             raise CheckpointError(f"{index}: its part {part!r:.200} is not beside it")
     return [index.parent / part for part in sorted(parts)]
+
+
+def compare_versions(folder: Path) -> None:
+    """Warn when another version of transformers wrote the model."""
+    config, transformers = folder / "config.json", sys.modules.get("transformers")
+    if transformers is None or not config.is_file():
+        return
+    stored = read_json(config)
+    written = stored.get("transformers_version") if isinstance(stored, dict) else None
+    if written not in (None, transformers.__version__):
+        _LOG.warning(
+            "%s was written by transformers %s, and this is %s",
+            folder,
+            printable(str(written))[:40],
+            transformers.__version__,
+        )
 
 
 # --- weights ----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,9 +28,10 @@ from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from ..trainer.parts import TrainerParts
 from . import hf_folders
-from .json_state import from_plain, read_json
+from .json_state import from_plain
 from .model_files import (
     adapters_in,
+    compare_versions,
     first_adapter,
     frozen_names,
     load_adapters,
@@ -92,7 +92,7 @@ class ResumingMixin(TrainerParts):
         if (folder / MANIFEST).is_file() and model is None and self.is_in_train:
             return
         _LOG.info("loading the model from %s", folder)
-        _compare_versions(folder)
+        compare_versions(folder)
         model = self.model if model is None else model
         if is_peft_model(model) and adapters_in(folder):
             load_adapters(model, folder)
@@ -414,19 +414,3 @@ def _stored_weights(module: nn.Module) -> dict[str, Tensor]:
     persistent = module.state_dict(keep_vars=True)
     buffers = {name: each for name, each in module.named_buffers() if name in persistent}
     return {**dict(module.named_parameters()), **buffers}
-
-
-def _compare_versions(folder: Path) -> None:
-    """Warn when another version of transformers wrote the model."""
-    config, transformers = folder / "config.json", sys.modules.get("transformers")
-    if transformers is None or not config.is_file():
-        return
-    stored = read_json(config)
-    written = stored.get("transformers_version") if isinstance(stored, dict) else None
-    if written not in (None, transformers.__version__):
-        _LOG.warning(
-            "%s was written by transformers %s, and this is %s",
-            folder,
-            printable(str(written))[:40],
-            transformers.__version__,
-        )
