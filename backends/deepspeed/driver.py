@@ -38,7 +38,7 @@ from ..process_group.session import (
     process_group,
     refusing_together,
 )
-from . import initialize, zero_config, zero_state
+from . import initialize, loss_scaler, zero_config, zero_state
 
 __all__ = ["driver"]
 
@@ -260,11 +260,11 @@ class ZeroEngine:
             model_state.load_scale(scale, self.loss_scale)
             self.zero.external_loss_scale = float(self.loss_scale.scale)
         elif scale:
-            zero_state.set_scaler(self.zero.loss_scaler, scale)
+            loss_scaler.set_scaler(self.zero.loss_scaler, scale)
 
     def _scale(self) -> dict[str, Tensor]:
         if self.loss_scale is None:
-            return zero_state.scaler_tensors(self.zero.loss_scaler)
+            return loss_scaler.scaler_tensors(self.zero.loss_scaler)
         return model_state.scale_tensors(self.loss_scale)
 
     @contextmanager

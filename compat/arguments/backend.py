@@ -19,7 +19,8 @@ from torch import nn
 from ...kernel.errors import CapabilityRefused, SettingError
 from ...kernel.plan import Plan
 from ...kernel.registry import find_driver, refuse_unpromised
-from ...trainer.settings import Settings, override
+from ...trainer.setting_values import override
+from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import from_environment, launched

@@ -11,15 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoint import CheckpointReader, load_rng, own_random_state, read_manifest
-from ...checkpoint.catalog import set_aside
 from ...checkpoint.manifest import MANIFEST
 from ...data.indexed import length_of
 from ...kernel.batches import Position
-from ...kernel.contract import Session
 from ...kernel.errors import CheckpointMismatch, printable
 from ...kernel.loop import TrainLoop
 from ...kernel.progress import Window
-from ...trainer.resume import damage, differences
+from ...trainer.resume import differences
 from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
 from ..names import TRAINER_STATE_NAME
@@ -39,7 +37,7 @@ from .model_files import (
     read_weights,
 )
 from .overlay_reader import OverlayReader
-from .rotation import newest_sound, problem_with
+from .rotation import altered, newest_unaltered, problem_with
 
 __all__ = ["ResumingMixin", "hyper_parameters"]
 
@@ -62,8 +60,8 @@ class ResumingMixin(TrainerParts):
         if "://" in path:
             raise ValueError(f"Can't resume from {path}: it is a URL; copy it to a folder")
         if resume_from_checkpoint is True:
-            path = _newest_unaltered(session, self.args.output_dir)
-        elif problems := _altered(session, path):
+            path = newest_unaltered(session, self.args.output_dir)
+        elif problems := altered(session, path):
             raise ValueError(f"Can't find a valid checkpoint at {path}: {problems[0]}")
         self._take_batch_size(Path(path))
         return path
@@ -353,33 +351,6 @@ class ResumingMixin(TrainerParts):
                 )
         else:
             hf_folders.load_random_state(folder, session.world.rank, session.world.size)
-
-
-def _newest_unaltered(session: Session, output_dir: str) -> str:
-    """The newest checkpoint that is as it was written. Newer ones that are not are renamed, so that
-    none takes their place. Raises ValueError when there is none.
-    """
-    left_out: list[str] = []
-    while True:
-        mine = newest_sound(output_dir, left_out) if session.world.rank == 0 else None
-        path: str | None = session.exchange(mine)[0]
-        if path is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
-        problems = _altered(session, path)
-        if not problems:
-            break
-        _LOG.warning("%s is left out, and kept: %s", path, problems[0])
-        left_out.append(path)
-    if session.world.rank == 0:
-        for each in left_out:
-            set_aside(Path(each))
-    return path
-
-
-def _altered(session: Session, folder: str) -> list[str]:
-    """The files that changed since they were written; unknown for folders that HF Trainer wrote."""
-    own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
-    return damage(session, Path(folder)) if session.exchange(own)[0] else []
 
 
 def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:

@@ -10,14 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import read_manifest
-from ...checkpoint.catalog import retire
+from ...checkpoint.catalog import retire, set_aside
 from ...checkpoint.format.safetensors import TensorFile
 from ...checkpoint.manifest import MANIFEST
+from ...kernel.contract import Session
 from ...kernel.errors import CheckpointError
+from ...trainer.resume import damage
 from ..names import FSDP_MODEL_NAME, PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from .model_files import has_weights, unsound
 
-__all__ = ["newest_sound", "problem_with", "rotate_checkpoints", "sort_checkpoints"]
+__all__ = [
+    "altered",
+    "newest_sound",
+    "newest_unaltered",
+    "problem_with",
+    "rotate_checkpoints",
+    "sort_checkpoints",
+]
 
 _LOG = logging.getLogger(__name__)
 _OWN_FILES = re.compile(r"(weights|optimizer|state)-[0-9]+-of-[0-9]+\.safetensors")
@@ -148,3 +157,30 @@ def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
         if match and path.is_dir():
             found.append((int(match[1]), path))
     return sorted(found)
+
+
+def newest_unaltered(session: Session, output_dir: str) -> str:
+    """The newest checkpoint that is as it was written. Newer ones that are not are renamed, so that
+    none takes their place. Raises ValueError when there is none.
+    """
+    left_out: list[str] = []
+    while True:
+        mine = newest_sound(output_dir, left_out) if session.world.rank == 0 else None
+        path: str | None = session.exchange(mine)[0]
+        if path is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({output_dir})")
+        problems = altered(session, path)
+        if not problems:
+            break
+        _LOG.warning("%s is left out, and kept: %s", path, problems[0])
+        left_out.append(path)
+    if session.world.rank == 0:
+        for each in left_out:
+            set_aside(Path(each))
+    return path
+
+
+def altered(session: Session, folder: str) -> list[str]:
+    """The files that changed since they were written; unknown for folders that HF Trainer wrote."""
+    own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
+    return damage(session, Path(folder)) if session.exchange(own)[0] else []

@@ -26,7 +26,8 @@ from ..data.user_frames import last_line
 from ..kernel.errors import DrivetrainError, RecipeError, SettingError
 from ..kernel.recipe import Recipe
 from ..trainer.recipe_checks import check_recipe
-from ..trainer.settings import Settings, override
+from ..trainer.setting_values import override
+from ..trainer.settings import Settings
 
 __all__ = ["DEFAULT_RECIPE", "RecipeFile", "load_recipe_file"]
 

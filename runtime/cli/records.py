@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.catalog import as_metric
-from ..trainer.settings import flatten
+from ..trainer.setting_values import flatten
 
 __all__ = ["history", "plain", "read_records", "record_of", "to_line"]
 

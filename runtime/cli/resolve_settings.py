@@ -13,7 +13,8 @@ from typing import Any
 from ..kernel.contract import Driver
 from ..kernel.errors import SettingError
 from ..kernel.registry import refuse_unpromised
-from ..trainer.settings import Settings, flatten, override
+from ..trainer.setting_values import flatten, override
+from ..trainer.settings import Settings
 from .recipe_file import RecipeFile
 
 __all__ = ["Resolved", "parse_pairs", "refuse_early", "resolve"]

@@ -23,7 +23,8 @@ from .recipe_checks import check_recipe
 from .result import Result, RetryWithSmallerBatch
 from .run import Run
 from .run_lock import RunLock
-from .settings import Settings, override
+from .setting_values import override
+from .settings import Settings
 from .signals import preempt_on_signals
 
 __all__ = ["Result", "fit"]

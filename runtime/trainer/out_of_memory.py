@@ -19,7 +19,8 @@ from ..kernel.errors import CheckpointDamaged, OutOfMemory, OutputError, ran_out
 from ..kernel.events import Event, Warned
 from ..kernel.paths import Place
 from ..kernel.recipe import Recipe
-from .settings import Settings, flatten, override
+from .setting_values import flatten, override
+from .settings import Settings
 
 __all__ = ["MEMORY", "OutOfMemoryPolicy", "with_remembered"]
 

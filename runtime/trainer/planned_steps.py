@@ -42,6 +42,16 @@ class Planned:
         total = None if self.settings.steps else self.total
         return {**self._made_from, "total": total}
 
+    def resume(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
+        """Go on with a begun epoch, and with what was planned then; what changed, in words. Raises
+        `CheckpointDamaged`, naming `where`."""
+        progress = Progress.from_json(state, where) if state else Progress()
+        try:
+            self.source.resume(progress.position, state.get("begun", {}))
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
+        return self.restore(state.get("planned"), progress, where)
+
     def restore(self, value: Any, progress: Progress, where: str) -> tuple[str, ...]:
         """Go on from there; what the data's other length means, in words. `value`: None in
         checkpoints that do not say it. Raises `CheckpointDamaged`, naming `where`.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernel.errors import RecipeError
+from ..data.indexed import length_of
+from ..kernel.errors import DataError, RecipeError
 from ..kernel.recipe import Recipe
 
 __all__ = ["check_recipe"]
@@ -18,7 +19,7 @@ _FUNCTIONS = ("collate", "count_items", "optimizer", "measure", "summarise", "st
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raises `RecipeError`, naming the part. Calls none of them."""
+    """Raises `RecipeError`, naming the part, or `DataError`. Calls none of them."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"the recipe is of type {_name(recipe)}; it must be a Recipe")
     for part in ("model", "loss", "train_data"):
@@ -48,6 +49,9 @@ def _check_data(recipe: Recipe) -> None:
             f"recipe.eval_data is of type {_name(data)}; it must name its data sets, as in "
             'eval_data={"held_out": data}'
         )
+    for name, held in data.items():
+        if length_of(held) == 0:
+            raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
     lengths = recipe.lengths
     if lengths is not None and not (
         hasattr(lengths, "__len__") and hasattr(lengths, "__getitem__")

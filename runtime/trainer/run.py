@@ -21,34 +21,19 @@ from ..checkpoint import (
     own_random_state,
     storage_of,
 )
-from ..data.indexed import length_of
 from ..data.open_dataset import open_dataset
 from ..data.partition import fitting_size
+from ..kernel import events
 from ..kernel.batches import ENDLESS, Group
 from ..kernel.contract import Driver, Session
 from ..kernel.errors import (
-    CheckpointDamaged,
-    DataError,
     OutOfMemory,
     ran_out,
-)
-from ..kernel.events import (
-    Event,
-    Observer,
-    Request,
-    Requests,
-    Resumed,
-    RolledBack,
-    RunEnded,
-    RunStarted,
-    StepEnded,
-    StepSkipped,
-    Warned,
 )
 from ..kernel.loop import NextAction, TrainLoop
 from ..kernel.paths import Place, Url
 from ..kernel.plan import Plan
-from ..kernel.progress import Progress, Window
+from ..kernel.progress import Window
 from ..kernel.recipe import Recipe
 from ..kernel.step import StepResult
 from .evaluations import Evaluations
@@ -80,8 +65,8 @@ class Run:
         recipe: Recipe,
         settings: Settings,
         lock: RunLock | None,
-        observers: Sequence[Observer],
-        requests: Requests,
+        observers: Sequence[events.Observer],
+        requests: events.Requests,
         aside: Callable[[], Path],
     ) -> None:
         started = time.perf_counter()
@@ -100,10 +85,7 @@ class Run:
         agree(session, start_conditions(driver, plan, recipe, settings))
         if lock is not None:
             on_rank_0(session, lambda: storage_of(lock.folder).check(lock.folder))
-            lock.take(session, lambda note: self._emit(Warned(note)))
-        for name, data in recipe.eval_data.items():
-            if length_of(data) == 0:
-                raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
+            lock.take(session, lambda note: self._emit(events.Warned(note)))
         able = driver.capabilities(plan)
         if world.size > 1:
             hear_of_late_ranks(session, driver.name, able, self._emit, self._steps_done)
@@ -148,14 +130,9 @@ class Run:
         )
         self.first_step = 0
         self.loss = math.nan
+        size = settings.evaluate.micro_batch or self.micro_batch
         self.evaluations = Evaluations(
-            session,
-            self.engine,
-            self.recipe,
-            open_data,
-            settings.evaluate.micro_batch or self.micro_batch,
-            self.memory,
-            self._emit,
+            session, self.engine, self.recipe, open_data, size, self.memory, self._emit
         )
         self.resumed_from: Place | None = None
         self.unused_told = False
@@ -182,14 +159,14 @@ class Run:
         )
         if path is None:
             for note in left_out:
-                self._emit(Warned(note))
+                self._emit(events.Warned(note))
             return
         manifest, notes = self._restore(path)
         step = self.training.progress.step
         self.first_step, self.resumed_from = step, path
         self.evaluations.restore(stored_metrics(manifest.state, str(path)), step)
         changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
-        self._emit(Resumed(path, step, (*left_out, *changed, *notes)))
+        self._emit(events.Resumed(path, step, (*left_out, *changed, *notes)))
 
     def _restore(self, path: Place) -> tuple[Manifest, tuple[str, ...]]:
         """Take over that checkpoint; what it could not give, in words."""
@@ -215,12 +192,7 @@ class Run:
 
     def _go_on_with_data(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """The order of the begun epoch, the number of steps and the schedule; what changed."""
-        progress = Progress.from_json(state, where) if state else Progress()
-        try:
-            self.source.resume(progress.position, state.get("begun", {}))
-        except ValueError as error:
-            raise CheckpointDamaged(f"{where}: {error}") from error
-        notes = self.planned.restore(state.get("planned"), progress, where)
+        notes = self.planned.resume(state, where)
         self.training.total_steps = ENDLESS if self.planned.total is None else self.planned.total
         self.schedule = self._schedule()
         return notes
@@ -230,7 +202,7 @@ class Run:
     def go(self, finish: Callable[[nn.Module], Any] | None) -> Result | RetryWithSmallerBatch:
         """To the end, or to where memory runs out."""
         self._emit(
-            RunStarted(
+            events.RunStarted(
                 backend=self.driver.name,
                 world=self.session.world,
                 settings=self.settings,
@@ -248,7 +220,7 @@ class Run:
             return then
         done = self.training.progress.step
         if then is NextAction.FINISHED and self.settings.steps and done < self.settings.steps:
-            self._emit(Warned(f"the data ended after {done} of {self.settings.steps} steps"))
+            self._emit(events.Warned(f"the data ended after {done} of {self.settings.steps} steps"))
         if self.training.window.has_grown(self.training.progress):
             self._log()  # and the window stays open: a longer run logs as if it had not ended here
         self._tell_spikes()
@@ -265,14 +237,14 @@ class Run:
                 module.eval()
                 finished = finish(module)
         step, reason = self.training.progress.step, then.value
-        self._emit(RunEnded(step, reason, time.perf_counter() - self.started))
+        self._emit(events.RunEnded(step, reason, time.perf_counter() - self.started))
         error = "" if self.saves is None else self.saves.error
         return Result(
             step, reason, self.loss, self.evaluations.metrics, self._checkpoint(), finished, error
         )
 
     def _train(self) -> NextAction | RetryWithSmallerBatch:
-        if any(self.session.exchange(self.requests.is_asked(Request.PREEMPT))):
+        if any(self.session.exchange(self.requests.is_asked(events.Request.PREEMPT))):
             # a signal came while all was built: no step, that may compile
             return NextAction.PREEMPTED
         try:
@@ -301,7 +273,7 @@ class Run:
         if not self.unused_told:
             self.unused_told = True
             if unused := self.engine.unused():
-                self._emit(Warned(unused_note(unused)))
+                self._emit(events.Warned(unused_note(unused)))
         factor = self.schedule(self.training.progress.applied)
         for group, rate in zip(self.engine.param_groups, self.base_rates, strict=True):
             group["lr"] = rate * factor
@@ -311,26 +283,26 @@ class Run:
         if self.lock is not None:
             self.lock.check()
         if self.observers:
-            self._emit(StepEnded(step))
+            self._emit(events.StepEnded(step))
         if self.spikes.watches:
             self.spikes.add(step, group, result.loss)
         requests = self.training.agreed(result)
-        log = requests[Request.LOG] or step % settings.log_every == 0
-        save = requests[Request.SAVE] or _due(step, settings.checkpoint.every)
+        log = requests[events.Request.LOG] or step % settings.log_every == 0
+        save = requests[events.Request.SAVE] or _due(step, settings.checkpoint.every)
         rolled_back = (log or save) and self._tell_spikes() and self._roll_back()
         if not rolled_back:
             if log:
                 self._log()
                 self.training.window = Window(self.training.progress)
-            if requests[Request.EVALUATE] or _due(step, settings.evaluate.every):
+            if requests[events.Request.EVALUATE] or _due(step, settings.evaluate.every):
                 self._leave_out(self.evaluations.run(step))
             if self.saves is not None:
                 self.requests.ask(self.saves.after_step(requests))
             if save:
                 self._save(settings.checkpoint.behind)
-        if requests[Request.PREEMPT]:
+        if requests[events.Request.PREEMPT]:
             return NextAction.PREEMPTED
-        if requests[Request.STOP]:
+        if requests[events.Request.STOP]:
             return NextAction.STOPPED
         return NextAction.ROLLED_BACK if rolled_back else NextAction.GO_ON
 
@@ -351,7 +323,7 @@ class Run:
         path = self._checkpoint()
         if path is None:
             self._emit(
-                Warned("there is no checkpoint to roll back to: training goes on. Save some")
+                events.Warned("there is no checkpoint to roll back to: training goes on. Save some")
             )
             return False
         if spikes.roll_backs == settings.max_roll_backs:
@@ -359,10 +331,10 @@ class Run:
         spikes.roll_backs += 1
         self._restore(path)
         step = self.training.progress.step
-        self._emit(RolledBack(step, path, len(spikes.left_out)))
+        self._emit(events.RolledBack(step, path, len(spikes.left_out)))
         return True
 
-    def skipped(self, event: StepSkipped, group: Group) -> None:
+    def skipped(self, event: events.StepSkipped, group: Group) -> None:
         samples = self.source.where(group.position, group.num_samples)
         self._emit(dataclasses.replace(event, samples=samples))
         if event.in_a_row >= self.settings.max_nonfinite:
@@ -413,7 +385,7 @@ class Run:
     def _leave_out(self, seconds: float) -> None:
         self.training.window.leave_out(seconds)
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         with self._telling:  # of late ranks another thread tells
             for observer in self.observers:
                 self.requests.ask(observer(event))

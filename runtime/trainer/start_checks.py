@@ -20,7 +20,8 @@ from ..kernel.contract import Driver, Session
 from ..kernel.errors import CollectiveFailed, DrivetrainError
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
-from .settings import Settings, flatten
+from .setting_values import flatten
+from .settings import Settings
 
 __all__ = ["agree", "json_types", "on_rank_0", "start_conditions"]
 

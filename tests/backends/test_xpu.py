@@ -10,7 +10,7 @@ from drivetrain.conformance import Case, cases
 from drivetrain.kernel.errors import BackendUnavailable, SettingError
 from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.registry import usable_driver
-from drivetrain.trainer.settings import override
+from drivetrain.trainer.setting_values import override
 
 without_device = pytest.mark.skipif(driver.probe().usable, reason="there is an Intel GPU")
 

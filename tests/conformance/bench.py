@@ -12,7 +12,8 @@ from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from ..kernel.registry import find_driver
 from ..trainer.fit import Result, fit
-from ..trainer.settings import Settings, override
+from ..trainer.setting_values import override
+from ..trainer.settings import Settings
 
 __all__ = ["Bench"]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ..checkpoint import CheckpointReader
 from ..kernel.errors import CapabilityRefused
-from ..trainer.settings import Settings, override
+from ..trainer.setting_values import override
+from ..trainer.settings import Settings
 from .bench import Bench
 from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.backends.ddp import DdpOptions
-from drivetrain.conformance.law_6_resume import WeightsAlone
+from drivetrain.conformance.resuming import WeightsAlone
 from drivetrain.kernel.contract import Outcome
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed
 from drivetrain.kernel.plan import Capabilities, Plan

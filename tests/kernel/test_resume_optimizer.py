@@ -17,7 +17,8 @@ from drivetrain.conformance.problems import PROBLEMS, Samples
 from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
 from drivetrain.kernel.events import Resumed
 from drivetrain.trainer.fit import Result, fit
-from drivetrain.trainer.settings import Settings, override
+from drivetrain.trainer.setting_values import override
+from drivetrain.trainer.settings import Settings
 
 Named = Iterable[tuple[str, nn.Parameter]]
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from drivetrain import Settings
 from drivetrain.kernel.errors import SettingError
-from drivetrain.trainer.settings import OptimizerSettings, flatten, override
+from drivetrain.trainer.setting_values import flatten, override
+from drivetrain.trainer.settings import OptimizerSettings
 
 Token = NewType("Token", int)
 

@@ -24,7 +24,7 @@ from drivetrain.kernel.events import (
     StepSkipped,
     Warned,
 )
-from drivetrain.trainer.settings import override
+from drivetrain.trainer.setting_values import override
 from drivetrain.trainer.spikes import Spikes
 
 from .problems import Pairs, everything, recipe
