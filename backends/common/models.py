@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
-from ..fsdp import meta_init
+from .buffers import buffers_kept
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 """Shared: entering it costs nothing and it holds no state."""
@@ -102,7 +102,7 @@ def _counted_once(part: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal again
-        kept, again = (meta_init.buffers_kept(part) if again else NO_CONTEXT), True
+        kept, again = (buffers_kept(part) if again else NO_CONTEXT), True
         with kept:
             return forward(*args, **kwargs)
 

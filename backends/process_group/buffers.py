@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...kernel.contract import World
 from ...kernel.shards import Piece, Reader
 from ..common import model_state
-from ..fsdp import meta_init
+from ..common.buffers import write_unseen
 from .session import keep_for_a_while, naming_collectives
 
 
@@ -67,7 +67,7 @@ class Buffers:
         try:
             yield
         finally:
-            meta_init.write_unseen(buffers, own)
+            write_unseen(buffers, own)
 
     def _here(self) -> list[Tensor]:
         buffers = (held[name] for held, name in self._places)
@@ -88,7 +88,7 @@ class Buffers:
                 dist.broadcast(keep_for_a_while(flat.view(torch.uint8)), src=0)
                 if self.rank > 0:
                     parts = torch.split(flat, [buffer.numel() for buffer in buffers])
-                    meta_init.write_unseen(
+                    write_unseen(
                         buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
                     )
 

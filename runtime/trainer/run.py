@@ -24,7 +24,7 @@ from ..checkpoint import (
 from ..data.open_dataset import open_dataset
 from ..data.partition import fitting_size
 from ..kernel import events
-from ..kernel.batches import ENDLESS, Group
+from ..kernel.batches import ENDLESS, Group, Groups
 from ..kernel.contract import Driver, Session
 from ..kernel.errors import (
     OutOfMemory,
@@ -122,7 +122,7 @@ class Run:
         self.schedule = self._schedule()
         self.saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         self.spikes = Spikes(settings.spikes, session, self.source.where)
-        data = self.source
+        data: Groups = self.source
         if settings.spikes.roll_back:
             data = SkipGroups(self.source, self.spikes.left_out)
         self.training = TrainLoop(
