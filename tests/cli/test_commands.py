@@ -95,7 +95,9 @@ def test_conform_hands_on_what_the_suite_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def helps() -> dict[str, str]:
     commands = [*app.registered_commands, *checkpoint.registered_commands]
-    return {str(command.callback): str(command.epilog) for command in commands}
+    return {
+        command.callback.__name__: str(command.epilog) for command in commands if command.callback
+    }
 
 
 @pytest.mark.parametrize("help_of", helps().values(), ids=helps())
