@@ -32,11 +32,19 @@ class SingleProcess:
 
 
 class HostSession(SingleProcess):
-    """On the host's processor, with all of its threads; `build` makes the driver's own engine."""
+    """On the host's processor, with all of its threads; `build` makes the driver's own engine.
 
-    def __init__(self, plan: Plan, build: Callable[[Recipe, Plan, World], Engine]) -> None:
+    `world`: of several processes, where a subclass says how these talk to each other.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        build: Callable[[Recipe, Plan, World], Engine],
+        world: World | None = None,
+    ) -> None:
         self.plan, self._build = plan, build
-        self.world = World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
+        self.world = world or World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
 
     def seed(self, value: int) -> None:
         random_state.seed_all(value)
