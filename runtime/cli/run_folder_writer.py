@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint import CHECKPOINTS
 from ..kernel.paths import Place
 from .failure import say
 from .format import of_total
@@ -98,13 +99,18 @@ class Keeper:
         had only begun, nothing is left: a folder in use would refuse the mended command."""
         if self.started is None:
             return
-        if all(r["event"] in _BEGINNINGS for r in self.files.records()):
+        if self._has_only_begun():
             with suppress(OSError):  # something else is in it, or nothing can be changed
                 for name in (CONFIG, METRICS):
                     (self.folder / name).unlink(missing_ok=True)
                 self.folder.rmdir()
         else:
             self.write_report(Outcome(f"failed: {message}", "bad", self.command("failed")))
+
+    def _has_only_begun(self) -> bool:
+        """Nothing was logged or saved, by this run or another that it resumed."""
+        begun = all(r["event"] in _BEGINNINGS for r in self.files.records())
+        return begun and not (self.folder / CHECKPOINTS).exists()
 
     def write_report(self, outcome: Outcome) -> None:
         """Render the history so far."""
