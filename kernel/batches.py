@@ -31,7 +31,7 @@ class Position:
 
     epoch: int = 0
     samples: int = 0
-    """Of ready batches: the batches of all feeders."""
+    """Of prebatched data: the batches of all feeders."""
     state: Mapping[str, Any] | None = None
     """A stream's own, there; JSON types."""
 

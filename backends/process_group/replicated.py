@@ -62,7 +62,7 @@ class ReplicatedOptions:
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
             "find_unused_parameters": self.finds_unused and not self.static_graph,
-            new if new in known else old: False,  # see _buffers.py
+            new if new in known else old: False,  # see buffers.py
         }
 
 

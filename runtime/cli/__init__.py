@@ -1,4 +1,4 @@
-"""The command line. It uses the kernel's public functions and adds nothing that they lack.
+"""The command line. It uses the library's public functions and adds nothing that they lack.
 
 This module stays light, so that `drivetrain --help` answers at once; torch comes with a command.
 """

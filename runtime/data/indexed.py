@@ -13,7 +13,7 @@ for each sample from (seed, epoch, offset), and for `collate` from the first off
 microbatch: a sample is then the same on any world size and for any microbatch size.
 
 `Source` is what the loop takes steps from. `Loader` here is one over data that can be indexed;
-`stream.py` has one over what can only be read from the front, `ready.py` one over batches that
+`stream.py` has one over what can only be read from the front, `prebatched.py` one over batches that
 somebody else makes.
 """
 
