@@ -6,7 +6,7 @@ samples of the epoch were read, and the stream's own state there, if it has `sta
 `load_state_dict`; a stream that has not is read again up to the position. A state is trusted:
 wrap a stream that forgets something in `ReadAgain`.
 
-Random numbers are isolated for each sample (see `indexed.py`), so that reading again draws the same.
+Random numbers are isolated for each sample (see `indexed.py`): reading again draws the same.
 """
 
 from __future__ import annotations
