@@ -220,7 +220,7 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
     from drivetrain.data.indexed import eval_groups
     from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
-    from drivetrain.trainer import predict
+    from drivetrain.trainer.predictions import gather_predictions
 
     def forward(module: nn.Module, batch: Batch) -> Tensor:
         found: Tensor = module(batch["rows"])[:, :1]
@@ -232,7 +232,7 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
     with usable_driver("cpu").open(Plan()) as session:
         engine = session.prepare(recipe)
         with mode, timed() as clock:
-            found = predict(session, engine, forward, eval_groups(data, micro_batch=8))
+            found = gather_predictions(session, engine, forward, eval_groups(data, micro_batch=8))
     return {"wall": clock.wall, "checksum": float(found.double().sum())}
 
 

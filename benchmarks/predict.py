@@ -75,7 +75,7 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
     from drivetrain.data.indexed import eval_groups
     from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
-    from drivetrain.trainer import predict
+    from drivetrain.trainer.predictions import gather_predictions
     from drivetrain.trainer.settings import OptimizerSettings
 
     right = 0
@@ -94,7 +94,9 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
         engine = session.prepare(recipe)
         groups = eval_groups(data, micro_batch=batch, collate=collate)
         with torch.inference_mode():
-            told = predict(session, engine, forward, groups, receive=None if keep else receive)
+            told = gather_predictions(
+                session, engine, forward, groups, receive=None if keep else receive
+            )
     return accuracy(*told) if keep else right / len(data)
 
 

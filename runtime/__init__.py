@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
     from .trainer.fit import fit
-    from .trainer.predict import Chunk, predict
+    from .trainer.predict import predict
+    from .trainer.predictions import Chunk
     from .trainer.result import Result
     from .trainer.settings import (
         CheckpointSettings,
@@ -59,7 +60,8 @@ _HOMES = {
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),
     "trainer.fit": ("fit",),
-    "trainer.predict": ("Chunk", "predict"),
+    "trainer.predict": ("predict",),
+    "trainer.predictions": ("Chunk",),
     "trainer.result": ("Result",),
     "trainer.settings": tuple(name for name in __all__ if name.endswith("Settings")),
 }
