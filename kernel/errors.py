@@ -31,8 +31,6 @@ Each message says what was wrong, with the value seen, where, and what to do nex
 
 from __future__ import annotations
 
-import torch
-
 __all__ = [
     "EXIT_PREEMPTED",
     "BackendUnavailable",
@@ -192,6 +190,8 @@ _WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resou
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that a device, or the host, has no memory left."""
+    import torch  # here, so that who asks for an error alone need not wait for it
+
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)

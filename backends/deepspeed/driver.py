@@ -150,7 +150,7 @@ class ZeroEngine:
         config["zero_optimization"]["reduce_bucket_size"] = bucket
         base = initialize.optimizer(recipe, self.own)
         of = {parameter: name for name, parameter in self.own.named_parameters()}
-        names = [[of.get(p) for p in group["params"]] for group in base.param_groups]
+        names = [[of.get(p) for p in ps] for g in base.param_groups if (ps := g["params"])]
         own_optimizer, groups = None, None
         if section := config.pop("optimizer", None):
             config["optimizer"] = zero_config.fill_optimizer(section, base)

@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...checkpoint.catalog import as_metric
-from ...checkpoint.storage.local import replace_text
 from ...kernel.errors import CheckpointDamaged, printable
-from ..checkpoints.json_state import read_json
 
 __all__ = ["ExportableState", "TrainerControl", "TrainerState"]
 
@@ -83,6 +80,8 @@ def _is_any(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
+    from ...checkpoint.catalog import as_metric  # late: what it needs brings torch
+
     return as_metric(value) is not None
 
 
@@ -149,6 +148,8 @@ class TrainerState:
 
     def save_to_json(self, json_path: str | Path) -> None:
         """Write all fields: sorted keys, indented by two, numpy and torch scalars as numbers."""
+        from ...checkpoint.storage.local import replace_text
+
         text = json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True, default=_number)
         replace_text(Path(json_path), text + "\n")
 
@@ -158,6 +159,8 @@ class TrainerState:
         not know are named in a warning; fields that the file lacks keep their defaults. Raises
         ValueError for a file that holds no state.
         """
+        from ..checkpoints.json_state import read_json
+
         try:
             stored = read_json(Path(json_path))
         except CheckpointDamaged as error:

@@ -33,6 +33,8 @@ class OptimizerRecord:
         """What the recipe builds; refused in its first step if it cannot be saved."""
         pairs = list(named)
         self.optimizer = optimizer = self._build(pairs)
+        if not hasattr(optimizer, "param_groups"):
+            return optimizer  # the driver says what is wrong with it
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._bases = {base.__qualname__ for base in type(optimizer).__mro__}
         self.noted = {

@@ -17,7 +17,7 @@ import transformers
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig
 
-OURS = ["backend", "backend_options", "profile", "checkpoint_format"]
+OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),

@@ -487,6 +487,7 @@ class FirstStepInAnotherOrder(WrappedEngine):
         del inner.module
         gc.collect()  # it leaves its hooks behind until then
         inner.module = DistributedDataParallel(inner.own, gradient_as_bucket_view=True)
+        inner.module.waited_for = list
 
 
 class WrittenTwice(WrappedEngine):

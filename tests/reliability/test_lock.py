@@ -88,7 +88,7 @@ def waits(what: Any, out: Path, environment: dict[str, str]) -> None:
             time.sleep(600)
         return loss(module, batch)
 
-    keeps = replace(SHORT, checkpoint=replace(SHORT.checkpoint, keep_last=None))
+    keeps = replace(SHORT, checkpoint=replace(SHORT.checkpoint, keep_last=100))
     fit(replace(recipe(), loss=slow), keeps, backend="cpu", out=out, resume="auto")
 
 
