@@ -34,6 +34,8 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
     Host tensors go over gloo, device tensors over the device's own library.
     """
     fork_gc.leave_the_parents_garbage()
+    if dist.is_initialized():  # with the limit of whoever made it
+        _set_limit(_limit(plan))
     with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store()
         stall, timeout = plan.stall_seconds, plan.timeout_seconds
@@ -45,9 +47,7 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
 def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
     """The process group alone."""
     backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
-    # where ranks are watched, the watch ends what takes too long, and knows who is late
-    grace = 0.0 if plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
-    timeout = timedelta(seconds=plan.timeout_seconds + grace)
+    timeout = _limit(plan)
     with _naming("joining the process group", int(os.environ.get("RANK", "0"))):
         store, rank, size = _meeting_place(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
@@ -56,6 +56,20 @@ def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
         _leave_together(size)
     finally:
         dist.destroy_process_group()
+
+
+def _limit(plan: Plan) -> timedelta:
+    """Of a collective. Where ranks are watched, the watch ends what takes too long, and knows who
+    is late."""
+    grace = 0.0 if plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
+    return timedelta(seconds=plan.timeout_seconds + grace)
+
+
+def _set_limit(limit: timedelta) -> None:
+    """For the process group that there is."""
+    # the public name came with torch 2.15; delete the other when 2.14 is no longer supported
+    own = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    own(limit)
 
 
 def _leave_together(size: int) -> None:
