@@ -1,33 +1,23 @@
-"""The reference driver: one process, on the CPU, nothing hidden.
+"""The reference driver: one process, on the CPU, as plain PyTorch trains.
 
-Read it to learn what a driver is; `docs/writing-a-driver.md` walks through it.
+Read it to learn what a driver is, with the session and the engine that it takes from `common`;
+`docs/writing-a-driver.md` walks through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..kernel.contract import (
-    Capabilities,
-    Layout,
-    Outcome,
-    Piece,
-    Plan,
-    Probe,
-    Reader,
-    Recipe,
-    World,
-)
-from ..kernel.optimizer_state import OptimizerState
+from ..kernel.plan import Capabilities, Layout, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
-from . import _memory, _model, _state, _step
-from ._alone import HostSession, threads_of_one_operation
+from .common import layouts
+from .common.plain_engine import PlainEngine
+from .common.single_process import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
 
@@ -55,7 +45,7 @@ class CpuDriver:
             reason=f"{torch.get_num_threads()} threads",
             versions={"torch": torch.__version__},
             devices=("cpu",),
-            memory_bytes=_memory.host_memory(),
+            memory_bytes=layouts.host_memory(),
         )
 
     def capabilities(self, plan: Plan) -> Capabilities:
@@ -71,58 +61,13 @@ class CpuDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _memory.replicated_layout(plan, model, state_bytes)
+        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[HostSession]:
         options = plan.options or CpuOptions()
         with threads_of_one_operation(options.threads):
-            yield HostSession(plan, CpuEngine)
-
-
-class CpuEngine:
-    """The user's own module, unwrapped."""
-
-    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
-        self.plan = plan
-        self.module = _model.build_model(recipe, plan, world.device)
-        self.tied = _model.tied_groups(self.module)
-        self.num_parameters = sum(p.numel() for p in self.module.parameters())
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = _model.build_optimizer(recipe, self.module)
-        self.state = OptimizerState(self.optimizer, self.module)
-        self.autocast = _model.autocast(plan, world.device)
-        self.loss_scale = _step.LossScale(world.device) if plan.precision.loss_scaling else None
-        if plan.compile:
-            # in place: names and the module itself stay
-            self.module.compile(**plan.compile_options)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups  # `load_state_dict` makes a new list
-
-    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _model.NO_CONTEXT
-
-    def backward(self, loss: Tensor, weight: Tensor) -> None:
-        _step.backward(loss, weight, self.loss_scale)
-
-    def unused(self) -> Sequence[str]:
-        return _model.without_gradient(self.module)
-
-    def update(self) -> Outcome:
-        return _step.update(
-            self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
-        )
-
-    def shards(self) -> Iterator[Piece]:
-        return _state.replicated_pieces(self.module, self.state, self.loss_scale, 0, 1)
-
-    def restore(self, reader: Reader) -> None:
-        _state.restore_replicated(reader, self.module, self.state, self.loss_scale)
-
-    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self.module)
+            yield HostSession(plan, PlainEngine)
 
 
 driver = CpuDriver()

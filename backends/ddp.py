@@ -13,21 +13,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..kernel.contract import (
-    Capabilities,
-    Layout,
-    Plan,
-    Probe,
-)
-from . import _memory
-from ._distributed import (
+from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from .common import layouts
+from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
+from .process_group.session import (
     ProcessGroupSession,
     choose_device,
     num_launched,
     probe_devices,
     process_group,
 )
-from ._replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 
 __all__ = ["driver"]
 
@@ -66,7 +61,7 @@ class DdpDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _memory.replicated_layout(plan, model, state_bytes)
+        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -17,22 +17,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernel.contract import (
-    Capabilities,
-    Layout,
-    Outcome,
-    Piece,
-    Plan,
-    Probe,
-    Reader,
-    Recipe,
-    World,
-)
+from ..kernel.contract import Outcome, World
 from ..kernel.errors import BackendUnavailable
-from ..kernel.optimizer_state import OptimizerState
+from ..kernel.plan import Capabilities, Layout, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
-from . import _memory, _model, _state, _step
-from ._alone import HostSession, threads_of_one_operation
+from ..kernel.recipe import Recipe
+from ..kernel.shards import Piece, Reader
+from .common import layouts, model_state, models, stepping
+from .common.optimizer_state import OptimizerState
+from .common.single_process import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
 
@@ -97,7 +90,7 @@ class IpexDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _memory.replicated_layout(plan, model, state_bytes)
+        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[HostSession]:
@@ -115,20 +108,20 @@ class IpexEngine:
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         options = plan.options or IpexOptions()
         self.plan = plan
-        self.module = _model.build_model(recipe, plan, world.device)
-        self.tied = _model.tied_groups(self.module)
+        self.module = models.build_model(recipe, plan, world.device)
+        self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         recomputed = [name for name, part in self.module.named_modules() if "forward" in vars(part)]
-        self.optimizer = _model.build_optimizer(recipe, self.module)
+        self.optimizer = models.build_optimizer(recipe, self.module)
         # afterwards parameters and layers may be others: what the user calls them is noted here
-        self._shapes = {name: t.shape for name, t in _state.named_state(self.module).items()}
+        self._shapes = {name: t.shape for name, t in model_state.named_state(self.module).items()}
         self.state = _IpexState(self.optimizer, self.module)
         self._optimize(options)
         for name in recomputed:
             if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
-                _model.recompute_activations(self.module, name)
+                models.recompute_activations(self.module, name)
         self.parameters = list(self.module.parameters())
-        self.autocast = _model.autocast(plan, world.device)
+        self.autocast = models.autocast(plan, world.device)
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
@@ -154,20 +147,20 @@ class IpexEngine:
         return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return _model.NO_CONTEXT
+        return models.NO_CONTEXT
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        _step.backward(loss, weight)
+        stepping.backward(loss, weight)
 
     def unused(self) -> Sequence[str]:
-        return _model.without_gradient(self.module)
+        return models.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        return _step.update(self.optimizer, self.parameters, self.plan.max_grad_norm)
+        return stepping.update(self.optimizer, self.parameters, self.plan.max_grad_norm)
 
     def shards(self) -> Iterator[Piece]:
         weights = self.module.state_dict()
-        return _state.dealt_pieces(
+        return model_state.dealt_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
                 "optimizer": self.state.tensors(),
@@ -177,7 +170,7 @@ class IpexEngine:
         )
 
     def restore(self, reader: Reader) -> None:
-        _state.check_same_model(reader, self._shapes)
+        model_state.check_same_model(reader, self._shapes)
         state = self.state.read(reader)
         weights = {name: reader.read("weights", name) for name in self._shapes}
         for first, *others in self.tied:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..kernel.contract import Capabilities, Layout, Plan, Probe
 from ..kernel.errors import BackendUnavailable
-from . import _memory
-from ._distributed import ProcessGroupSession, local_rank, process_group
-from ._replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
+from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from .common import layouts
+from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
+from .process_group.session import ProcessGroupSession, local_rank, process_group
 
 __all__ = ["driver"]
 
@@ -63,7 +63,7 @@ class XpuDriver:
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        return _memory.replicated_layout(plan, model, state_bytes)
+        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel.checkpoint.host import memory
+from drivetrain.checkpoint.buffers import memory
 
 from .harness import Benchmark, Column, Measured, peak_bytes, reset_peak, timed
 
@@ -50,10 +50,10 @@ class State:
 
 @contextmanager
 def state_of(width: int, moments: bool = True) -> Iterator[State]:
-    from drivetrain.kernel import Recipe
-    from drivetrain.kernel.contract import Plan
+    from drivetrain import Recipe
+    from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
-    from drivetrain.kernel.settings import OptimizerSettings
+    from drivetrain.trainer.settings import OptimizerSettings
 
     def model() -> nn.Module:
         return nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
@@ -173,7 +173,7 @@ class _Stores:
         self.step = 0
 
     def next(self, folder: Path) -> Any:
-        from drivetrain.kernel.checkpoint import CheckpointStore
+        from drivetrain.checkpoint import CheckpointStore
 
         self.store = self.store or CheckpointStore(folder, keep_last=1)
         self.step += 1
@@ -295,7 +295,7 @@ def _read(state: State, folder: Path) -> None:
 
 
 def _kernel_load(state: State, folder: Path) -> None:
-    from drivetrain.kernel.checkpoint import CheckpointReader, newest
+    from drivetrain.checkpoint import CheckpointReader, newest
 
     state.engine.restore(CheckpointReader(newest(folder)))
 

@@ -49,7 +49,7 @@ OPTIMIZERS = {
 @contextmanager
 def engine_of(arguments: dict[str, Any]) -> Iterator[Any]:
     """A driver's engine around the GPT, on CUDA where there is any."""
-    from drivetrain.kernel import OptimizerSettings, Recipe, Settings
+    from drivetrain import OptimizerSettings, Recipe, Settings
     from drivetrain.kernel.registry import usable_driver
 
     optimizer = OptimizerSettings(args=arguments)
@@ -180,7 +180,8 @@ def _read(loader: Any, start: Any, num_steps: int) -> float:
 
 
 def measure_fetching(candidate: str, quick: bool) -> Measured:
-    from drivetrain.kernel.data import Loader, Position
+    from drivetrain.data.indexed import Loader
+    from drivetrain.kernel.batches import Position
 
     table, options = TABLES[candidate]
     loader = Loader(dataset=table(), global_batch=64, micro_batch=64, **options)
@@ -192,7 +193,8 @@ def measure_fetching(candidate: str, quick: bool) -> Measured:
 
 
 def measure_workers(candidate: str, quick: bool) -> Measured:
-    from drivetrain.kernel.data import Loader, Position
+    from drivetrain.data.indexed import Loader
+    from drivetrain.kernel.batches import Position
 
     epochs, per_epoch = (2 if quick else 10), 100
     loader = Loader(
@@ -214,10 +216,11 @@ def measure_workers(candidate: str, quick: bool) -> Measured:
 
 
 def measure_inference(candidate: str, quick: bool) -> Measured:
-    from drivetrain.kernel import OptimizerSettings, Recipe, predict
-    from drivetrain.kernel.contract import Plan
-    from drivetrain.kernel.data import eval_groups
+    from drivetrain import OptimizerSettings, Recipe
+    from drivetrain.data.indexed import eval_groups
+    from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
+    from drivetrain.trainer.predictions import gather_predictions
 
     def forward(module: nn.Module, batch: Batch) -> Tensor:
         found: Tensor = module(batch["rows"])[:, :1]
@@ -229,12 +232,12 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
     with usable_driver("cpu").open(Plan()) as session:
         engine = session.prepare(recipe)
         with mode, timed() as clock:
-            found = predict(session, engine, forward, eval_groups(data, micro_batch=8))
+            found = gather_predictions(session, engine, forward, eval_groups(data, micro_batch=8))
     return {"wall": clock.wall, "checksum": float(found.double().sum())}
 
 
 def measure_compiling(candidate: str, quick: bool) -> Measured:
-    from drivetrain.kernel import DataSettings, Recipe, ScheduleSettings, Settings, fit
+    from drivetrain import DataSettings, Recipe, ScheduleSettings, Settings, fit
     from drivetrain.kernel.events import RunStarted, StepEnded
 
     def model() -> nn.Module:

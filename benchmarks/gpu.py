@@ -145,7 +145,7 @@ def raw(job: Job) -> Measured:
 
 def kernel(backend: str, job: Job) -> Measured:
     """Behind what is timed and traced it saves twice, since the first save makes the buffers."""
-    from drivetrain.kernel import (
+    from drivetrain import (
         CheckpointSettings,
         DataSettings,
         EvaluateSettings,

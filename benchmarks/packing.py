@@ -95,7 +95,7 @@ def padded(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def measure(candidate: str, quick: bool) -> Measured:
-    from drivetrain.kernel import DataSettings, Pack, Recipe, Settings, fit
+    from drivetrain import DataSettings, Pack, Recipe, Settings, fit
     from drivetrain.kernel.events import Logged
 
     torch.set_num_threads(1)

@@ -71,11 +71,12 @@ def kernel_streaming(data: Points, batch: int) -> float:
 
 
 def _kernel(data: Points, batch: int, keep: bool) -> float:
-    from drivetrain.kernel import Chunk, Recipe, predict
-    from drivetrain.kernel.contract import Plan
-    from drivetrain.kernel.data import eval_groups
+    from drivetrain import Chunk, Recipe
+    from drivetrain.data.indexed import eval_groups
+    from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
-    from drivetrain.kernel.settings import OptimizerSettings
+    from drivetrain.trainer.predictions import gather_predictions
+    from drivetrain.trainer.settings import OptimizerSettings
 
     right = 0
 
@@ -93,7 +94,9 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
         engine = session.prepare(recipe)
         groups = eval_groups(data, micro_batch=batch, collate=collate)
         with torch.inference_mode():
-            told = predict(session, engine, forward, groups, receive=None if keep else receive)
+            told = gather_predictions(
+                session, engine, forward, groups, receive=None if keep else receive
+            )
     return accuracy(*told) if keep else right / len(data)
 
 

@@ -52,7 +52,7 @@ Run = Callable[[Path, bool], float]
 
 
 def kernel(length: int) -> tuple[Run, Callable[[Path, int], None]]:
-    from drivetrain.kernel import CheckpointSettings, Recipe, Settings, fit
+    from drivetrain import CheckpointSettings, Recipe, Settings, fit
     from drivetrain.kernel.events import Request, StepEnded
 
     recipe = Recipe(Mlp, lambda m, b: m(**b)["loss"] * BATCH, Many(length), collate=collate)
@@ -135,8 +135,8 @@ def _as_transformers(
 
 def _move_manifest(path: Path, samples: int) -> None:
     """As if so many samples of the epoch had been trained on."""
-    from drivetrain.kernel.checkpoint import read_manifest
-    from drivetrain.kernel.checkpoint.manifest import write_manifest
+    from drivetrain.checkpoint import read_manifest
+    from drivetrain.checkpoint.manifest import write_manifest
 
     manifest = read_manifest(path.parent)
     state = json.loads(json.dumps(dict(manifest.state)))

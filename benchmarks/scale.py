@@ -28,20 +28,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from drivetrain.backends import _dtensor, _state
-from drivetrain.kernel.checkpoint import (
-    CheckpointReader,
-    FileEntry,
-    Manifest,
-    list_checkpoints,
-    regions,
-    safetensors,
-    writer,
-)
-from drivetrain.kernel.checkpoint.index import FEW, Index, Run
-from drivetrain.kernel.checkpoint.index_tree import join_level, num_levels
-from drivetrain.kernel.checkpoint.manifest import file_name, write_manifest
-from drivetrain.kernel.contract import Box, Flat, Piece, TensorInfo
+from drivetrain.backends.common import model_state
+from drivetrain.backends.fsdp import dtensor
+from drivetrain.checkpoint import CheckpointReader, FileEntry, Manifest, list_checkpoints, writer
+from drivetrain.checkpoint.format import regions, safetensors
+from drivetrain.checkpoint.index.entries import FEW, Index, Stride
+from drivetrain.checkpoint.index.tree import join_level, num_levels
+from drivetrain.checkpoint.manifest import file_name, write_manifest
+from drivetrain.kernel.shards import Box, Flat, Piece, TensorInfo
 
 from . import report
 from .counting import Files, bytes_read
@@ -119,14 +113,14 @@ def _chunks(shapes: dict[str, Shape], rank: int, size: int, num_shards: int) -> 
     turn = 0
     for kind, keys in (("weights", ("",)), ("optimizer", MOMENTS)):
         for name, shape in shapes.items():
-            box = _dtensor.chunk_of(shape, [(0, shard, num_shards)])
+            box = dtensor.chunk_of(shape, [(0, shard, num_shards)])
             for key in keys:
                 if math.prod(box.sizes):
                     writes = replica == turn % (size // num_shards)
                     yield Held(kind, f"{name}/{key}" if key else name, shape, box, writes)
                 turn += 1
     steps = {f"{name}/step": torch.tensor(1.0) for name in shapes}
-    mine = {piece.name for piece in _state.dealt_pieces({"optimizer": steps}, rank, size)}
+    mine = {piece.name for piece in model_state.dealt_pieces({"optimizer": steps}, rank, size)}
     yield from (Held("optimizer", name, (), None, name in mine) for name in steps)
 
 
@@ -219,7 +213,7 @@ def _add(index: Any, name: str, key: str, shape: Shape, runs: Any, low: int, hig
             region = Box((*moved, *offset[1:]), size)
             by = (*size[:1], *(0 for _ in size[1:]))
         several = stop - begin > 1
-        kept.append(Run(begin, region, stop - begin, int(several), by if several else ()))
+        kept.append(Stride(begin, region, stop - begin, int(several), by if several else ()))
     if kept:
         kind: Any = "optimizer" if key else "weights"
         index.add(kind, f"{name}/{key}" if key else name, TensorInfo(torch.float32, shape), kept)
@@ -302,7 +296,7 @@ def resume(folder: Path, model: str, layout: str, size: int, rank: int) -> dict[
         if rank == 0:
             assert len(list_checkpoints(folder.parent).complete) == 1
         reader = CheckpointReader(folder)
-        _state.check_same_model(reader, MODELS[model].shapes)
+        model_state.check_same_model(reader, MODELS[model].shapes)
         for name in reader.names("optimizer"):
             reader.info("optimizer", name)
         for each in held(model, layout, rank, size):
@@ -331,7 +325,7 @@ def _counted(folder: Path, act: Any) -> dict[str, float]:
 def apart(act: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
     """In a process that has imported what this one has, and done nothing yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([_dtensor.__name__, typer.__name__])  # what takes seconds
+    context.set_forkserver_preload([dtensor.__name__, typer.__name__])  # what takes seconds
     with context.Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         return pool.apply(act, arguments)
 

@@ -32,7 +32,7 @@ import typer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.kernel import (
+from drivetrain import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,

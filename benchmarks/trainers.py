@@ -81,8 +81,8 @@ def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 def kernel(
     problem: Problem, steps: int, accumulation: int, saved_every: int | None = None
 ) -> nn.Module:
-    from drivetrain.kernel import Recipe, Settings, fit
-    from drivetrain.kernel.settings import (
+    from drivetrain import Recipe, Settings, fit
+    from drivetrain.trainer.settings import (
         CheckpointSettings,
         DataSettings,
         OptimizerSettings,

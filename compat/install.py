@@ -6,14 +6,18 @@ import importlib
 import sys
 from typing import Any
 
+from .arguments import Seq2SeqTrainingArguments, TrainingArguments
+from .trainer.seq2seq import Seq2SeqTrainer
+from .trainer.trainer import Trainer
+
 __all__ = ["install", "uninstall"]
 
-# where transformers defines each name that is replaced
-_HOMES = {
-    "Seq2SeqTrainer": "transformers.trainer_seq2seq",
-    "Seq2SeqTrainingArguments": "transformers.training_args_seq2seq",
-    "Trainer": "transformers.trainer",
-    "TrainingArguments": "transformers.training_args",
+# where transformers defines the class of each of these names
+_HOMES: dict[type, str] = {
+    Seq2SeqTrainer: "transformers.trainer_seq2seq",
+    Seq2SeqTrainingArguments: "transformers.training_args_seq2seq",
+    Trainer: "transformers.trainer",
+    TrainingArguments: "transformers.training_args",
 }
 _DERIVE = ("trl", "sentence_transformers", "setfit")
 """Libraries that derive classes from these names when they are imported."""
@@ -33,12 +37,11 @@ def install() -> None:
             f"{', '.join(late)} is imported already, and holds transformers' own Trainer: call "
             "drivetrain.compat.install() before that import"
         )
-    compat = importlib.import_module(__package__ or "")
-    for name, home in _HOMES.items():
-        _rebind(home, name, getattr(compat, name))
+    for ours, home in _HOMES.items():
+        _rebind(home, ours)
     # importing these has put a new module in sys.modules, from which others import
-    for name in _HOMES:
-        _rebind("transformers", name, getattr(compat, name))
+    for ours in _HOMES:
+        _rebind("transformers", ours)
 
 
 def uninstall() -> None:
@@ -48,8 +51,8 @@ def uninstall() -> None:
     _before.clear()
 
 
-def _rebind(module_name: str, name: str, value: Any) -> None:
+def _rebind(module_name: str, ours: type) -> None:
     importlib.import_module(module_name)
-    module = sys.modules[module_name]
+    module, name = sys.modules[module_name], ours.__name__
     _before.setdefault((module_name, name), getattr(module, name))
-    setattr(module, name, value)
+    setattr(module, name, ours)

@@ -17,7 +17,8 @@ from typing import Any
 from drivetrain.kernel.contract import Driver
 from drivetrain.kernel.errors import CapabilityRefused
 from drivetrain.kernel.registry import find_driver, known_backends, refuse_unpromised
-from drivetrain.kernel.settings import PRECISIONS, Settings, flatten, override
+from drivetrain.trainer.setting_values import flatten, override
+from drivetrain.trainer.settings import PRECISIONS, Settings
 
 PAGE = Path(__file__).with_suffix(".md")
 

@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.kernel import (
+from drivetrain import (
     CheckpointSettings,
     EvaluateSettings,
     OptimizerSettings,

@@ -15,8 +15,8 @@ import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from drivetrain import Recipe
 from drivetrain.cli import gpt
-from drivetrain.kernel import Recipe
 
 settings = replace(gpt.settings, steps=300)
 item_name = gpt.item_name

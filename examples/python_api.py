@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import digits
 
-from drivetrain.kernel import fit
+from drivetrain import fit
 
 recipe, settings, one = digits.recipe(), digits.settings, {"threads": 1}
 first = fit(recipe, settings, backend="cpu", backend_options=one, out="runs/digits", resume="auto")

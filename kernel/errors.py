@@ -183,3 +183,25 @@ class CollectiveFailed(DrivetrainError):
     def __init__(self, message: str, late: tuple[int, ...] = (), records: str = "") -> None:
         super().__init__(message)
         self.late, self.records = late, records
+
+
+_WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resource_exhausted")
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that a device, or the host, has no memory left."""
+    import torch  # here, so that who asks for an error alone need not wait for it
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def in_update(error: Exception) -> OutOfMemory:
+    """What to raise for such an error of an update: after half of one the weights cannot be
+    trusted, and smaller microbatches would not help.
+    """
+    return OutOfMemory(
+        f"out of memory in the update, where the optimizer's state is made: {error}. Smaller "
+        "microbatches do not help there; the checkpoints are untouched"
+    )

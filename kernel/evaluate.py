@@ -15,11 +15,12 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from .contract import Batch, Engine, Recipe, Session
-from .data import Group
+from .batches import Group
+from .contract import Engine, Session
 from .errors import RecipeError
+from .recipe import Batch, Recipe
 
-__all__ = ["aside", "evaluate"]
+__all__ = ["evaluate", "evaluation_mode"]
 
 _SEED = 0x5EED  # evaluation draws the same random numbers each time, and none of training's
 
@@ -36,7 +37,7 @@ def evaluate(
     counts: deque[tuple[int, float, int]] = deque()
     sums: dict[str, Tensor] = {}
     items, samples = 0.0, 0
-    with aside(session, engine.module), torch.no_grad(), closing(groups):
+    with evaluation_mode(session, engine.module), torch.no_grad(), closing(groups):
         for batch in session.feed(_counted(groups, recipe, counts)):
             with engine.autocast():
                 measured = measure(engine.module, batch)
@@ -89,7 +90,7 @@ def _summarise(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 @contextmanager
-def aside(session: Session, module: nn.Module) -> Iterator[None]:
+def evaluation_mode(session: Session, module: nn.Module) -> Iterator[None]:
     """Evaluation mode and random state of its own; everything as before afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     random_state = session.rng_state()

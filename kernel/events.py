@@ -7,13 +7,13 @@ figures are sent on every rank with equal figures.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-from .checkpoint import Place
 from .contract import World
+from .paths import Place
 
 __all__ = [
     "Evaluated",
@@ -23,6 +23,7 @@ __all__ = [
     "Observer",
     "RankLate",
     "Request",
+    "Requests",
     "Resumed",
     "RolledBack",
     "RunEnded",
@@ -45,6 +46,37 @@ class Request(IntEnum):
     """Stop, and exit with `EXIT_PREEMPTED`."""
     WRITTEN = 5
     """The loop's own: this rank has written its share of the checkpoint under way."""
+
+
+_NOTHING = (0.0,) * len(Request)
+
+
+class Requests:
+    """Requests of this rank that have not been sent yet.
+
+    `send` hands them over as one number each, to be added up over ranks with the step's own tally,
+    so that agreeing costs no communication of its own.
+    """
+
+    def __init__(self) -> None:
+        self._asked: set[Request] = set()
+
+    def ask(self, request: Request | None) -> None:
+        """Remember a request; None is none."""
+        if request is not None:
+            self._asked.add(request)
+
+    def is_asked(self, request: Request) -> bool:
+        """Whether it is still to be sent."""
+        return request in self._asked
+
+    def send(self) -> Sequence[float]:
+        """One number for each kind of request; they count as handed over."""
+        if not self._asked:
+            return _NOTHING
+        numbers = [float(request in self._asked) for request in Request]
+        self._asked.clear()
+        return numbers
 
 
 @dataclass(frozen=True)

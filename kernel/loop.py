@@ -1,91 +1,219 @@
-"""fit: a driver is opened, and a run conducted on it, again where memory ran out."""
+"""The loop: groups of samples -> steps, and what is decided between steps.
+
+`TrainLoop` runs the steps. A `LoopPolicy` decides what happens between them: when to log, evaluate,
+save and stop: that of `fit` follows the settings.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from enum import Enum
+from itertools import chain
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor
 
-from .checkpoint import Url, place, storage_of
-from .contract import Recipe
-from .events import Observer
-from .flight import flight_records_kept
-from .lock import RunLock
-from .memory import with_remembered
-from .parent import end_with_launcher
-from .parts import check_recipe
-from .registry import refuse_unpromised, usable_driver
-from .requests import Requests
-from .run import Again, Result, Run
-from .settings import Settings, override
+from .batches import ENDLESS, Group, Groups, Position, split_evenly
+from .contract import Engine, Outcome, Session
+from .errors import RecipeError
+from .events import Requests, StepSkipped
+from .progress import Progress, Window
+from .recipe import Batch, Recipe
+from .shards import Reader
+from .step import Stepper, StepResult
 
-__all__ = ["Result", "fit"]
+__all__ = ["LoopPolicy", "NextAction", "TrainLoop"]
 
 
-def fit(
-    recipe: Recipe,
-    settings: Settings | None = None,
-    *,
-    backend: str = "auto",
-    backend_options: Mapping[str, Any] | None = None,
-    out: str | os.PathLike[str] | Url | None = None,
-    resume: str | os.PathLike[str] | Url | None = None,
-    observers: Sequence[Observer] = (),
-    finish: Callable[[nn.Module], Any] | None = None,
-) -> Result:
-    """Train `recipe` as `settings` say on the driver called `backend`; every rank calls it.
+class NextAction(Enum):
+    """What follows a step."""
 
-    `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
-    `s3://bucket/run`; None saves nothing. `resume`: None starts anew; `auto` continues from the
-    newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or a folder
-    of them. One run at a time writes to a folder (see `lock`). `finish` is called at the end with
-    the user's own module, whole and in evaluation mode, on every rank.
+    GO_ON = "go on"
+    NEXT_EPOCH = "next epoch"
+    """Leave the rest of this epoch out."""
+    ROLLED_BACK = "rolled back"
+    """Go on from where `TrainLoop.restore` has put the run."""
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+    """All steps are done, or there is no more data."""
 
-    Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
-    `DataFailed` and `CollectiveFailed`; what else the recipe raises comes through unchanged.
+
+class LoopPolicy(Protocol):
+    """Decides what happens between steps. Every rank must decide alike."""
+
+    def before_update(self) -> None:
+        """Right before an update: set learning rates."""
+        ...
+
+    def after_step(self, group: Group, result: StepResult) -> NextAction:
+        """After an update. `TrainLoop.agreed` tells what ranks asked for."""
+        ...
+
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        """A step was not applied; told at the latest before the next update. May raise. `group`:
+        its data, of which the microbatches are used up.
+        """
+        ...
+
+
+class TrainLoop:
+    """The steps of one run on one rank. Every method is called by all ranks in the same order.
+
+    `total_steps`: None goes on until the data ends.
     """
-    check_recipe(recipe)
-    settings = settings or Settings()
-    if recipe.optimizer is None:
-        settings.optimizer.factory()  # raises
-    end_with_launcher()
-    driver = usable_driver(backend)
-    options = override(driver.options_type(), backend_options or {}, "backend.")
-    requests, folder = Requests(), None if out is None else place(out)
-    if resume is not None:
-        place(resume)  # raises
-    if folder is not None:
-        storage_of(folder)  # raises where nothing that is installed reaches it
-    lock = None if folder is None else RunLock(folder)
 
-    def attempt(settings: Settings, resume: str | os.PathLike[str] | Url | None) -> Result | Again:
-        """Until the end, or until memory runs out and smaller microbatches may do."""
-        plan = settings.plan(options)
-        refuse_unpromised(driver, plan)
-        with driver.open(plan) as session:
+    def __init__(
+        self,
+        recipe: Recipe,
+        session: Session,
+        engine: Engine,
+        data: Groups,
+        total_steps: int | None,
+        policy: LoopPolicy,
+        requests: Requests,
+    ) -> None:
+        self.recipe, self.session, self.engine = recipe, session, engine
+        self.data, self.total_steps = data, ENDLESS if total_steps is None else total_steps
+        self.policy, self.requests = policy, requests
+        self.progress = Progress()
+        self.window = Window(self.progress)
+        self._skipped_in_a_row = 0
+        self._pending_outcome: tuple[Outcome, Tensor, Group] | None = None
 
-            def train() -> Result | Again:
-                run = Run(driver, session, plan, recipe, settings, lock, observers, requests, aside)
-                if resume is not None:
-                    run.resume(resume)
-                return run.go(finish)
+    # --- saving and resuming --------------------------------------------------------------
 
-            return train()  # a function, so that the model is let go before the session ends
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors (JSON types)."""
+        self.resolve_pending_outcome()
+        return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
 
-    with requests.from_signals(), ExitStack() as stack:
-        if lock is not None:
-            stack.callback(lock.release)
+    def restore(self, reader: Reader, state: Mapping[str, Any], where: str) -> None:
+        """Take over a checkpoint, whoever wrote it, or raise before anything is changed: its
+        tensors, and what `state` gave then. Random state is the caller's matter. Raises
+        `CheckpointDamaged`, naming `where`, for a malformed state.
+        """
+        progress = Progress.from_json(state, where) if state else Progress()
+        window = Window(progress)
+        if stored := state.get("window"):
+            window.restore(stored, self.session, where)
+        self.engine.restore(reader)
+        self._pending_outcome, self._skipped_in_a_row = None, 0
+        self.progress, self.window = progress, window
 
-        def aside() -> Path:
-            return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
+    # --- the loop -------------------------------------------------------------------------
 
-        with flight_records_kept(folder):
-            outcome = attempt(with_remembered(settings, folder), resume)
-            while isinstance(outcome, Again):
-                outcome = attempt(outcome.settings, outcome.resume or resume)
-            return outcome
+    def run(self) -> NextAction:
+        """All remaining steps, or until the policy ends them; returns why they ended."""
+        self.engine.module.train()
+        stepper = Stepper(self.recipe, self.engine, self.session)
+        while self.progress.step < self.total_steps:
+            first = self.progress.step
+            then = self._steps(stepper)
+            if then is NextAction.NEXT_EPOCH:
+                if self.progress.position.samples:
+                    self.progress.position = Position(self.progress.position.epoch + 1)
+            elif then is NextAction.GO_ON:
+                if self.progress.step == first:
+                    break  # no more data
+            elif then is not NextAction.ROLLED_BACK:
+                return then
+        return NextAction.FINISHED
+
+    def _steps(self, stepper: Stepper) -> NextAction:
+        """Steps from the position on, until the data ends or the policy wants something else."""
+        progress = self.progress
+        groups = self.data.groups(progress.position, self.total_steps - progress.step)
+        entered: deque[tuple[Group, float]] = deque()
+        microbatches = self._on_device(groups, entered)
+
+        def before_update() -> None:
+            self.resolve_pending_outcome()
+            self.policy.before_update()
+
+        with closing(groups):  # type: ignore[type-var]
+            for first in microbatches:
+                group, num_items = entered.popleft()
+                result = stepper(
+                    chain((first,), microbatches),
+                    group.num_microbatches,
+                    num_items,
+                    before_update,
+                    self.requests.send(),
+                    progress.step + 1,
+                )
+                progress.step += 1
+                progress.position = group.next
+                progress.samples += group.num_samples
+                progress.items += int(result.items)
+                self._pending_outcome = result.outcome, result.loss, group
+                self.window.add(result.loss, result.outcome.grad_norm)
+                then = self.policy.after_step(group, result)
+                if then is not NextAction.GO_ON:
+                    return then
+        return NextAction.GO_ON
+
+    def agreed(self, result: StepResult) -> Sequence[float]:
+        """For each `Request`, how many ranks had made it when this step began."""
+        if self.session.world.size > 1:
+            return result.requests
+        # nobody to agree with: what came in during the step counts at once
+        return [a + b for a, b in zip(result.requests, self.requests.send(), strict=True)]
+
+    def _on_device(
+        self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
+    ) -> Iterator[tuple[Batch, float]]:
+        """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
+        items in it, before its first.
+        """
+        world, count = self.session.world, self.recipe.count_items
+        weights: deque[float] = deque()
+
+        def on_host() -> Iterator[Batch]:
+            for group in groups:
+                microbatches, num_items = group.microbatches, group.num_items
+                if num_items is None and count is not None:
+                    # the items of the whole group must be known before its first backward
+                    fetched = list(microbatches)
+                    num_items = sum(
+                        count(part.batch) / part.repeats for part in fetched if part.num_samples
+                    )
+                    microbatches = iter(fetched)
+                elif num_items is None:
+                    num_items = split_evenly(
+                        group.num_samples, world.num_feeders, world.feeder_index
+                    )[1]
+                if not num_items >= 0:
+                    raise RecipeError(
+                        f"recipe.count_items came to {num_items} for {group.num_samples} samples; "
+                        "it must return the number of items in a batch, at least 0"
+                    )
+                entered.append((group, num_items))
+                for part in microbatches:
+                    weights.append(1 / part.repeats if part.num_samples else 0.0)
+                    yield part.batch
+
+        for batch in self.session.feed(on_host()):
+            yield batch, weights.popleft()
+
+    def resolve_pending_outcome(self) -> None:
+        """Learn whether the last update was applied, as late as possible: the next one is queued
+        up to its own update by now.
+        """
+        if self._pending_outcome is None:
+            return
+        (outcome, loss, group), self._pending_outcome = self._pending_outcome, None
+        progress = self.progress
+        if outcome.applied():
+            progress.applied += 1
+            self._skipped_in_a_row = 0
+            return
+        progress.skipped += 1
+        self._skipped_in_a_row += 1
+        step = progress.applied + progress.skipped
+        value = float(self.session.reduce(loss)) / self.session.world.num_feeders
+        norm = float(outcome.grad_norm)
+        skipped = StepSkipped(step, self._skipped_in_a_row, value, norm)
+        self.policy.skipped(skipped, group)

@@ -10,13 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .checkpoint import Manifest
-from .checkpoint.catalog import as_metric
+from .batches import LARGEST, Position
 from .contract import Session
-from .data import LARGEST, Position
 from .errors import CheckpointDamaged, DataError
 
-__all__ = ["Progress", "Window", "stored_metrics"]
+__all__ = ["Progress", "Window"]
 
 
 @dataclass
@@ -37,13 +35,6 @@ class Progress:
         return {**asdict(self), "position": self.position.to_json()}
 
     @classmethod
-    def of(cls, manifest: Manifest, where: str) -> Progress:
-        """What a checkpoint holds; weights alone, which have no state, are of step 0. Raises
-        `CheckpointDamaged`, naming `where`."""
-        fresh = not manifest.step and not manifest.state
-        return cls() if fresh else cls.from_json(manifest.state, where)
-
-    @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "the checkpoint") -> Progress:
         """Raises `CheckpointDamaged`, naming `where`, for anything but what `to_json` returns."""
         try:
@@ -56,18 +47,6 @@ class Progress:
         if max(counts["applied"], counts["skipped"]) > counts["step"]:
             raise CheckpointDamaged(f"{where}: more updates than steps: {counts!r:.200}")
         return cls(**counts, position=position)
-
-
-def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:
-    """The metrics of a checkpoint's step. Raises `CheckpointDamaged`, naming `where`, for what are
-    none."""
-    metrics = state.get("metrics", {})
-    if isinstance(metrics, dict):
-        found = {name: as_metric(value) for name, value in metrics.items()}
-        numbers = {name: value for name, value in found.items() if value is not None}
-        if len(numbers) == len(metrics):
-            return numbers
-    raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")
 
 
 class Window:

@@ -14,8 +14,9 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from .contract import Driver, Plan
+from .contract import Driver
 from .errors import BackendUnavailable, CapabilityRefused, UnknownBackend
+from .plan import Plan
 
 __all__ = ["DUTIES", "find_driver", "known_backends", "refuse_unpromised", "usable_driver"]
 
@@ -26,9 +27,9 @@ DUTIES = ("timeout_seconds", "stall_seconds")
 _SHIPPED = {
     "cpu": "cpu:driver",
     "ddp": "ddp:driver",
-    "fsdp": "fsdp:driver",
-    "deepspeed": "deepspeed:driver",
-    "xla": "xla:driver",
+    "fsdp": "fsdp.driver:driver",
+    "deepspeed": "deepspeed.driver:driver",
+    "xla": "xla.driver:driver",
     "ipex": "ipex:driver",
     "xpu": "xpu:driver",
 }

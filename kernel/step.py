@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .contract import Batch, Engine, Outcome, Recipe, Session
-from .errors import CollectiveFailed, RecipeError
-from .memory import in_update, ran_out
+from .contract import Engine, Outcome, Session
+from .errors import CollectiveFailed, RecipeError, in_update, ran_out
+from .recipe import Batch, Recipe
 
 __all__ = ["StepResult", "Stepper"]
 

@@ -1,4 +1,4 @@
-"""What the Trainer tells the accelerator: how batches are dealt to processes."""
+"""The argument `accelerator_config`: how batches are split over processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-__all__ = ["AcceleratorConfig"]
+__all__ = ["AcceleratorConfig", "resolve_accumulation"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -91,3 +91,26 @@ class AcceleratorConfig:
     def pop(self, key: str, default: Any = None) -> Any:
         """Take a field away and give its value."""
         return vars(self).pop(key, default)
+
+
+def resolve_accumulation(args: Any) -> None:
+    """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
+
+    Raises `ArgumentError` when both are given and differ.
+    """
+    config = AcceleratorConfig.of(args.accelerator_config)
+    given = config.gradient_accumulation_kwargs or {}
+    if unknown := sorted(given.keys() - {"num_steps", "sync_each_batch"}):
+        raise ArgumentError(
+            f"gradient_accumulation_kwargs has {', '.join(unknown)}; allowed: num_steps and "
+            "sync_each_batch"
+        )
+    steps = given.get("num_steps")
+    if steps is None or steps == args.gradient_accumulation_steps:
+        return
+    if args.gradient_accumulation_steps > 1:
+        raise ArgumentError(
+            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and "
+            f"accelerator_config['gradient_accumulation_kwargs']['num_steps'] is {steps}; give one"
+        )
+    args.gradient_accumulation_steps = steps

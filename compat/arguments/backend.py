@@ -1,4 +1,4 @@
-"""Which driver runs what the arguments ask for, with which options, under which settings.
+"""Chooses the driver for the arguments, with its options and the kernel's settings.
 
 Everything here reads arguments by attribute, so that the arguments of other libraries, made for HF
 Trainer, choose a driver by the same rules. Where they leave it open, the launcher's environment
@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...kernel.contract import Plan
 from ...kernel.errors import CapabilityRefused, SettingError
+from ...kernel.plan import Plan
 from ...kernel.registry import find_driver, refuse_unpromised
-from ...kernel.settings import Settings, override
+from ...trainer.setting_values import override
+from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import from_environment, launched
@@ -35,7 +35,6 @@ __all__ = [
     "expected_device",
     "mixed_precision",
     "notes",
-    "place_of",
     "planned",
     "settings",
 ]
@@ -51,24 +50,24 @@ class Choice:
 
 
 class Asked:
-    """The arguments, and where they say nothing what the launcher was told."""
+    """The arguments; where one is not set, the value given to the launcher."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.told = from_environment()
+        self.launcher = from_environment()
         if getattr(args, "fp16", False) or getattr(args, "bf16", False):
-            self.told = {k: v for k, v in self.told.items() if k not in ("fp16", "bf16")}
+            self.launcher = {k: v for k, v in self.launcher.items() if k not in ("fp16", "bf16")}
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.args, name, None)
-        return self.told.get(name, value) if value in _NOTHING else value
+        return self.launcher.get(name, value) if value in _NOTHING else value
 
     def source(self, name: str) -> str:
-        """How an error refers to a value and whoever gave it."""
-        told = name in self.told and getattr(self.args, name, None) in _NOTHING
-        value = self.told[name] if told else getattr(self.args, name)
+        """A value and who gave it, for errors."""
+        by_launcher = name in self.launcher and getattr(self.args, name, None) in _NOTHING
+        value = self.launcher[name] if by_launcher else getattr(self.args, name)
         shown = "a dict" if isinstance(value, dict) else repr(value)
-        return f"{name}={shown}" + (" (from the launcher)" if told else "")
+        return f"{name}={shown}" + (" (from the launcher)" if by_launcher else "")
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
@@ -143,7 +142,7 @@ def mixed_precision(args: Any) -> str:
 
 
 def expected_device(args: Any) -> torch.device | None:
-    """Where this process will compute, or None where only the open driver can tell."""
+    """The device of this process, or None where only the open driver knows it."""
     choice, local_rank = chosen(args), launched().local_rank
     if choice.driver in ("cpu", "ipex") or choice.options.get("device") == "cpu":
         return torch.device("cpu")
@@ -171,7 +170,7 @@ def describe(args: Any) -> None:
 
 
 def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
-    """What DeepSpeed will do, for those who ask; None on other drivers."""
+    """DeepSpeed's configuration, as other libraries ask for it; None on other drivers."""
     choice = chosen(args)
     if choice.driver != "deepspeed":
         return None
@@ -179,13 +178,6 @@ def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
     if (stage := choice.options.get("stage")) is not None:
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
     return deepspeed.DeepspeedFacts(config, mixed_precision(args))
-
-
-def place_of(args: Any) -> Any:
-    """The place where the process of these arguments trains, made when nobody has done so yet."""
-    if getattr(args, "_place", None) is None:
-        args._place = import_module("...place", __name__).Place(args)
-    return args._place
 
 
 def _driver(asked: Asked) -> tuple[str, str]:

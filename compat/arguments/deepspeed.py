@@ -51,8 +51,8 @@ def configuration(args: Any) -> dict[str, Any]:
 
 
 class DeepspeedFacts:
-    """What other libraries ask the arguments about DeepSpeed: as `args.deepspeed_plugin` and as
-    `args.hf_deepspeed_config`.
+    """DeepSpeed's settings as other libraries read them from the arguments: as
+    `args.deepspeed_plugin` and as `args.hf_deepspeed_config`.
     """
 
     def __init__(self, config: Mapping[str, Any], precision: str = "no") -> None:
@@ -61,7 +61,7 @@ class DeepspeedFacts:
 
     @property
     def zero_stage(self) -> int:
-        """What is sharded: 1 optimizer state, 2 gradients too, 3 weights too."""
+        """The ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too."""
         stage = self.get_value("zero_optimization.stage", AUTO)
         return 2 if stage == AUTO else int(stage)
 

@@ -122,7 +122,7 @@ def checkpointed(args: Any, model: nn.Module | None) -> tuple[str, ...]:
 
 
 class FsdpFacts:
-    """What other libraries ask the accelerator about FSDP, as `state.fsdp_plugin`."""
+    """FSDP's settings as other libraries read them from the accelerator, as `state.fsdp_plugin`."""
 
     fsdp_version = 2
     state_dict_type = "FULL_STATE_DICT"
@@ -135,7 +135,7 @@ class FsdpFacts:
 
 
 def notes(args: Any) -> Iterator[str]:
-    """What is asked for and makes no difference, and why."""
+    """Settings without effect, each with the reason."""
     for key, value in configuration(args).items():
         if key in _BUILT_IN:
             fulfilled, fact = _BUILT_IN[key]
@@ -167,7 +167,7 @@ def _refuse(key: str, value: Any) -> None:
 
 
 def _strategy(config: dict[str, Any]) -> dict[str, Any]:
-    """What is let go of between forward and backward, and over how many ranks is sharded."""
+    """The options for resharding after the forward, and for the number of ranks to shard over."""
     asked = {
         key: config[key] for key in ("sharding_strategy", "reshard_after_forward") if key in config
     }
@@ -193,7 +193,7 @@ def _strategy(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _units(config: dict[str, Any]) -> dict[str, Any]:
-    """How the model is cut into what is gathered at once."""
+    """The options for cutting the model into units."""
     policy = str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper()
     layers, size = _layers(config), int(config.get("min_num_params") or 0)
     if layers and size:

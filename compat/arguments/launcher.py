@@ -1,4 +1,4 @@
-"""What the launcher told this process through the environment, as arguments.
+"""The launcher's environment variables, read as arguments.
 
 torchrun says which process this is; `accelerate launch` turns its flags and its YAML into
 variables, too. What an argument says itself beats the launcher.
@@ -20,7 +20,7 @@ __all__ = ["Launched", "from_environment", "launched"]
 
 @dataclass(frozen=True)
 class Launched:
-    """Which process this is, of how many."""
+    """The ranks of this process and the world size, globally and on its machine."""
 
     rank: int = 0
     local_rank: int = 0
@@ -41,7 +41,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Argument -> value for what `accelerate launch` was told, and `DRIVETRAIN_BACKEND`.
+    """Argument -> value from the variables of `accelerate launch`, and `DRIVETRAIN_BACKEND`.
 
     Raises `ArgumentError` for what is not driven here.
     """

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import ArgumentError, UnknownArgument
+from ..profile import PROFILES, Profile
 
 __all__ = ["OLD_NAMES", "OldNames"]
 
@@ -38,9 +39,10 @@ class OldNames(type):
                 stacklevel=2,
             )
         _refuse_unknown(cls, given)
-        if given.get("profile") == "4.47":
-            for name, default in _DEFAULTS_4_47.items():
-                given.setdefault(name, default)
+        profile = PROFILES.get(given.get("profile", ""), Profile())
+        for name, default in profile.defaults.items():
+            given.setdefault(name, default)
+        if profile.names_run_by_folder:
             given.setdefault("run_name", given.get("output_dir"))
         return super().__call__(*positional, **given)
 
@@ -50,15 +52,8 @@ class OldNames(type):
         return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-_DEFAULTS_4_47 = {
-    "optim": "adamw_torch",
-    "average_tokens_across_devices": False,
-    "report_to": "all",
-}
-
-
 def _by_name(cls: type, positional: tuple[Any, ...], given: Given) -> tuple[tuple[Any, ...], Given]:
-    """What is given by position, by name instead; left to the class where that cannot be."""
+    """Turns positional arguments into keywords, where they can be matched to fields."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     plain = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD][1:]
     named = dict(zip(plain, positional, strict=False))

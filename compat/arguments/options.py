@@ -1,4 +1,4 @@
-"""What the arguments ask of each driver, as its options; and what makes no difference there."""
+"""The options of each driver that follow from the arguments, and arguments without effect on it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _xla(asked: Any) -> Options:
 
 
 def _sizes(asked: Any, driver: str) -> Options:
-    """What `parallelism_config` asks for: only parallelism over data is driven."""
+    """The options that follow from `parallelism_config`; only data parallelism is driven."""
     config = asked.parallelism_config
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
     for name in ("tp_size", "cp_size", "sp_size"):

@@ -30,7 +30,7 @@ class Setters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Any:
-        """How to train; sets `do_train`. `gradient_checkpointing` is the old name of its fellow."""
+        """Sets the basics of training, and `do_train`. `gradient_checkpointing` is an old name."""
         old, new = gradient_checkpointing, activation_checkpointing
         recompute = new if old is None else old
         return self._set(
@@ -69,7 +69,7 @@ class Setters:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Any:
-        """How to predict; sets `do_predict`."""
+        """Sets the arguments of prediction, and `do_predict`."""
         return self._set(
             do_predict=True,
             per_device_eval_batch_size=batch_size,
@@ -104,7 +104,7 @@ class Setters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Any:
-        """What is logged, when, and to whom."""
+        """Sets the arguments of logging."""
         chosen = IntervalStrategy(strategy)
         _need_steps("logging", chosen, steps)
         return self._set(
@@ -127,7 +127,7 @@ class Setters:
         always_push: bool = False,
         revision: str | None = None,
     ) -> Any:
-        """Where and when to upload; sets `push_to_hub`."""
+        """Sets the arguments of uploads, and `push_to_hub`."""
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -148,7 +148,7 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Any:
-        """Which optimizer, with which numbers."""
+        """Sets the optimizer and its hyper-parameters."""
         return self._set(
             optim=OptimizerNames(name),
             learning_rate=learning_rate,
@@ -167,7 +167,7 @@ class Setters:
         warmup_steps: float = 0,
         warmup_ratio: float = 0,
     ) -> Any:
-        """How the learning rate goes, and how long. `warmup_ratio` is of 4.47; steps win."""
+        """Sets the learning rate schedule. `warmup_ratio` is of 4.47; `warmup_steps` wins."""
         return self._set(
             lr_scheduler_type=SchedulerType(name),
             num_train_epochs=num_epochs,
@@ -190,7 +190,7 @@ class Setters:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Any:
-        """How data are loaded; overwrites both batch sizes."""
+        """Sets the arguments of loaders; overwrites both batch sizes."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

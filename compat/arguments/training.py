@@ -1,8 +1,8 @@
 """TrainingArguments: every argument of a run, its default, and a line on what it does.
 
-Names, order and defaults are those of transformers 5.23; the last four are drivetrain's own. What
-happens to the values is in `settle.py`, what else an instance can do in `members.py`, `setters.py`
-and `written.py`, and what became of older names in `old_names.py`.
+Names, order and defaults are those of transformers 5.23; the last four are drivetrain's own.
+`resolve.py` and `validate.py` work on the values; `derived.py`, `setters.py` and `serialize.py`
+hold what else an instance can do, and `old_names.py` what became of older names.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from ..enums import (
     SaveStrategy,
     SchedulerType,
 )
-from .members import Members
+from .derived import DerivedValues
 from .old_names import OldNames
+from .resolve import resolve
+from .serialize import Serialization
 from .setters import Setters
-from .settle import settle
-from .written import Written
+from .validate import validate
 
-__all__ = ["TrainingArguments", "says"]
+__all__ = ["Seq2SeqTrainingArguments", "TrainingArguments", "says"]
 
 
 def says(default: Any, text: str) -> Any:
@@ -35,7 +36,7 @@ def says(default: Any, text: str) -> Any:
 
 
 @dataclass(repr=False)
-class TrainingArguments(Members, Setters, Written, metaclass=OldNames):
+class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldNames):
     """How to train, log, evaluate and save; on what hardware, is `backend` and the fields about it.
 
     Names that transformers had until 4.47 are accepted with a `FutureWarning` and mapped, or
@@ -249,10 +250,19 @@ class TrainingArguments(Members, Setters, Written, metaclass=OldNames):
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        resolve(self)
 
     def _validate_args(self) -> None:
-        """Called while the arguments are settled; for subclasses that check more."""
-        from .validate import validate
-
+        """Called while the arguments are resolved; for subclasses that check more."""
         validate(self)
+
+
+@dataclass(repr=False)
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """`TrainingArguments`, and how to generate."""
+
+    sortish_sampler: bool = says(False, "Accepted for old scripts; use train_sampling_strategy")
+    predict_with_generate: bool = says(False, "Compute metrics on generated texts")
+    generation_max_length: int | None = says(None, "Longest text to generate in evaluation")
+    generation_num_beams: int | None = says(None, "Beams to generate with in evaluation")
+    generation_config: Any = says(None, "GenerationConfig, its path or id; replaces the model's")

@@ -1,4 +1,4 @@
-"""What values the arguments may have, and which of them go together."""
+"""Checks of single arguments and of combinations."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from ..enums import IntervalStrategy, SaveStrategy, SchedulerType
 from ..errors import ArgumentError
+from ..profile import PROFILES, profile_of
 
 __all__ = ["validate"]
 
@@ -27,7 +28,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "include_num_input_tokens_seen": ("no", "all", "non_padding"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
     "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
-    "profile": ("5.23", "4.47"),
+    "profile": tuple(PROFILES),
     "checkpoint_format": ("drivetrain", "hf"),
 }
 _AT_LEAST = {
@@ -111,7 +112,7 @@ def _precisions(args: Any) -> None:
         if getattr(args, low) and getattr(args, high):
             raise ArgumentError(f"{low} and {high} are both True; at most one can be")
     asked = [name for name in ("bf16", "bf16_full_eval") if getattr(args, name)]
-    if asked and args.profile == "5.23" and not _has_bf16(args):
+    if asked and profile_of(args).bf16_needs_hardware and not _has_bf16(args):
         raise ArgumentError(
             f"{asked[0]} is True and no GPU here computes in bfloat16; set use_cpu=True or "
             "backend='cpu' to train on the CPU"

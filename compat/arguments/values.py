@@ -1,4 +1,4 @@
-"""How values from files, texts and the environment are read."""
+"""Reads booleans, numbers and dicts from files, texts and the environment."""
 
 from __future__ import annotations
 

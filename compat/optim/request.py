@@ -1,4 +1,4 @@
-"""What an optimizer is asked for, in the words of the training arguments."""
+"""The training arguments and `optim_args` as an optimizer needs them."""
 
 from __future__ import annotations
 

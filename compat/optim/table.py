@@ -1,4 +1,4 @@
-"""Which optimizer a name stands for."""
+"""The optimizers by name."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Any
 
 from torch import nn
 
-from .inside import INSIDE
-from .plain import PLAIN
+from .lowrank import LOW_RANK
+from .quantized import QUANTIZED
 from .request import OptimArgs, Request
-from .small import SMALL
+from .torch_optim import TORCH_OPTIM
 
 __all__ = ["OPTIMIZERS", "optimizer_class_and_kwargs"]
 
-OPTIMIZERS = {**PLAIN, **SMALL, **INSIDE}
-"""Who builds what, by the name that `optim` takes."""
+OPTIMIZERS = {**TORCH_OPTIM, **QUANTIZED, **LOW_RANK}
+"""The builders of optimizers, by the name that `optim` takes."""
 
 _GONE = {
     "adamw_apex_fused": "Apex is not maintained; optim='adamw_torch_fused' is as fast",

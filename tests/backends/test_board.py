@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.backends import _board
-from drivetrain.backends._board import MOST, Board, opened
+from drivetrain.backends.process_group import shm_tally
+from drivetrain.backends.process_group.shm_tally import MOST, SharedMemorySum, opened
 
 
 class Exchange:
@@ -37,7 +37,7 @@ class Exchange:
 
 
 def on_ranks(
-    size: int, act: Callable[[int, Board], Any], timeout_seconds: float = 30.0
+    size: int, act: Callable[[int, SharedMemorySum], Any], timeout_seconds: float = 30.0
 ) -> list[Any]:
     """What `act(rank, board)` returns on each of so many ranks, which are threads."""
     exchange = Exchange(size)
@@ -64,7 +64,7 @@ def test_sums_are_equal_everywhere_whenever_they_are_asked_for(
     rows = st.lists(numbers, min_size=length, max_size=length)
     shown = [[data.draw(rows) for _ in range(size)] for _ in waits]
 
-    def act(rank: int, board: Board) -> list[list[float]]:
+    def act(rank: int, board: SharedMemorySum) -> list[list[float]]:
         begun = []
         for turn, at_once in enumerate(waits):
             sums = board.show(shown[turn][rank])
@@ -78,7 +78,7 @@ def test_sums_are_equal_everywhere_whenever_they_are_asked_for(
 
 
 def test_a_rank_that_showed_nothing_is_named() -> None:
-    def act(rank: int, board: Board) -> str:
+    def act(rank: int, board: SharedMemorySum) -> str:
         if rank == 1:
             return ""
         with pytest.raises(RuntimeError) as raised:
@@ -92,7 +92,7 @@ def test_a_rank_that_showed_nothing_is_named() -> None:
 def test_a_rank_that_is_ahead_is_named() -> None:
     there = threading.Barrier(2, timeout=30)
 
-    def act(rank: int, board: Board) -> str:
+    def act(rank: int, board: SharedMemorySum) -> str:
         sums = board.show([1.0])
         if rank == 1:
             board._sums = None  # as if it had not looked
@@ -113,7 +113,7 @@ def test_a_rank_whose_process_has_ended_is_named() -> None:
     """Before the timeout, and though nobody has asked how it ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    board = Board(bytearray(10_000), 0, [os.getpid(), ended.pid], timeout_seconds=60)
+    board = SharedMemorySum(bytearray(10_000), 0, [os.getpid(), ended.pid], timeout_seconds=60)
     with pytest.raises(RuntimeError, match=rf"rank 1 \(process {ended.pid}\) is gone"):
         board.show([1.0])()
     ended.wait()
@@ -121,14 +121,14 @@ def test_a_rank_whose_process_has_ended_is_named() -> None:
 
 def test_half_of_what_is_written_is_not_seen() -> None:
     memory, pids = bytearray(10_000), [os.getpid()] * 2
-    boards = [Board(memory, rank, pids, timeout_seconds=0.2) for rank in range(2)]
+    boards = [SharedMemorySum(memory, rank, pids, timeout_seconds=0.2) for rank in range(2)]
     boards[1].show([1.0, 2.0])
     start = boards[1]._start(1, 1)
     memory[start + 8] ^= 1
     with pytest.raises(RuntimeError, match="rank 1 showed nothing"):
         boards[0].show([1.0, 2.0])()
     memory[start + 8] ^= 1
-    boards[0] = Board(memory, 0, pids, timeout_seconds=0.2)
+    boards[0] = SharedMemorySum(memory, 0, pids, timeout_seconds=0.2)
     assert boards[0].show([3.0, 4.0])() == [4.0, 6.0]
 
 
@@ -137,10 +137,10 @@ def test_nobody_has_a_board_that_one_cannot_see(why: str, monkeypatch: pytest.Mo
     if why == "no such call":
         monkeypatch.delattr(os, "memfd_create")
     else:
-        monkeypatch.setattr(_board, "_TOKEN_BYTES", 16)
-        real = _board._mapped
+        monkeypatch.setattr(shm_tally, "_TOKEN_BYTES", 16)
+        real = shm_tally._mapped
         monkeypatch.setattr(
-            _board, "_mapped", lambda *given: real(*given[:3], b"another's token..")
+            shm_tally, "_mapped", lambda *given: real(*given[:3], b"another's token..")
         )
     exchange = Exchange(2)
     with ThreadPoolExecutor(2) as pool:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.backends._step import global_norm
+from drivetrain.backends.common.stepping import global_norm
 from drivetrain.conformance import Case, cases
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drivetrain.backends._model import with_synced_batch_norm
+from drivetrain.backends.common.models import with_synced_batch_norm
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.jobs import optimizer_called

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drivetrain import Recipe
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.subject import Subject
-from drivetrain.kernel import Recipe
 
 
 class WithThreads:

@@ -13,16 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.backends import _units
-from drivetrain.backends.fsdp import FsdpOptions, driver
+from drivetrain.backends.fsdp import wrap_units
+from drivetrain.backends.fsdp.driver import FsdpOptions, driver
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.jobs import optimizer_called
 from drivetrain.conformance.state import State, assemble, pieces, read_all
 from drivetrain.conformance.subject import Subject
-from drivetrain.kernel.checkpoint import CheckpointReader, CheckpointStore
-from drivetrain.kernel.contract import Engine, Plan, Recipe, Session
+from drivetrain.kernel.contract import Engine, Session
 from drivetrain.kernel.errors import RecipeError, SettingError
+from drivetrain.kernel.plan import Plan
+from drivetrain.kernel.recipe import Recipe
 
 CPU, DDP_2 = Subject("cpu"), Subject("ddp", 2)
 TRAINED = ("SGD", "AdamW", "Adafactor", "schedule-free")
@@ -505,14 +507,14 @@ def test_dtypes_may_differ_in_a_model(options: dict[str, Any], tmp_path: Path) -
 
 def test_ties_stay_in_one_unit() -> None:
     model = Tied()
-    assert _units.choose_units(model, (), None) == list(reversed(model.blocks))
-    by_size = _units.choose_units(model, (), 60)
+    assert wrap_units.choose_units(model, (), None) == list(reversed(model.blocks))
+    by_size = wrap_units.choose_units(model, (), 60)
     assert by_size
     assert not {model.embedding, model.head} & set(by_size)
     with pytest.raises(RecipeError, match=r"embedding\.weight = head\.weight"):
-        _units.choose_units(model, ("Embedding",), None)
+        wrap_units.choose_units(model, ("Embedding",), None)
     with pytest.raises(RecipeError, match="Blok"):
-        _units.choose_units(model, ("Blok",), None)
+        wrap_units.choose_units(model, ("Blok",), None)
 
 
 def test_shard_groups_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from environments import python_of_all
 
 from drivetrain.backends.ipex import driver
 from drivetrain.conformance import Case, cases
-from drivetrain.kernel.contract import Plan
+from drivetrain.kernel.plan import Plan
 
 
 @pytest.mark.usefixtures("environment_of_all")

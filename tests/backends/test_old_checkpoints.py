@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from environments import build_all, python_of_all
 
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.crossing import Saved, crossing
 from drivetrain.conformance.matrix import parse_subject
 from drivetrain.conformance.state import read_all
-from drivetrain.kernel.checkpoint import CheckpointReader
 
 FOLDERS = sorted(path.parent for path in Path(__file__).parent.glob("old_checkpoints/*/told.json"))
 

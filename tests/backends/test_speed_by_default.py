@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings, fit
 from drivetrain.backends.ddp import DdpOptions
-from drivetrain.kernel import EvaluateSettings, OptimizerSettings, Recipe, Settings, fit
 from drivetrain.kernel.contract import Engine
 from drivetrain.kernel.registry import usable_driver
 

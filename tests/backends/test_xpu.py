@@ -7,10 +7,10 @@ import torch
 
 from drivetrain.backends.xpu import driver
 from drivetrain.conformance import Case, cases
-from drivetrain.kernel.contract import Plan
 from drivetrain.kernel.errors import BackendUnavailable, SettingError
+from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.registry import usable_driver
-from drivetrain.kernel.settings import override
+from drivetrain.trainer.setting_values import override
 
 without_device = pytest.mark.skipif(driver.probe().usable, reason="there is an Intel GPU")
 

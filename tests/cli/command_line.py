@@ -17,7 +17,7 @@ RECIPE = """
     import torch
     from torch import nn
     from drivetrain.kernel.contract import Recipe
-    from drivetrain.kernel.settings import Settings
+    from drivetrain.trainer.settings import Settings
 
     settings = Settings(steps=6, global_batch=4, log_every=2)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from drivetrain import fit
 from drivetrain.cli.recipe_file import load_recipe_file
-from drivetrain.kernel import fit
 
 
 def main(recipe_path: str, backend: str, stage: str) -> None:

@@ -29,7 +29,7 @@ def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
         ("x = (", "SyntaxError: '(' was never closed"),
         ("import nowhere_at_all", 'bad.py", line 1'),
         ("def recipe():\n    return 1 / 0", "line 2, in recipe"),
-        ("settings = 3\ndef recipe(): ...", "it must be a drivetrain.kernel.settings.Settings"),
+        ("settings = 3\ndef recipe(): ...", "it must be a drivetrain.trainer.settings.Settings"),
         (
             "from drivetrain.kernel.contract import Recipe\nrecipe = Recipe(lambda: 0, None)",
             "has no loss",

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drivetrain import OptimizerSettings, Recipe, Settings
 from drivetrain.cli.explain import activation_bytes, explain, state_bytes
-from drivetrain.kernel import OptimizerSettings, Recipe, Settings
 from drivetrain.kernel.errors import UnknownBackend
 
 RECIPE = """
 import torch
 from torch import nn
-from drivetrain.kernel import Recipe, Settings
+from drivetrain import Recipe, Settings
 
 inputs = torch.randn(64, 1024)
 settings = Settings(steps=3, global_batch=16, micro_batch=8)
@@ -41,7 +41,7 @@ import resource, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 from drivetrain.cli.recipe_file import load_recipe_file
-from drivetrain.kernel import fit
+from drivetrain import fit
 import torch._dynamo  # the first optimizer imports it: not the model's
 file = load_recipe_file(Path(sys.argv[1]))
 recipe = file.build(None)

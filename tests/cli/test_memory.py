@@ -19,7 +19,7 @@ from drivetrain.cli.explain import explain
 RECIPE = """
 import torch
 from torch import nn
-from drivetrain.kernel import Recipe, Settings
+from drivetrain import Recipe, Settings
 
 inputs = torch.randn(64, 256)
 settings = Settings(steps=3, global_batch=16, micro_batch=8)

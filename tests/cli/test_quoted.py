@@ -11,11 +11,11 @@ import pytest
 from command_line import Drive
 from rich.console import Console
 
+from drivetrain.checkpoint import MANIFEST, Manifest
+from drivetrain.checkpoint.manifest import FileEntry, write_manifest
 from drivetrain.cli.checkpoints import inspect, show
 from drivetrain.cli.failure import say
 from drivetrain.cli.quoted import quoted
-from drivetrain.kernel.checkpoint import MANIFEST, Manifest
-from drivetrain.kernel.checkpoint.manifest import FileEntry, write_manifest
 from drivetrain.kernel.errors import CheckpointDamaged, DataError, printable
 
 STEERS = "\x1b[2J\x1b]0;mine\x07[/b][red]\u202e\ud800\r\x9b31m"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from drivetrain.cli.folder import read_config
 from drivetrain.cli.records import history, read_records
 from drivetrain.cli.report import Outcome, render
+from drivetrain.cli.run_folder import read_config
 from drivetrain.kernel.errors import OutputError
 
 LOGGED: dict[str, Any] = {

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain.compat import TrainingArguments
-from drivetrain.compat.accelerator import Accelerator
+from drivetrain.compat.accelerate.accelerator import Accelerator
 from drivetrain.compat.arguments import backend
 from drivetrain.kernel.registry import find_driver
 
@@ -52,9 +52,9 @@ def main(out: str) -> None:
     assert backend.chosen(args).driver == "ddp"
     plan = backend.planned(args)
     with find_driver("ddp").open(plan) as session:
-        place = SimpleNamespace(session=session, world=session.world, prepared=None)
-        args._place = place
-        ours: Any = Accelerator(SimpleNamespace(args=args, place=place, model=None))
+        own = SimpleNamespace(session=session, world=session.world, prepared=None)
+        args._driver_session = own
+        ours: Any = Accelerator(SimpleNamespace(args=args, driver_session=own, model=None))
         assert PartialState._shared_state == {}
         state = args.distributed_state
         theirs = Theirs(cpu=True)
@@ -106,7 +106,7 @@ def main(out: str) -> None:
             found["main first"] = done.exists() == (rank > 0)
             done.touch()
         verdicts = session.exchange(found)
-        del args._place
+        del args._driver_session
         if rank == 0:
             merged = {name: all(each[name] for each in verdicts) for name in found}
             Path(out).write_text(json.dumps(merged))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.compat.arguments import TrainingArguments
-from drivetrain.compat.trainer import Trainer
+from drivetrain.compat.trainer.trainer import Trainer
 
 
 class Classifier(nn.Module):

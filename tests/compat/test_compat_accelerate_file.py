@@ -10,8 +10,8 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
 from drivetrain.compat import TrainingArguments
+from drivetrain.compat.accelerate.config_file import from_accelerate_config
 from drivetrain.compat.arguments import backend
-from drivetrain.compat.arguments.accelerate_file import from_accelerate_config
 
 BASE: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from drivetrain import Recipe
 from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat.accelerate.collectives import exchange_objects
 from drivetrain.compat.arguments import backend
-from drivetrain.compat.gathering import exchange_objects
-from drivetrain.kernel import Recipe
 from drivetrain.kernel.registry import find_driver
 
 
@@ -26,8 +26,8 @@ def trainer() -> Any:
     """What the facade looks at of a Trainer, on one CPU process."""
     args = TrainingArguments("o", use_cpu=True)
     with find_driver("cpu").open(backend.planned(args)) as session:
-        place = SimpleNamespace(session=session, world=session.world, prepared=None)
-        yield SimpleNamespace(args=args, place=place, model=None, _microstep=None)
+        own = SimpleNamespace(session=session, world=session.world, prepared=None)
+        yield SimpleNamespace(args=args, driver_session=own, model=None, _microstep=None)
 
 
 @pytest.mark.row("A7", "X1", "D26", "X7")
@@ -72,8 +72,8 @@ def test_prepare_and_unwrap(trainer: Any) -> None:
         loss=lambda module, batch: module(batch).sum(),
         optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
     )
-    engine = trainer.place.session.prepare(recipe)
-    trainer.place.prepared = SimpleNamespace(engine=engine, model=model)
+    engine = trainer.driver_session.session.prepare(recipe)
+    trainer.driver_session.prepared = SimpleNamespace(engine=engine, model=model)
     assert accelerator.unwrap_model(engine.module) is model
     wrapped = nn.DataParallel(model)
     assert accelerator.unwrap_model(wrapped) is model
@@ -113,7 +113,7 @@ def test_nothing_is_pickled(trainer: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pickle"):
         accelerator.save({}, tmp_path / "f", safe_serialization=False)
     with pytest.raises(TypeError, match="a object cannot be sent"):
-        exchange_objects(trainer.place.session, [object()])
+        exchange_objects(trainer.driver_session.session, [object()])
     accelerator.save({"w": torch.ones(2)}, tmp_path / "w.safetensors")
     assert (tmp_path / "w.safetensors").exists()
 
@@ -123,7 +123,7 @@ def test_it_needs_no_accelerate() -> None:
     script = """
 import sys
 from drivetrain.compat import Accelerator, TrainingArguments
-from drivetrain.compat.processes import Processes
+from drivetrain.compat.arguments.processes import Processes
 processes = Processes(TrainingArguments("o"))
 assert processes.is_main_process and processes.distributed_type == "NO"
 print([name for name in ("accelerate", "transformers") if name in sys.modules])

@@ -17,7 +17,7 @@ import transformers
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig
 
-OURS = ["backend", "backend_options", "profile", "checkpoint_format"]
+OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),
@@ -271,6 +271,6 @@ def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch
 
 def test_copies_leave_the_open_place_behind() -> None:
     args = TrainingArguments("o", seed=5)
-    args._place = object()
-    assert copy.deepcopy(args)._place is None
+    args._driver_session = object()
+    assert copy.deepcopy(args)._driver_session is None
     assert copy.copy(args).seed == 5

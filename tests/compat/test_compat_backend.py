@@ -13,10 +13,10 @@ import transformers
 from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 
+from drivetrain import Recipe
 from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.compat.arguments import backend
 from drivetrain.compat.arguments.launcher import launched
-from drivetrain.kernel import Recipe
 from drivetrain.kernel.errors import CapabilityRefused, SettingError
 from drivetrain.kernel.registry import find_driver
 

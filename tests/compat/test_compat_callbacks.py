@@ -22,7 +22,7 @@ from drivetrain.compat import (
     TrainerControl,
     TrainerState,
 )
-from drivetrain.compat.progress import _in_notebook, default_progress_callback
+from drivetrain.compat.callbacks.progress import _in_notebook, default_progress_callback
 
 KEYWORDS = {
     "model",
@@ -316,7 +316,7 @@ def test_a_stream_has_no_bar_for_its_batches() -> None:
 def test_how_progress_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_progress_callback(disable_tqdm=True) is PrinterCallback
     assert default_progress_callback(disable_tqdm=None) is ProgressCallback
-    monkeypatch.setattr("drivetrain.compat.progress._in_notebook", lambda: True)
+    monkeypatch.setattr("drivetrain.compat.callbacks.progress._in_notebook", lambda: True)
     for name in ("IPython", "IPython.display"):  # absent here, imported by their table
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert default_progress_callback(disable_tqdm=False).__name__ == "NotebookProgressCallback"

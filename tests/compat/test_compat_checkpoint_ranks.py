@@ -13,7 +13,7 @@ import torch
 from built_alike import Classifier, accuracy, both, losses, ours, samples, without_times
 from torch.nn.functional import cross_entropy
 
-from drivetrain.compat.model_files import read_weights
+from drivetrain.compat.checkpoints.model_files import read_weights
 
 EVERY_STEP: dict[str, Any] = {
     "per_device_train_batch_size": 8,

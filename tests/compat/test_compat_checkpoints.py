@@ -19,15 +19,17 @@ import transformers
 from built_alike import Classifier, both, losses, samples
 from torch import nn
 
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
-from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain.trainer.run_lock import LOCK
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5}
 SCORES = [5.0, 4.0, 4.5, 3.0, 6.0]
 
 
 def files(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
+    """But for the lock of the process that trains there."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(LOCK)}
 
 
 def equal(mine: nn.Module, other: nn.Module) -> bool:

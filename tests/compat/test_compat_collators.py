@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from drivetrain import compat
-from drivetrain.compat.collators import PaddingCollator, collator_for, default_data_collator
+from drivetrain.compat.data.collators import PaddingCollator, collator_for, default_data_collator
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ def test_collators_of_transformers_have_their_names_here() -> None:
 
 def test_without_transformers_ours_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    from drivetrain.compat import collators
+    from drivetrain.compat.data import collators
 
     assert collators.DataCollatorWithPadding is PaddingCollator
     assert_same(collators.DefaultDataCollator()([{"x": 1}, {"x": 2}]), {"x": torch.tensor([1, 2])})

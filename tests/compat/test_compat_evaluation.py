@@ -14,7 +14,7 @@ from built_alike import Classifier, accuracy, both, losses, samples, without_tim
 from torch import Tensor, nn
 
 from drivetrain.compat import TrainerCallback
-from drivetrain.compat.outputs import EvalPrediction
+from drivetrain.compat.evaluation.outputs import EvalPrediction
 
 
 def same(mine: Any, wanted: Any) -> bool:

@@ -26,7 +26,7 @@ from drivetrain.compat import (
     TrainerState,
     TrainingArguments,
 )
-from drivetrain.compat.hub import HubMixin, quiet_uploads
+from drivetrain.compat.integrations.hub import HubMixin, quiet_uploads
 
 HISTORY = [
     {"loss": 2.0, "epoch": 0.5, "step": 1},

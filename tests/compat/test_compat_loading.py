@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from transformers.trainer_pt_utils import BatchRebalanceSampler as TheirRebalance
 from transformers.trainer_pt_utils import LengthGroupedSampler as TheirGrouped
 
-from drivetrain.compat.lengths import BatchRebalanceSampler, LengthGroupedSampler
-from drivetrain.compat.loading import LoadingMixin, has_length, order_seed, seed_worker
-from drivetrain.compat.sharding import shard
+from drivetrain.compat.data.lengths import BatchRebalanceSampler, LengthGroupedSampler
+from drivetrain.compat.data.loading import LoadingMixin, has_length, order_seed, seed_worker
+from drivetrain.compat.data.sharding import shard
 
 
 class Model(nn.Module):
@@ -171,7 +171,7 @@ def test_columns_of_arrow_data_sets_are_left_out(arguments: Callable[..., Any]) 
 def test_keys_of_other_samples_are_left_out(
     arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "drivetrain.compat.loading")
+    caplog.set_level(logging.INFO, "drivetrain.compat.data.loading")
     trainer = Trainer(arguments(), rows(4))
     for batch in trainer.get_train_dataloader():
         assert all(set(row) == {"x", "labels"} for row in batch)

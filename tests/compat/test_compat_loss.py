@@ -13,7 +13,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother as TheirSmoother
 
-from drivetrain.compat.inspection import (
+from drivetrain import compat
+from drivetrain.compat.trainer.inspection import (
     accepted_columns,
     can_return_loss,
     find_labels,
@@ -21,8 +22,13 @@ from drivetrain.compat.inspection import (
     model_accepts_loss_kwargs,
     unwrap_peft,
 )
-from drivetrain.compat.loss import count_items, is_causal_lm, loss_of, loss_shifts_labels
-from drivetrain.compat.smoothing import LabelSmoother
+from drivetrain.compat.trainer.loss import (
+    LabelSmoother,
+    count_items,
+    is_causal_lm,
+    loss_of,
+    loss_shifts_labels,
+)
 
 # what PEFT asks of models still has the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -107,7 +113,8 @@ def test_labels_are_counted_as_transformers_counts_them(tmp_path: Path) -> None:
             theirs = reference._get_num_items_in_batch(batches, torch.device("cpu"))
             assert count_items(batches, shifts) == theirs
     assert count_items(plain, True) != count_items(plain, False)
-    assert not loss_shifts_labels(models[0], profile="4.47")
+    old = compat.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", profile="4.47")
+    assert not compat.Trainer(models[0], old)._loss_shifts_labels
     assert not loss_shifts_labels(Plain()) and not is_causal_lm(Plain())
 
 

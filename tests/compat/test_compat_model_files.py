@@ -15,17 +15,17 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from drivetrain.compat.model_files import (
+from drivetrain.compat.checkpoints.json_state import from_plain, to_plain
+from drivetrain.compat.checkpoints.model_files import (
     has_weights,
     load_weights,
     read_weights,
     unsound,
     write_weights,
 )
-from drivetrain.compat.plain import from_plain, to_plain
-from drivetrain.compat.readers import Combined
-from drivetrain.kernel.contract import Box, Flat
+from drivetrain.compat.checkpoints.overlay_reader import OverlayReader
 from drivetrain.kernel.errors import CheckpointError, CheckpointMismatch
+from drivetrain.kernel.shards import Box, Flat
 
 
 class Tied(nn.Module):
@@ -112,7 +112,7 @@ def test_what_json_lacks() -> None:
 
 def test_a_reader_of_tensors_at_hand() -> None:
     weight = torch.arange(12.0).view(3, 4)
-    reader = Combined(None, {"w": weight}, {"w/m": weight * 2})
+    reader = OverlayReader(None, {"w": weight}, {"w/m": weight * 2})
     assert list(reader.names("weights")) == ["w"] and list(reader.names("state")) == []
     assert reader.info("optimizer", "w/m").shape == (3, 4)
     box = Box((1, 2), (2, 2))

@@ -15,10 +15,14 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.integrations.neftune import activate_neftune as their_neftune
 
-from drivetrain.compat.liger import apply_liger_kernel
-from drivetrain.compat.neftune import NeftuneMixin, activate_neftune, deactivate_neftune
-from drivetrain.compat.overflow import OverflowWatch
-from drivetrain.compat.recompute import enable_recompute
+from drivetrain.compat.integrations.liger import apply_liger_kernel
+from drivetrain.compat.integrations.neftune import (
+    NeftuneMixin,
+    activate_neftune,
+    deactivate_neftune,
+)
+from drivetrain.compat.trainer.debugging import OverflowWatch
+from drivetrain.compat.trainer.recompute import enable_recompute
 
 # what PEFT asks of models still has the old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

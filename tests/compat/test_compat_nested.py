@@ -18,7 +18,7 @@ from torch import nn
 from transformers import trainer, trainer_pt_utils, trainer_utils
 
 from drivetrain import compat
-from drivetrain.compat import nested
+from drivetrain.compat.evaluation import nested
 
 Pair = namedtuple("Pair", "left right")
 

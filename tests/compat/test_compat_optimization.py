@@ -16,9 +16,8 @@ from torch import nn
 
 from drivetrain.compat.enums import OptimizerNames
 from drivetrain.compat.optim import OPTIMIZERS
-from drivetrain.compat.optim.adafactor import Adafactor
+from drivetrain.compat.optim.build import OptimizationMixin
 from drivetrain.compat.optim.layerwise import LayerWiseDummyOptimizer, LayerWiseDummyScheduler
-from drivetrain.compat.optimization import OptimizationMixin
 
 Arguments = Callable[..., Any]
 
@@ -146,6 +145,7 @@ def test_optimizers_are_those_of_transformers(
         ("galore_adamw", "galore-torch"),
         ("schedule_free_sgd", "schedulefree"),
         ("adamw_8bit", "bitsandbytes"),
+        ("adafactor", "transformers"),
     ],
 )
 def test_a_missing_library_is_named_with_its_command(
@@ -154,6 +154,7 @@ def test_a_missing_library_is_named_with_its_command(
     modules = (
         "apollo_torch bitsandbytes.optim galore_torch grokadamw lomo_optim optimi schedulefree"
         " torch_npu.optim torch_xla.amp.syncfree torchao.optim torchdistx.optimizers"
+        " transformers.optimization"
     )
     for module in modules.split():
         monkeypatch.setitem(sys.modules, module, None)
@@ -316,19 +317,6 @@ def test_embeddings_keep_whole_states(arguments: Arguments) -> None:
     weights = (trainer.model.embed.weight, trainer.model.layers[0].weight)
     dtypes = [optimizer.state[one]["state1"].dtype for one in weights]
     assert dtypes == [torch.float32, torch.uint8]
-
-
-@pytest.mark.row("O11")
-def test_adafactor_without_transformers_is_the_same(
-    arguments: Arguments, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = arguments(optim="adafactor", learning_rate=1e-2, weight_decay=0.1)
-    theirs = train(Trainer(args), steps=5)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    ours = Trainer(args)
-    for one, other in zip(train(ours, steps=5), theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert type(ours.optimizer) is Adafactor
 
 
 @pytest.mark.row("O3", "O5", "O6", "O24")

@@ -18,7 +18,7 @@ from transformers import trainer_pt_utils, trainer_utils
 
 from drivetrain import compat
 from drivetrain.compat import TrainerCallback, TrainerControl, TrainerState
-from drivetrain.compat.reporting import ReportingMixin, metrics_format, set_verbosity
+from drivetrain.compat.callbacks.reporting import ReportingMixin, metrics_format, set_verbosity
 
 FIGURES = {
     "train_runtime": 3725.789,
@@ -49,7 +49,7 @@ class Teller(ReportingMixin):
         self.watcher = Watcher()
         flow = compat.DefaultFlowCallback
         self.callback_handler = compat.CallbackHandler([flow, self.watcher], None, None, None, None)
-        self.place = SimpleNamespace(world=SimpleNamespace(size=1))
+        self.driver_session = SimpleNamespace(world=SimpleNamespace(size=1))
         self.model: Any = torch.nn.Linear(2, 2)
         self.processing_class = None
         self.current_flos = 0
@@ -122,7 +122,7 @@ def test_counts_are_summed_over_ranks_and_what_is_missing_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     teller = Teller(include_num_input_tokens_seen="all")
-    teller.place = SimpleNamespace(
+    teller.driver_session = SimpleNamespace(
         world=SimpleNamespace(size=2),
         session=SimpleNamespace(tally=lambda values: lambda: [values[0] + 10]),
     )
@@ -251,7 +251,8 @@ def verbosity() -> Iterator[None]:
 def test_the_level_holds_for_both_libraries() -> None:
     set_verbosity(logging.ERROR)
     assert transformers.utils.logging.get_verbosity() == logging.ERROR
-    assert not logging.getLogger("drivetrain.compat.flow").isEnabledFor(logging.WARNING)
+    for module in ("callbacks.flow_callbacks", "trainer.training"):
+        assert not logging.getLogger(f"drivetrain.compat.{module}").isEnabledFor(logging.WARNING)
 
 
 class Phases:
@@ -320,7 +321,7 @@ def test_the_accelerator_is_measured_beside_the_host(monkeypatch: pytest.MonkeyP
         memory_allocated=lambda: next(allocated),
         max_memory_allocated=lambda: 170,
     )
-    monkeypatch.setattr("drivetrain.compat.memory._device_memory", lambda: device)
+    monkeypatch.setattr("drivetrain.compat.trainer.memory._device_memory", lambda: device)
     tracker, metrics = compat.TrainerMemoryTracker(), {}
     tracker.start("eval")
     tracker.stop_and_update_metrics(metrics, "eval")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from built_alike import both, losses
 
-from drivetrain.kernel.checkpoint import read_manifest
+from drivetrain.checkpoint import read_manifest
 
 HF = {"checkpoint_format": "hf", "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import trainer_utils
 
-from drivetrain.compat.model_files import write_weights
-from drivetrain.compat.names import get_last_checkpoint
-from drivetrain.compat.rotation import (
+from drivetrain.compat.checkpoints.model_files import write_weights
+from drivetrain.compat.checkpoints.rotation import (
     newest_sound,
     problem_with,
     rotate_checkpoints,
     sort_checkpoints,
 )
+from drivetrain.compat.names import get_last_checkpoint
 
 
 def checkpoints(root: Path, numbers: list[int], *, seconds_apart: int = 10) -> Path:

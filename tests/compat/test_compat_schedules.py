@@ -12,8 +12,8 @@ from torch.optim import SGD
 from transformers import get_scheduler as theirs
 from transformers.optimization import GreedyLR as TheirGreedy
 
-from drivetrain.compat.plateau import GreedyLR, Plateau
-from drivetrain.compat.schedules import get_scheduler
+from drivetrain.compat.optim.plateau import GreedyLR, Plateau
+from drivetrain.compat.optim.schedules import get_scheduler
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("linear", {}),

@@ -23,7 +23,7 @@ from built_alike import ARGUMENTS, Classifier, samples
 from side_by_side import LIBRARIES, Net, points
 
 from drivetrain.compat import Trainer, TrainingArguments, default_compute_objective
-from drivetrain.compat.search import SearchMixin, set_argument
+from drivetrain.compat.integrations.search import SearchMixin, set_argument
 
 
 class Searching(SearchMixin):
@@ -32,7 +32,7 @@ class Searching(SearchMixin):
     def __init__(self, output_dir: Path | str, **given: Any) -> None:
         self.args: Any = TrainingArguments(str(output_dir), **given)
         self.model_init: Any = dict
-        self.place = SimpleNamespace(close=lambda: None)
+        self.driver_session = SimpleNamespace(close=lambda: None)
         self.accelerator = SimpleNamespace(free_memory=lambda: None)
         self.callback_handler = SimpleNamespace(on_train_end=self._ended)
         self.state = self.control = SimpleNamespace(should_save=False)
@@ -103,7 +103,7 @@ def test_the_best_trial_is_found(tmp_path: Path) -> None:
 def test_default_spaces_are_those_of_transformers() -> None:
     from transformers.trainer_utils import default_hp_space_optuna
 
-    from drivetrain.compat.search_libraries import LIBRARIES
+    from drivetrain.compat.integrations.search_libraries import LIBRARIES
 
     asked: list[list[Any]] = []
     for space in (LIBRARIES["optuna"].default_space, default_hp_space_optuna):  # type: ignore[index]
@@ -222,14 +222,14 @@ def test_other_ranks_follow_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sent: list[Any] = []
     leading, following = Searching(tmp_path), Searching(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    leading.place = SimpleNamespace(
+    leading.driver_session = SimpleNamespace(
         close=lambda: None,
         session=SimpleNamespace(exchange=lambda value: (sent.append(value), [value])[1]),
     )
     best = leading.hyperparameter_search(rates(1e-5, 3e-5), n_trials=3)
     assert best is not None
     heard = iter(sent)
-    following.place = SimpleNamespace(
+    following.driver_session = SimpleNamespace(
         close=lambda: None, session=SimpleNamespace(exchange=lambda value: [next(heard)])
     )
     monkeypatch.setenv("RANK", "1")

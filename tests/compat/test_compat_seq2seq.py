@@ -13,7 +13,7 @@ import transformers
 from built_alike import ARGUMENTS, without_times
 
 from drivetrain.compat.arguments import Seq2SeqTrainingArguments
-from drivetrain.compat.seq2seq import Seq2SeqTrainer
+from drivetrain.compat.trainer.seq2seq import Seq2SeqTrainer
 
 NO_LENGTH = pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
 

@@ -12,7 +12,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
-from drivetrain.compat.sharding import RankLoader, shard, skip_first_batches
+from drivetrain.compat.data.sharding import RankLoader, shard, skip_first_batches
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from drivetrain.compat import (
     TrainerState,
     TrainingArguments,
 )
-from drivetrain.compat.trackers import (
+from drivetrain.compat.integrations.trackers import (
     TensorBoardCallback,
     all_callbacks,
     reporting_callbacks,

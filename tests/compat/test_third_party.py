@@ -57,7 +57,7 @@ def two_ranks(folder):
 
 
 def assert_equal(theirs: dict, ours: dict) -> None:
-    assert "drivetrain.compat.trainer" in ours["base"]
+    assert "drivetrain.compat.trainer.trainer" in ours["base"]
     assert "transformers.trainer" not in ours["base"]
     assert len(ours["losses"]) == 6
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)

@@ -35,7 +35,7 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     """For its help: pytest's own is of 500 lines."""
-    from .plugin import OPTIONS  # pytest imports it itself to run, and wants to be the first
+    from .plugin import OPTIONS
 
     made = argparse.ArgumentParser(
         "python -m drivetrain.conformance",

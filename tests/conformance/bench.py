@@ -7,10 +7,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernel.contract import Driver, Plan, Recipe, Session
-from ..kernel.loop import Result, fit
+from ..kernel.contract import Driver, Session
+from ..kernel.plan import Plan
+from ..kernel.recipe import Recipe
 from ..kernel.registry import find_driver
-from ..kernel.settings import Settings, override
+from ..trainer.fit import Result, fit
+from ..trainer.setting_values import override
+from ..trainer.settings import Settings
 
 __all__ = ["Bench"]
 

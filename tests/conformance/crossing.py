@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernel.checkpoint import CheckpointReader
+from ..checkpoint import CheckpointReader
 from ..kernel.errors import CapabilityRefused
-from ..kernel.settings import Settings, override
+from ..trainer.setting_values import override
+from ..trainer.settings import Settings
 from .bench import Bench
 from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..kernel.schedule import build_schedule
+from ..trainer.schedule import build_schedule
 from .cases import Refused, check
 from .judge import require, require_close, require_same, require_same_bits
 from .refusal import refuses_precision

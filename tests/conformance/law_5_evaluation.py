@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernel.checkpoint import CheckpointReader
+from ..checkpoint import CheckpointReader
 from . import oracle
 from .bench import Bench
 from .cases import check

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..kernel.predict import Chunk, predict
-from ..kernel.sources import once, open_source
+from ..data.open_dataset import once, open_dataset
+from ..trainer.predictions import Chunk, gather_predictions
 from . import oracle
 from .bench import Bench
 from .cases import check
@@ -78,7 +78,9 @@ def outputs(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
     with bench.open() as session:
         engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD")))
         groups = samples_of(bench, session, problem, samples)
-        found = predict(session, engine, forward, groups, groups_in_chunk=2, padding=PADDING)
+        found = gather_predictions(
+            session, engine, forward, groups, groups_in_chunk=2, padding=PADDING
+        )
         return {"outputs": found, "state": pieces(engine)}
 
 
@@ -112,13 +114,13 @@ def chunks(bench: Bench, *, samples: int) -> dict[str, Any]:
         engine = session.prepare(recipe)
         groups = samples_of(bench, session, "regression", samples)
         options: dict[str, Any] = {"groups_in_chunk": 2, "ranks": [0], "receive": receive}
-        nothing = predict(session, engine, forward, groups, **options)
+        nothing = gather_predictions(session, engine, forward, groups, **options)
     require(nothing is None, "outputs were both handed over and returned")
     return {"ids": ids, "firsts": firsts, "found": found, "peak": peak}
 
 
 def samples_of(bench: Bench, session: Any, problem: str, samples: int) -> Any:
-    source = open_source(
+    source = open_dataset(
         Samples(problem, samples),
         session,
         seed=0,

@@ -7,36 +7,23 @@ agrees, and the order of samples does not change. Tied weights stay tied.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from ..kernel.checkpoint import CheckpointReader
-from ..kernel.contract import Engine, Kind, Reader, Region, Session, TensorInfo
+from ..checkpoint import CheckpointReader
 from . import oracle
-from .bench import Bench
 from .cases import check
-from .jobs import accumulate, microbatches, optimizer_called
-from .judge import LawBroken, require, require_close, require_same, require_same_bits
+from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS
-from .runs import run
-from .state import KINDS, assemble, pieces, read_all
+from .resuming import (
+    STEPS,
+    compare,
+    record,
+    refuse,
+    restore,
+)
+from .state import KINDS, assemble, read_all
 from .subject import Subject
-
-STEPS = 9
-SAMPLES = 22
-"""Three updates an epoch, of 8, 8 and 6 samples."""
-
-SETTINGS = {
-    "steps": STEPS,
-    "global_batch": 8,
-    "micro_batch": 3,
-    "log_every": 1,
-    "optimizer.lr": 0.01,
-    "checkpoint.every": 1,
-    "checkpoint.keep_last": STEPS,
-}
 
 
 @check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)))
@@ -257,184 +244,3 @@ def weights_alone_can_be_restored(subject: Subject, optimizer: str) -> None:
     fresh, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
     require_same_bits("weights", after["weights"], stored["weights"])
     require_same_bits("optimizer", after["optimizer"], fresh["optimizer"])
-
-
-def record(
-    subject: Subject,
-    out: str,
-    workers: int = 0,
-    *,
-    behind: bool = False,
-    problem: str = "dropout",
-    settings: Mapping[str, Any] | None = None,
-    **arguments: Any,
-) -> dict[str, Any]:
-    """A run to the end that saves after each step; `ids` are those of all ranks, `shown` the
-    weights and buffers on each, and `state` is the content of its last checkpoint."""
-    ranks = subject.run(
-        run,
-        problem=problem,
-        samples=SAMPLES,
-        settings={
-            **SETTINGS,
-            "data.workers": workers,
-            "checkpoint.behind": behind,
-            **(settings or {}),
-        },
-        out=out,
-        **arguments,
-    )
-    steps = zip(*(rank["ids"] for rank in ranks), strict=True)
-    return {
-        **ranks[0],
-        "ids": [sorted({index for ids in step for index in ids}) for step in steps],
-        "shown": [rank["weights"] for rank in ranks],
-        "state": read_all(CheckpointReader(ranks[0]["checkpoint"])),
-    }
-
-
-def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) -> str | None:
-    """What differs in the last steps, or in any bit of the state at the end; None if nothing."""
-    figures = ("loss", "grad_norm", "learning_rate", "items", "samples")
-    logs = [
-        [[line[name] for name in figures] for line in told["logged"][-last:]]
-        for told in (resumed, straight)
-    ]
-    try:
-        require_same("samples of each step", resumed["ids"], straight["ids"][-last:])
-        require_same(f"logged {', '.join(figures)}", *logs)
-        for kind in KINDS:
-            require_same_bits(kind, resumed["state"][kind], straight["state"][kind])
-        metrics = [[told["metrics"] for told in run["evaluated"]] for run in (resumed, straight)]
-        require_same("metrics", *metrics)
-        for number, shown in enumerate(zip(resumed["shown"], straight["shown"], strict=True)):
-            require_same_bits(f"weights and buffers shown on rank {number}", *shown)
-    except LawBroken as broken:
-        return str(broken)
-    return None
-
-
-class WeightsAlone:
-    """A `Reader` of a checkpoint, without its optimizer tensors."""
-
-    def __init__(self, reader: Reader) -> None:
-        self.reader = reader
-
-    def names(self, kind: Kind) -> Any:
-        return () if kind == "optimizer" else self.reader.names(kind)
-
-    def info(self, kind: Kind, name: str) -> TensorInfo:
-        return self.reader.info(kind, name)
-
-    def read(self, kind: Kind, name: str, region: Region | None = None, out: Any = None) -> Any:
-        return self.reader.read(kind, name, region, out)
-
-
-class DamagedEntry(WeightsAlone):
-    """A `Reader` of a checkpoint in which one entry of AdamW's state is not as it should be."""
-
-    def __init__(self, reader: Reader, damage: str) -> None:
-        super().__init__(reader)
-        self.damage = damage
-        self.entry = "4.weight/step" if damage == "no number" else "4.weight/exp_avg"
-
-    def names(self, kind: Kind) -> Any:
-        names = self.reader.names(kind)
-        if kind == "optimizer" and self.damage == "missing":
-            return [name for name in names if name != self.entry]
-        return [*names, f"no.{self.entry}"] if self._of_nobody(kind) else names
-
-    def info(self, kind: Kind, name: str) -> TensorInfo:
-        info = self.reader.info(kind, self._stored(kind, name))
-        shaped = TensorInfo(info.dtype, (2, *info.shape[1:]))
-        return shaped if self._is_hit(name, "misshapen") else info
-
-    def read(self, kind: Kind, name: str, region: Region | None = None, out: Any = None) -> Any:
-        tensor = self.reader.read(kind, self._stored(kind, name), region, out)
-        if self._is_hit(name, "no number"):
-            return torch.full_like(tensor, float("nan"))
-        return tensor[:2] if self._is_hit(name, "misshapen") else tensor
-
-    def _is_hit(self, name: str, damage: str) -> bool:
-        return name == self.entry and self.damage == damage
-
-    def _of_nobody(self, kind: Kind) -> bool:
-        return kind == "optimizer" and self.damage == "of nobody"
-
-    def _stored(self, kind: Kind, name: str) -> str:
-        return name.removeprefix("no.") if self._of_nobody(kind) else name
-
-
-def refuse(
-    bench: Bench, *, problem: str, source: str, optimizer: str, damage: Sequence[str] = ()
-) -> dict[str, Any]:
-    """A job: train a step, and try to restore what cannot be; the errors, and whether anything has
-    changed by then on this rank."""
-    answers = {}
-    with bench.open() as session:
-        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
-        update(session, engine, problem)
-        before = pieces(engine)
-        reader = CheckpointReader(source)
-        for name in damage or ("as it is",):
-            told = {"error": "none", "message": ""}
-            try:
-                engine.restore(DamagedEntry(reader, name) if damage else reader)
-            except Exception as error:
-                told = {"error": type(error).__name__, "message": str(error)}
-            answers[name] = {**told, "unchanged": same_pieces(before, pieces(engine))}
-    return answers
-
-
-def same_pieces(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    """Whether this rank would write the same."""
-    a, b = (
-        {(piece["kind"], piece["name"], str(piece["region"])): piece["tensor"] for piece in each}
-        for each in (before, after)
-    )
-    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
-
-def update(session: Session, engine: Engine, problem: str) -> None:
-    """One, on four samples of each feeder."""
-    world = session.world
-    mine = list(range(world.feeder_index, 4 * world.num_feeders, world.num_feeders))
-    batches = session.feed(microbatches(problem, [[(mine, True)]]))
-    engine.module.train()
-    accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])
-    for group in engine.param_groups:
-        group["lr"] = 0.01
-    engine.update()
-
-
-def restore(
-    bench: Bench,
-    *,
-    problem: str,
-    source: str,
-    updates: bool = False,
-    weights_only: bool = False,
-    stepped: bool = False,
-    optimizer: str = "AdamW",
-) -> dict[str, Any]:
-    """A job: prepare, if asked for run one update, restore, if asked for run one more, and show
-    everything."""
-    with bench.open() as session:
-        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
-        fresh = pieces(engine)
-        if stepped:
-            update(session, engine, problem)
-        reader: Reader = CheckpointReader(source)
-        engine.restore(WeightsAlone(reader) if weights_only else reader)
-        if updates:
-            update(session, engine, problem)
-        with engine.full_params() as module:
-            named = list(module.named_parameters(remove_duplicate=False))
-            whole = {name: tensor.detach().cpu().clone() for name, tensor in named}
-        return {
-            "fresh": fresh,
-            "state": pieces(engine),
-            "tied": [list(group) for group in engine.tied],
-            "num_parameters": engine.num_parameters,
-            "whole": whole,
-        }

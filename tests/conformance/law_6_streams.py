@@ -7,7 +7,7 @@ import tempfile
 from . import law_6_resume
 from .cases import check
 from .judge import require_close, require_same
-from .law_6_resume import SAMPLES, STEPS, record
+from .resuming import SAMPLES, STEPS, record
 from .subject import Subject
 
 IN_ORDER = [list(range(start, min(start + 8, SAMPLES))) for start in range(0, SAMPLES, 8)]

@@ -11,12 +11,13 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernel.contract import WatchesRanks
 from ..kernel.errors import CollectiveFailed
 from .bench import Bench
 from .cases import Refused, check
@@ -144,7 +145,7 @@ def late_ranks_told(bench: Bench, *, naps: float, **settings: Any) -> dict[str, 
     """A job: one rank naps while the others add up; what was told of late ones, and the sums."""
     late: set[int] = set()
     with bench.open(**settings) as session:
-        session.watch(lambda rank, seconds, what: late.add(rank))
+        cast(WatchesRanks, session).watch(lambda rank, seconds, what: late.add(rank))
         session.tally([1.0])()
         if session.world.rank == LATE:
             time.sleep(naps)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..kernel.contract import Recipe
+from ..kernel.recipe import Recipe
 
 __all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate"]
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernel.contract import Box, Engine, Kind, Reader
+from ..kernel.contract import Engine
 from ..kernel.errors import CheckpointError
+from ..kernel.shards import Box, Kind, Reader
 from .judge import LawBroken
 
 __all__ = ["State", "assemble", "pieces", "read_all"]

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drivetrain.backends.ddp import DdpOptions
-from drivetrain.conformance.law_6_resume import WeightsAlone
-from drivetrain.kernel.contract import Batch, Capabilities, Outcome, Piece, Plan, Reader, Recipe
+from drivetrain.conformance.resuming import WeightsAlone
+from drivetrain.kernel.contract import Outcome
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed
+from drivetrain.kernel.plan import Capabilities, Plan
+from drivetrain.kernel.recipe import Batch, Recipe
+from drivetrain.kernel.shards import Piece, Reader
 
 
 class Wrapped:
@@ -484,6 +487,7 @@ class FirstStepInAnotherOrder(WrappedEngine):
         del inner.module
         gc.collect()  # it leaves its hooks behind until then
         inner.module = DistributedDataParallel(inner.own, gradient_as_bucket_view=True)
+        inner.module.waited_for = list
 
 
 class WrittenTwice(WrappedEngine):

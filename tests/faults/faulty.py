@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from faults import FAULTS, NO_FAULTS, Fault
-from torch import nn
 
 from drivetrain.backends.ddp import driver as sound
-from drivetrain.kernel.contract import Capabilities, Layout, Plan, Probe, Session
+from drivetrain.kernel.contract import Session
+from drivetrain.kernel.plan import Capabilities, Plan, Probe
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class FaultyDriver:
     def capabilities(self, plan: Plan) -> Capabilities:
         fault = fault_of(plan)
         return fault.capabilities(sound.capabilities(dataclasses.replace(plan, options=None)))
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        return sound.layout(dataclasses.replace(plan, options=None), model, state_bytes, world_size)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[Session]:

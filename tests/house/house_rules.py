@@ -40,11 +40,20 @@ class Room:
     exempt: frozenset[str] = frozenset()
     """Files for which `secrets` does not hold."""
     vendors: dict[str, frozenset[str]] = field(default_factory=dict)
-    """For a file, what it may import inside functions only."""
+    """For a file or a folder, what it may import inside functions only."""
+    late: frozenset[str] = frozenset()
+    """Files that are loaded by name when they are needed, and so may import it at their top."""
 
 
 DRIVER_NAMES = frozenset({"ddp", "fsdp", "deepspeed", "xla", "ipex"})
 HARDWARE_NAMES = frozenset({"xpu", "nccl", "gloo", "cuda"})
+NOT_THE_KERNELS = frozenset({"torch.distributed", "torch.cuda", "torch.xpu"})
+FRONT_DOOR = frozenset({"Batches", "Pack", "Recipe", "Settings", "__version__", "fit", "predict"})
+SHARED_BY_DRIVERS = frozenset({"common", "process_group"})
+
+_KERNEL = frozenset({"kernel"})
+_CHECKPOINTED = _KERNEL | {"data", "checkpoint"}
+_TRAINED = _CHECKPOINTED | {"trainer"}
 
 ROOMS = {
     "kernel": Room(
@@ -52,48 +61,67 @@ ROOMS = {
         "kernel",
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
-        forbidden=frozenset({"torch.distributed", "torch.cuda", "torch.xpu"}),
+        forbidden=NOT_THE_KERNELS,
         exempt=frozenset({"kernel/registry.py"}),
     ),
     "backends": Room(
         "backends",
         "backends",
         siblings=frozenset(
-            f"kernel.{name}"
-            for name in ("contract", "errors", "optimizer_state", "random_state", "ranges")
-        ),
+            f"kernel.{module}"
+            for module in ("contract", "errors", "plan", "ranges", "recipe", "shards")
+        )
+        | {"checkpoint.optimizer_entries"},
         outside=frozenset({"torch"}),
         vendors={
-            "backends/deepspeed.py": frozenset({"deepspeed"}),
-            "backends/_deepspeed_build.py": frozenset({"deepspeed"}),
-            "backends/_deepspeed_state.py": frozenset({"deepspeed"}),
+            "backends/deepspeed/": frozenset({"deepspeed"}),
             "backends/ipex.py": frozenset({"intel_extension_for_pytorch"}),
-            "backends/xla.py": frozenset({"torch_xla"}),
-            "backends/_xla.py": frozenset({"torch_xla", "numpy"}),  # its meshes are numpy arrays
+            "backends/xla/": frozenset({"torch_xla", "numpy"}),  # its meshes are numpy arrays
         },
     ),
-    "compat": Room("compat", "compat", siblings=frozenset({"kernel"})),
+    "data": Room(
+        "data",
+        "runtime/data",
+        siblings=_KERNEL,
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+        forbidden=NOT_THE_KERNELS,
+    ),
+    "checkpoint": Room(
+        "checkpoint",
+        "runtime/checkpoint",
+        siblings=_KERNEL,
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+        forbidden=NOT_THE_KERNELS,
+        vendors={"runtime/checkpoint/storage/": frozenset({"fsspec"})},
+        late=frozenset({"runtime/checkpoint/storage/fsspec_storage.py"}),
+    ),
+    "trainer": Room(
+        "trainer",
+        "runtime/trainer",
+        siblings=_CHECKPOINTED,
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+        forbidden=NOT_THE_KERNELS,
+    ),
     "cli": Room(
         "cli",
-        "cli",
-        siblings=frozenset({"kernel", "conformance"}),
-        templates=frozenset({"cli/gpt.py"}),
+        "runtime/cli",
+        siblings=_TRAINED | {"conformance"},
+        templates=frozenset({"runtime/cli/gpt.py"}),
     ),
-    "storage": Room(
-        "storage",
-        "storage",
-        siblings=frozenset({"kernel.checkpoint.manifest", "kernel.checkpoint.places"})
-        | {"kernel.errors"},
-        outside=frozenset({"fsspec"}),
-    ),
+    "compat": Room("compat", "compat", siblings=_TRAINED),
     "conformance": Room(
         "conformance",
         "tests/conformance",
-        siblings=frozenset({"kernel"}),
+        siblings=_TRAINED | FRONT_DOOR,
         absolute=True,  # pytest may import these modules by the folder's name
         secrets=DRIVER_NAMES,
     ),
+    "": Room("", "runtime", siblings=_TRAINED, outside=frozenset()),
 }
+"""By the name under which each is installed; the last is the front door, `drivetrain` itself."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +143,9 @@ def room_of(path: str) -> Room | None:
 
 
 def module_name(path: str, room: Room) -> str:
-    """`kernel/checkpoint/store.py` is `drivetrain.kernel.checkpoint.store`."""
+    """`runtime/checkpoint/store.py` is `drivetrain.checkpoint.store`."""
     inner = PurePosixPath(path).relative_to(room.folder).with_suffix("")
-    return ".".join(("drivetrain", room.package, *inner.parts))
+    return ".".join(filter(None, ("drivetrain", room.package, *inner.parts)))
 
 
 def imports(path: str, tree: ast.Module, room: Room) -> Iterator[Import]:
@@ -147,7 +175,14 @@ def imports(path: str, tree: ast.Module, room: Room) -> Iterator[Import]:
             if called in ("importlib.import_module", "import_module", "__import__") and (
                 isinstance(first, ast.Constant) and isinstance(first.value, str)
             ):
-                yield Import(first.value, node.lineno, False, in_function)
+                yield Import(_resolved(first.value, parents), node.lineno, False, in_function)
+
+
+def _resolved(name: str, parents: list[str]) -> str:
+    """A name as `import_module` takes it; with dots in front it is relative."""
+    inner = name.lstrip(".")
+    level = len(name) - len(inner)
+    return ".".join([*parents[: len(parents) - level + 1], inner]) if level else name
 
 
 def dotted(node: ast.expr) -> str:
@@ -185,8 +220,7 @@ def _judge(path: str, item: Import, room: Room) -> str | None:
     if top == "drivetrain":
         if not (item.relative or room.absolute or path in room.templates):
             return f"import {item.name} relatively"
-        own = rest == room.package or rest.startswith(room.package + ".")
-        if own:
+        if room.package and within(rest, [room.package]):
             return _judge_own(path, rest, room)
         if not within(rest, room.siblings):
             return f"{room.package} may not import drivetrain.{rest}"
@@ -197,18 +231,20 @@ def _judge(path: str, item: Import, room: Room) -> str | None:
         return f"{room.package} may not import {item.name}"
     if top in sys.stdlib_module_names or room.outside is None or top in room.outside:
         return None
-    if top in room.vendors.get(path, ()):
-        return None if item.in_function else f"import {top} inside the function that needs it"
+    vendors = [names for place, names in room.vendors.items() if path.startswith(place)]
+    if any(top in names for names in vendors):
+        fits = item.in_function or path in room.late
+        return None if fits else f"import {top} inside the function that needs it"
     return f"{room.package} may not import {top}"
 
 
 def _judge_own(path: str, rest: str, room: Room) -> str | None:
-    """In backends, what is shared has an underscore; drivers are strangers to each other."""
-    if room.package != "backends":
-        return None
+    """Drivers are strangers to each other; what they share knows none of them."""
     parts = rest.split(".")[1:]
-    if parts and not parts[0].startswith("_"):
-        return f"a driver may not import another driver, {parts[0]}"
+    if room.package != "backends" or not parts or path.startswith(f"backends/{parts[0]}/"):
+        return None
+    if path.startswith("backends/common/") or parts[0] not in SHARED_BY_DRIVERS:
+        return f"{path} may not import {parts[0]} of the backends"
     return None
 
 
@@ -230,6 +266,10 @@ def secret_breaches(path: str, text: str) -> list[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in prose
         if (hit := words.search(node.value))
     ]
+
+
+OF_TYPES = frozenset({"TYPE_CHECKING", "annotations"})
+"""What a module imports for type checkers alone."""
 
 
 def name_order(name: str) -> tuple[int, str]:
@@ -258,14 +298,15 @@ def public_name_breaches(path: str, text: str) -> list[str]:
             defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     is_package = PurePosixPath(path).name == "__init__.py"
     if listed is None:
-        return [f"{path}:1: a package needs __all__"] if is_package else []
+        named = any(not name.startswith("_") for name in defined - OF_TYPES)
+        return [f"{path}:1: a package needs __all__"] if is_package and named else []
     found = []
     if listed != sorted(set(listed), key=name_order):
         found.append(f"{path}:1: __all__ is not sorted, or names something twice")
     lazy = "__getattr__" in defined  # then a test of the package itself has to try the names
     if missing := [name for name in listed if name not in defined and not lazy]:
         found.append(f"{path}:1: __all__ names what is not there: {', '.join(missing)}")
-    public = {name for name in defined if not name.startswith("_")}
+    public = {name for name in defined - OF_TYPES if not name.startswith("_")}
     if is_package and (unlisted := sorted(public - set(listed))):
         found.append(f"{path}:1: public, yet not in __all__: {', '.join(unlisted)}")
     return found

@@ -28,12 +28,13 @@ def test_nothing_is_over_the_budget() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_exact_may_not_grow_by_one(budget: Any) -> None:
-    counts = {"a: own calls": 100, "a: bytes read": 1000}
+def test_what_is_ours_may_grow_by_a_helper_function(budget: Any) -> None:
+    counts = {"a: own calls": 100, "a: files opened": 10}
     assert budget.over(counts, counts) == []
-    assert budget.over({**counts, "a: own calls": 99}, counts) == []
-    (line,) = budget.over({**counts, "a: own calls": 101}, counts)
-    assert line == "a: own calls: 101, and was 100 (+1)"
+    assert budget.over({**counts, "a: own calls": 105}, counts) == []
+    (line,) = budget.over({**counts, "a: own calls": 106}, counts)
+    assert line == "a: own calls: 106, and was 100 (+6)"
+    assert budget.over({**counts, "a: files opened": 11}, counts)
 
 
 def test_what_torch_has_a_part_in_has_some_slack(budget: Any) -> None:
@@ -52,9 +53,11 @@ def test_a_count_that_only_one_side_knows_is_told(budget: Any) -> None:
 def test_the_committed_budget_is_sorted_and_whole() -> None:
     committed = json.loads((ROOT / "benchmarks" / "budget.json").read_text())
     assert list(committed) == sorted(committed)
-    assert {name.partition(",")[0].partition(":")[0] for name in committed} == {
-        "compat",
+    measured = {name.rpartition(": ")[0] for name in committed}
+    assert measured >= {
+        "compat, resuming",
+        "import of drivetrain, fit",
         "import of drivetrain.compat",
-        "import of drivetrain.kernel",
-        "kernel",
+        "kernel, 20 steps and 2 logs, accumulation 1",
+        "kernel, resuming",
     }

@@ -52,35 +52,52 @@ assert not others & set(sys.modules), others & set(sys.modules)
     [
         ("kernel/loop.py", "import numpy"),
         ("kernel/loop.py", "import torch.distributed as dist"),
-        ("kernel/loop.py", "from torch import distributed"),
-        ("kernel/loop.py", "from torch.cuda import synchronize"),
-        ("kernel/loop.py", "import torch\ntorch.cuda.synchronize()"),
-        ("kernel/loop.py", "from drivetrain.kernel import contract"),
-        ("kernel/loop.py", "from ..backends import cpu"),
-        ("kernel/loop.py", "from .. import backends"),
-        ("kernel/checkpoint/store.py", "from ...backends import cpu"),
+        ("runtime/data/order.py", "import numpy"),
+        ("kernel/loop.py", "from ..trainer.settings import Settings"),
+        ("kernel/loop.py", "from ..checkpoint import CheckpointReader"),
+        ("kernel/loop.py", "from .. import fit"),
+        ("runtime/data/order.py", "from ..checkpoint import CheckpointReader"),
+        ("runtime/checkpoint/store.py", "from ..data.order import mix"),
+        ("runtime/trainer/run.py", "from ..cli.live import LiveProgress"),
+        ("runtime/trainer/run.py", "import fsspec"),
+        ("runtime/__init__.py", "import torch"),
+        ("backends/common/stepping.py", "from ..process_group import session"),
+        ("backends/ddp.py", "from .fsdp import sharding"),
+        ("backends/fsdp/driver.py", "from ..deepspeed import zero_state"),
+        ("backends/fsdp/driver.py", "from ...kernel.loop import TrainLoop"),
+        ("runtime/trainer/fit.py", "from torch import distributed"),
+        ("runtime/trainer/fit.py", "from torch.cuda import synchronize"),
+        ("runtime/trainer/fit.py", "import torch\ntorch.cuda.synchronize()"),
+        ("runtime/trainer/fit.py", "from drivetrain.kernel import contract"),
+        ("runtime/trainer/fit.py", "from ..backends import cpu"),
+        ("runtime/trainer/fit.py", "from .. import backends"),
+        ("runtime/checkpoint/store.py", "from ...backends import cpu"),
         ("kernel/__init__.py", "from ..cli import main"),
-        ("kernel/loop.py", "import importlib\nimportlib.import_module('drivetrain.backends.cpu')"),
+        (
+            "runtime/trainer/fit.py",
+            "import importlib\nimportlib.import_module('drivetrain.backends.cpu')",
+        ),
         ("backends/ddp.py", "from ..kernel.loop import fit"),
         ("backends/ddp.py", "from ..kernel import fit"),
         ("backends/ddp.py", "from .cpu import driver"),
         ("backends/ddp.py", "from . import cpu"),
         ("backends/ddp.py", "from ..compat import Trainer"),
         ("backends/ddp.py", "def f():\n    import deepspeed"),
-        ("backends/deepspeed.py", "import deepspeed"),
-        ("backends/xla.py", "class A:\n    import torch_xla"),
-        ("compat/trainer.py", "from ..backends.cpu import driver"),
-        ("compat/trainer.py", "from ..conformance import cases"),
-        ("cli/__init__.py", "from ..compat import Trainer"),
-        ("cli/__init__.py", "from ..backends import cpu"),
-        ("cli/__init__.py", "import tests.house"),
-        ("cli/__init__.py", "from drivetrain.kernel.contract import Recipe"),
-        ("cli/gpt.py", "from drivetrain.backends.cpu import driver"),
-        ("storage/remote.py", "import s3fs"),
-        ("storage/remote.py", "from ..kernel.loop import fit"),
-        ("kernel/checkpoint/places.py", "from ...storage import FsspecStorage"),
+        ("backends/deepspeed/driver.py", "import deepspeed"),
+        ("backends/xla/driver.py", "class A:\n    import torch_xla"),
+        ("compat/trainer/trainer.py", "from ...backends.cpu import driver"),
+        ("compat/trainer/trainer.py", "from ...conformance import cases"),
+        ("runtime/cli/__init__.py", "from ..compat import Trainer"),
+        ("runtime/cli/__init__.py", "from ..backends import cpu"),
+        ("runtime/cli/__init__.py", "import tests.house"),
+        ("runtime/cli/__init__.py", "from drivetrain.kernel.contract import Recipe"),
+        ("runtime/cli/gpt.py", "from drivetrain.backends.cpu import driver"),
+        ("runtime/checkpoint/storage/fsspec_storage.py", "import s3fs"),
+        ("runtime/checkpoint/storage/fsspec_storage.py", "from ....kernel.loop import TrainLoop"),
+        ("runtime/checkpoint/storage/protocol.py", "from ...trainer.fit import fit"),
         ("tests/conformance/cases.py", "from ..backends import cpu"),
         ("tests/conformance/cases.py", "from drivetrain.cli import main"),
+        ("tests/conformance/cases.py", "from drivetrain import cli"),
     ],
 )
 def test_a_bad_import_is_seen(path: str, line: str) -> None:
@@ -90,16 +107,26 @@ def test_a_bad_import_is_seen(path: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("kernel/loop.py", "import math, torch\nfrom torch import nn\nfrom . import contract"),
-        ("kernel/checkpoint/store.py", "from ..contract import Piece\nfrom .manifest import A"),
-        ("kernel/__init__.py", "from .loop import fit\nfrom . import loop"),
+        (
+            "runtime/trainer/fit.py",
+            "import math, torch\nfrom torch import nn\nfrom ..kernel.contract import Session",
+        ),
+        (
+            "runtime/checkpoint/store.py",
+            "from ..kernel.shards import Piece\nfrom .manifest import A",
+        ),
+        ("kernel/step.py", "from .recipe import Recipe\nfrom . import loop"),
         ("backends/ddp.py", "import torch.distributed as dist\nfrom ..kernel.contract import Plan"),
-        ("backends/ddp.py", "from . import _step\nfrom ._model import build_model"),
-        ("backends/deepspeed.py", "def f():\n    from deepspeed.runtime import engine"),
-        ("compat/trainer.py", "import transformers\nfrom ..kernel.loop import fit"),
-        ("cli/gpt.py", "from drivetrain.kernel.contract import Recipe"),
-        ("cli/__init__.py", "import typer\nfrom ..conformance import cases"),
-        ("tests/conformance/cases.py", "from drivetrain.kernel import fit\nfrom .bench import A"),
+        ("backends/ddp.py", "from .common import stepping\nfrom .process_group import session"),
+        (
+            "backends/fsdp/driver.py",
+            "from . import dtensor\nfrom ..common.models import build_model",
+        ),
+        ("backends/deepspeed/driver.py", "def f():\n    from deepspeed.runtime import engine"),
+        ("compat/trainer/trainer.py", "import transformers\nfrom ...kernel.loop import TrainLoop"),
+        ("runtime/cli/gpt.py", "from drivetrain.kernel.contract import Recipe"),
+        ("runtime/cli/app.py", "import typer\nfrom ..conformance import cases"),
+        ("tests/conformance/cases.py", "from drivetrain import fit\nfrom .bench import A"),
         ("tests/kernel/test_loop.py", "import drivetrain.backends.cpu"),
     ],
 )
@@ -110,10 +137,10 @@ def test_a_good_import_passes(path: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("kernel/loop.py", "x = 'ddp'"),
-        ("kernel/loop.py", "x = f'{1} needs NCCL'"),
-        ("kernel/loop.py", "x = torch.device('cuda:0')"),
-        ("kernel/loop.py", "x = {'torch_xla': 1}"),
+        ("runtime/trainer/fit.py", "x = 'ddp'"),
+        ("runtime/trainer/fit.py", "x = f'{1} needs NCCL'"),
+        ("runtime/trainer/fit.py", "x = torch.device('cuda:0')"),
+        ("runtime/trainer/fit.py", "x = {'torch_xla': 1}"),
         ("tests/conformance/cases.py", "if name == 'fsdp': pass"),
     ],
 )
@@ -124,9 +151,9 @@ def test_a_backend_s_name_is_seen(path: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("path", "line"),
     [
-        ("kernel/loop.py", "'''Not only for DDP.'''\nx = 1\n'''Nor for xla.'''"),
-        ("kernel/loop.py", "x = torch.device('cpu')  # gloo"),
-        ("kernel/loop.py", "x = 'barracuda, ddpx'"),
+        ("runtime/trainer/fit.py", "'''Not only for DDP.'''\nx = 1\n'''Nor for xla.'''"),
+        ("runtime/trainer/fit.py", "x = torch.device('cpu')  # gloo"),
+        ("runtime/trainer/fit.py", "x = 'barracuda, ddpx'"),
         ("kernel/registry.py", "x = {'ddp': 'ddp:driver'}"),
         ("backends/ddp.py", "x = 'ddp'"),
         ("tests/conformance/cases.py", "x = 'cuda'"),
@@ -141,7 +168,10 @@ def test_the_kernel_loads_torch_and_the_standard_library_alone() -> None:
 import json, sys
 import torch
 before = set(sys.modules)
+import importlib, pkgutil
 import drivetrain.kernel
+for module in pkgutil.iter_modules(drivetrain.kernel.__path__):
+    importlib.import_module(f"drivetrain.kernel.{module.name}")
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
     command = [sys.executable, "-c", script]
@@ -150,5 +180,5 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     loaded = json.loads(done.stdout.splitlines()[-1])
     assert "drivetrain.kernel" in loaded
     assert [name for name in loaded if name.partition(".")[0] not in allowed] == []
-    strangers = ("drivetrain.backends", "drivetrain.cli", "drivetrain.compat")
-    assert [name for name in loaded if name.startswith(strangers)] == []
+    ours = [name for name in loaded if name.startswith("drivetrain.")]
+    assert [name for name in ours if not name.startswith("drivetrain.kernel")] == []

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from drivetrain.kernel.checkpoint.index import Index
-from drivetrain.kernel.checkpoint.lookup import index_of
-from drivetrain.kernel.checkpoint.manifest import FileEntry
-from drivetrain.kernel.checkpoint.regions import result_shape
+from drivetrain.checkpoint.format.regions import result_shape
+from drivetrain.checkpoint.index.entries import Index
+from drivetrain.checkpoint.index.piece_locator import index_of
+from drivetrain.checkpoint.manifest import FileEntry
 
 TINY = {"layers": 2, "width": 48, "hidden": 100, "key_value_width": 20, "vocabulary": 70}
 

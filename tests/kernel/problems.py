@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from drivetrain.kernel import Recipe
-from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain import Recipe
+from drivetrain.checkpoint import CheckpointReader
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):

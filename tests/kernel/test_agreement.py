@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import Recipe, Settings
-from drivetrain.kernel.agreement import agree, start_conditions
-from drivetrain.kernel.contract import Probe
+from drivetrain import Recipe, Settings
 from drivetrain.kernel.errors import CollectiveFailed
+from drivetrain.kernel.plan import Probe
 from drivetrain.kernel.registry import find_driver
 from drivetrain.kernel.step import Stepper
+from drivetrain.trainer.start_checks import agree, start_conditions
 
 from .thread_world import ThreadSession, Together
 

@@ -18,19 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from drivetrain.kernel import (
-    Batches,
-    CheckpointSettings,
-    Recipe,
-    ScheduleSettings,
-    Settings,
-    fit,
-)
-from drivetrain.kernel.checkpoint import MANIFEST, read_manifest
-from drivetrain.kernel.data import Loader, Position
+from drivetrain import Batches, CheckpointSettings, Recipe, ScheduleSettings, Settings, fit
+from drivetrain.checkpoint import MANIFEST, read_manifest
+from drivetrain.data.indexed import Loader
+from drivetrain.data.order import ByLength, OrderFunction, sequential, shuffled
+from drivetrain.kernel.batches import Position
 from drivetrain.kernel.errors import CheckpointDamaged, DataError
 from drivetrain.kernel.events import Event, Logged, Resumed, RunStarted
-from drivetrain.kernel.order import ByLength, OrderFunction, sequential, shuffled
 
 from .problems import build, everything
 

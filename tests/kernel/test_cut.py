@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.kernel.cut import cut_to_size, fitting_size, share
-from drivetrain.kernel.data import Loader, Position
+from drivetrain.data.indexed import Loader
+from drivetrain.data.partition import fitting_size, pad_by_repeating
+from drivetrain.kernel.batches import Position, split_evenly
 
 sizes = st.integers(1, 24)
 
@@ -16,7 +17,7 @@ sizes = st.integers(1, 24)
 def test_every_batch_has_the_size_and_every_sample_is_in_one(
     num_samples: int, size: int, num_feeders: int
 ) -> None:
-    feeders = [cut_to_size(num_samples, size, i, num_feeders) for i in range(num_feeders)]
+    feeders = [pad_by_repeating(num_samples, size, i, num_feeders) for i in range(num_feeders)]
     assert len({len(parts) for parts in feeders}) == 1
     counted = []
     for parts in feeders:
@@ -31,7 +32,7 @@ def test_every_batch_has_the_size_and_every_sample_is_in_one(
 @given(num_samples=st.integers(1, 100), micro_batch=sizes)
 def test_the_fitting_size_needs_the_fewest_batches(num_samples: int, micro_batch: int) -> None:
     def batches(size: int) -> int:
-        return len(cut_to_size(num_samples, size, 0, 1))
+        return len(pad_by_repeating(num_samples, size, 0, 1))
 
     chosen = fitting_size(num_samples, micro_batch)
     assert 1 <= chosen <= micro_batch
@@ -58,6 +59,6 @@ def test_weighed_sums_are_those_of_the_samples(num_samples: int, size: int, feed
     assert all(len(part.batch) == size for part in parts)
     total = sum(float(part.batch.sum()) / part.repeats for part in parts if part.num_samples)
     order = loader.order(num_samples, 0, 0)
-    start, length = share(num_samples, 2, feeder)
+    start, length = split_evenly(num_samples, 2, feeder)
     own = sum(float(data[index]) for index in order[start : start + length])
     assert abs(total - own) < 1e-3

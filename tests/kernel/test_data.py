@@ -22,16 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from drivetrain.kernel.data import (
-    Group,
-    Loader,
-    Microbatch,
-    Position,
-    eval_groups,
-    steps_per_epoch,
-)
+from drivetrain.data.indexed import Loader, eval_groups, steps_per_epoch
+from drivetrain.data.order import Order, sequential, shuffled
+from drivetrain.kernel.batches import Group, Microbatch, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
-from drivetrain.kernel.order import Order, sequential, shuffled
 
 quickly = settings(deadline=None, max_examples=60)
 

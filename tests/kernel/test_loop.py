@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import (
+from drivetrain import (
     CheckpointSettings,
     DataSettings,
     EvaluateSettings,
@@ -21,7 +21,7 @@ from drivetrain.kernel import (
     Recipe,
     Settings,
 )
-from drivetrain.kernel import fit as kernel_fit
+from drivetrain import fit as kernel_fit
 from drivetrain.kernel.errors import (
     BackendUnavailable,
     CapabilityRefused,

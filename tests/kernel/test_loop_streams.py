@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from drivetrain.kernel import Batches, DataSettings, ScheduleSettings, Settings, fit
-from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain import Batches, DataSettings, ScheduleSettings, Settings, fit
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.kernel.errors import DataError, SettingError
 from drivetrain.kernel.events import Event, Logged, RunStarted, Warned
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from drivetrain.kernel import Batches, CheckpointSettings, EvaluateSettings, Recipe, Settings, fit
+from drivetrain import Batches, CheckpointSettings, EvaluateSettings, Recipe, Settings, fit
 from drivetrain.kernel.errors import OutOfMemory, OutputError
 from drivetrain.kernel.events import Evaluated, Event, Logged, Warned
 
@@ -160,7 +160,7 @@ LIMITED = """
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
-    from drivetrain.kernel import Recipe, Settings, fit
+    from drivetrain import Recipe, Settings, fit
     from drivetrain.kernel.events import Logged, Warned
 
     class Wide(nn.Module):

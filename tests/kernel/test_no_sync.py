@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from drivetrain.backends import _step
-from drivetrain.kernel import EvaluateSettings, Settings, fit
+from drivetrain import EvaluateSettings, Settings, fit
+from drivetrain.backends.common import stepping
 from drivetrain.kernel.events import Event, Logged, StepEnded
 
 from .problems import recipe
@@ -41,11 +41,11 @@ def test_only_logging_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def on_device(
         optimizer: Any, grads: Any, norm: Tensor, max_norm: Any, loss_scale: Any = None
     ) -> Any:
-        return _step._step_on_device(optimizer, grads, norm, max_norm, loss_scale)
+        return stepping._step_on_device(optimizer, grads, norm, max_norm, loss_scale)
 
     # the host's tensors take the path that an accelerator's take
-    monkeypatch.setattr(_step, "step_if_finite", on_device)
-    monkeypatch.setattr(_step, "fetch_flag", answer_later)
+    monkeypatch.setattr(stepping, "step_if_finite", on_device)
+    monkeypatch.setattr(stepping, "fetch_flag", answer_later)
     counter = CountWaits()
     waits: dict[int, int] = {}
     logged: list[int] = []

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from drivetrain.kernel import DataSettings, Pack, Recipe, Settings, fit
+from drivetrain import DataSettings, Pack, Recipe, Settings, fit
+from drivetrain.data.order import ByLength
+from drivetrain.data.packing import IGNORED, rows_of
 from drivetrain.kernel.errors import DataError, SettingError
 from drivetrain.kernel.events import Event, Logged
-from drivetrain.kernel.order import ByLength
-from drivetrain.kernel.packing import IGNORED, rows_of
 
 from .problems import everything
 

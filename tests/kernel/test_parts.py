@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from drivetrain.kernel import OptimizerSettings, Recipe, Settings, fit
+from drivetrain import OptimizerSettings, Recipe, Settings, fit
 from drivetrain.kernel.errors import DataError, RecipeError, SettingError, UsageError
 
 DATA = torch.utils.data.TensorDataset(torch.zeros(8, 2))

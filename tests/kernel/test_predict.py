@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import drivetrain
 from drivetrain.backends.cpu import driver
-from drivetrain.kernel.contract import Engine, Plan, Recipe, Session
-from drivetrain.kernel.data import eval_groups
+from drivetrain.data.indexed import eval_groups
+from drivetrain.kernel.contract import Engine, Session
 from drivetrain.kernel.errors import RecipeError
-from drivetrain.kernel.predict import Chunk, predict
+from drivetrain.kernel.plan import Plan
+from drivetrain.kernel.recipe import Recipe
+from drivetrain.trainer.predictions import Chunk, gather_predictions
 
 from .thread_world import on_ranks
 
@@ -65,7 +69,7 @@ def predicted(
             feeder_index=session.world.feeder_index,
             fixed_size=fixed_size,
         )
-        return predict(session, model, forward, groups, **options)
+        return gather_predictions(session, model, forward, groups, **options)
 
     return on_ranks(job, size)
 
@@ -107,7 +111,7 @@ def test_chunks_come_in_order_and_only_to_those_who_ask(size: int) -> None:
         groups = eval_groups(
             Numbers(20), micro_batch=2, num_feeders=size, feeder_index=world.feeder_index
         )
-        return predict(
+        return gather_predictions(
             session,
             model,
             lambda module, batch: batch,
@@ -185,7 +189,43 @@ def test_training_goes_on_as_if_nothing_happened() -> None:
         expected = torch.rand(2)
         torch.manual_seed(3)
         groups = eval_groups(Numbers(5), micro_batch=2)
-        predict(session, model, forward, groups)
+        gather_predictions(session, model, forward, groups)
         assert torch.equal(torch.rand(2), expected)
     assert set(seen) == {(False, False)}
     assert model.module.training
+
+
+class Doubler(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor([2.0]))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch.double() * self.factor
+
+
+def test_anybody_can_predict_with_public_names_alone(tmp_path: Path) -> None:
+    inputs = torch.arange(11.0).unsqueeze(1)
+
+    def loss(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).square().sum()
+
+    recipe = drivetrain.Recipe(model=Doubler, loss=loss, train_data=inputs)
+    settings = drivetrain.Settings(global_batch=4, steps=3)
+    found = drivetrain.predict(recipe, inputs, settings=settings, backend="cpu")
+    assert torch.equal(found, 2 * inputs.double())
+
+    trained = drivetrain.fit(recipe, settings, backend="cpu", out=tmp_path / "run")
+    chunks: list[drivetrain.Chunk] = []
+    drivetrain.predict(
+        recipe, inputs, tmp_path / "run", settings=settings, backend="cpu", receive=chunks.append
+    )
+    factor = drivetrain.predict(recipe, torch.ones(1, 1), trained.checkpoint, backend="cpu")
+    assert factor.item() != 2.0
+    assert torch.equal(torch.cat([chunk.outputs for chunk in chunks]), inputs.double() * factor)
+
+
+def test_predicting_from_a_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    recipe = drivetrain.Recipe(model=Doubler, loss=lambda module, batch: module(batch).sum())
+    with pytest.raises(drivetrain.UsageError, match="no complete checkpoint"):
+        drivetrain.predict(recipe, torch.ones(1, 1), tmp_path, backend="cpu")

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from drivetrain.kernel.data import ENDLESS, Position
+from drivetrain.data.open_dataset import open_dataset
+from drivetrain.data.prebatched import Batches, PrebatchedLoader, count_rows
+from drivetrain.kernel.batches import ENDLESS, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError
-from drivetrain.kernel.ready import Batches, ReadyLoader, count_rows
-from drivetrain.kernel.sources import open_source
 
 from .thread_world import ThreadSession, on_ranks
 
@@ -32,7 +32,7 @@ def read(
     **options: Any,
 ) -> list[Any]:
     """Each group, with its microbatches."""
-    source = ReadyLoader(batches, session or ThreadSession(), **options)
+    source = PrebatchedLoader(batches, session or ThreadSession(), **options)
     return [(group, list(group.microbatches)) for group in source.groups(start, num_steps)]
 
 
@@ -130,8 +130,8 @@ def test_the_epoch_is_told_to_the_sampler() -> None:
 def test_lengths_are_known_where_loaders_have_them() -> None:
     def job(session: Any) -> Any:
         own = [torch.zeros(1)] * (5 if session.world.rank else 4)
-        known = ReadyLoader(Batches(own, 2), session)
-        unknown = ReadyLoader(Batches(iter(own) if session.world.rank else own, 2), session)
+        known = PrebatchedLoader(Batches(own, 2), session)
+        unknown = PrebatchedLoader(Batches(iter(own) if session.world.rank else own, 2), session)
         return [
             (each.steps_per_epoch, each.epoch_length, each.num_samples) for each in (known, unknown)
         ]
@@ -142,7 +142,7 @@ def test_lengths_are_known_where_loaders_have_them() -> None:
 def test_dropping_the_last() -> None:
     own = [torch.zeros(1)] * 5
     assert len(read(Batches(own, 2), num_epochs=1, drop_last=True)) == 2
-    assert ReadyLoader(Batches(own, 2), ThreadSession(), drop_last=True).steps_per_epoch == 2
+    assert PrebatchedLoader(Batches(own, 2), ThreadSession(), drop_last=True).steps_per_epoch == 2
 
 
 def test_items_are_counted_by_the_recipe() -> None:
@@ -221,7 +221,7 @@ def test_what_kind_of_data_it_is(
 ) -> None:
     session: Any = ThreadSession()
     with pytest.raises(error, match=message):
-        open_source(
+        open_dataset(
             data,
             session,
             **{"seed": 0, "workers": 0, "global_batch": 2, "micro_batch": 2, **options},

@@ -11,13 +11,14 @@ import torch
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.optimizers import Counting, Estimating
 from drivetrain.conformance.problems import PROBLEMS, Samples
-from drivetrain.kernel.checkpoint import CheckpointReader
 from drivetrain.kernel.errors import CheckpointMismatch, RecipeError
 from drivetrain.kernel.events import Resumed
-from drivetrain.kernel.loop import Result, fit
-from drivetrain.kernel.settings import Settings, override
+from drivetrain.trainer.fit import Result, fit
+from drivetrain.trainer.setting_values import override
+from drivetrain.trainer.settings import Settings
 
 Named = Iterable[tuple[str, nn.Parameter]]
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from drivetrain.kernel import CheckpointSettings, Settings, fit
-from drivetrain.kernel.checkpoint import list_checkpoints, store
-from drivetrain.kernel.checkpoint.host import HostCopies
-from drivetrain.kernel.contract import Piece
+from drivetrain import CheckpointSettings, Settings, fit
+from drivetrain.checkpoint import list_checkpoints, store
+from drivetrain.checkpoint.buffers import HostCopies
 from drivetrain.kernel.errors import SaveFailed
 from drivetrain.kernel.events import Event, Saved, StepEnded
+from drivetrain.kernel.shards import Piece
 
 from .problems import everything, recipe
 

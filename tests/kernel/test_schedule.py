@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drivetrain.kernel.errors import SettingError
-from drivetrain.kernel.schedule import SCHEDULES, build_schedule
+from drivetrain.trainer.schedule import SCHEDULES, build_schedule
 
 
 @pytest.mark.parametrize("warmup", [4, 0.25])

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from drivetrain.kernel import Settings
+from drivetrain import Settings
 from drivetrain.kernel.errors import SettingError
-from drivetrain.kernel.settings import OptimizerSettings, flatten, override
+from drivetrain.trainer.setting_values import flatten, override
+from drivetrain.trainer.settings import OptimizerSettings
 
 Token = NewType("Token", int)
 

@@ -11,16 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from drivetrain.kernel import (
-    CheckpointSettings,
-    DataSettings,
-    Recipe,
-    Settings,
-    SpikeSettings,
-    fit,
-)
+from drivetrain import CheckpointSettings, DataSettings, Recipe, Settings, SpikeSettings, fit
+from drivetrain.kernel.batches import Group, Position
 from drivetrain.kernel.contract import World
-from drivetrain.kernel.data import Group, Position
 from drivetrain.kernel.errors import CheckpointDamaged, SettingError, TrainingDiverged
 from drivetrain.kernel.events import (
     Event,
@@ -31,8 +24,8 @@ from drivetrain.kernel.events import (
     StepSkipped,
     Warned,
 )
-from drivetrain.kernel.settings import override
-from drivetrain.kernel.spikes import Spikes
+from drivetrain.trainer.setting_values import override
+from drivetrain.trainer.spikes import Spikes
 
 from .problems import Pairs, everything, recipe
 

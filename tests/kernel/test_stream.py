@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from drivetrain.kernel.data import ENDLESS, Group, Microbatch, Position
+from drivetrain.data.stream import StreamLoader
+from drivetrain.kernel.batches import ENDLESS, Group, Microbatch, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
-from drivetrain.kernel.stream import StreamLoader
 
 quickly = settings(deadline=None, max_examples=50)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from drivetrain.kernel import ReadAgain
-from drivetrain.kernel.data import ENDLESS, Position
-from drivetrain.kernel.stream import StreamLoader
+from drivetrain import ReadAgain
+from drivetrain.data.stream import StreamLoader
+from drivetrain.kernel.batches import ENDLESS, Position
 
 
 def doubled(row: dict[str, int]) -> dict[str, int]:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.kernel import Recipe, Settings, fit
+from drivetrain import Recipe, Settings, fit
+from drivetrain.data.user_frames import last_line, user_frames
 from drivetrain.kernel.errors import DataError
-from drivetrain.kernel.trace import last_line, user_frames
 
 
 def caught(loss: Any) -> BaseException:

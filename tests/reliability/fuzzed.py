@@ -18,13 +18,13 @@ from types import FunctionType
 
 import torch
 
-from drivetrain.kernel.checkpoint import Manifest
-from drivetrain.kernel.checkpoint.index import Index, Run
-from drivetrain.kernel.checkpoint.manifest import FileEntry
-from drivetrain.kernel.checkpoint.reader import CheckpointReader
-from drivetrain.kernel.checkpoint.writer import write_pieces
-from drivetrain.kernel.contract import Box, Flat, Piece, TensorInfo
+from drivetrain.checkpoint import Manifest
+from drivetrain.checkpoint.index.entries import Index, Stride
+from drivetrain.checkpoint.manifest import FileEntry
+from drivetrain.checkpoint.reader import CheckpointReader
+from drivetrain.checkpoint.writer import write_pieces
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointMismatch
+from drivetrain.kernel.shards import Box, Flat, Piece, TensorInfo
 
 __all__ = ["SEEDS", "TARGETS"]
 
@@ -87,8 +87,8 @@ def _a_manifest() -> bytes:
 
 def _an_index() -> bytes:
     made, info = Index(), TensorInfo(torch.float32, (80, 3))
-    made.add("weights", "rows", info, [Run(0, Box((0, 0), (2, 3)), NUM_FILES, 1, (2, 0))])
-    made.add("optimizer", "flat/m", info, [Run(3, Flat(0, 120)), Run(5, Flat(120, 240))])
+    made.add("weights", "rows", info, [Stride(0, Box((0, 0), (2, 3)), NUM_FILES, 1, (2, 0))])
+    made.add("optimizer", "flat/m", info, [Stride(3, Flat(0, 120)), Stride(5, Flat(120, 240))])
     return made.to_bytes()
 
 
@@ -140,7 +140,7 @@ def fuzz() -> None:
         if raw:
             TARGETS[names[raw[0] % len(names)]](raw[1:])
 
-    for function in _functions("drivetrain.kernel.checkpoint"):
+    for function in _functions("drivetrain.checkpoint"):
         atheris.instrument_func(function)
     atheris.Setup([*sys.argv, str(corpus), "-max_len=65536"], one)
     atheris.Fuzz()

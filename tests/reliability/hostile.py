@@ -27,11 +27,12 @@ from typing import Any
 
 import torch
 
-from drivetrain.kernel import fit
-from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints, strict_json
-from drivetrain.kernel.checkpoint.writer import write_pieces
-from drivetrain.kernel.contract import Box, Flat, Piece
+from drivetrain import fit
+from drivetrain.checkpoint import CheckpointReader, list_checkpoints
+from drivetrain.checkpoint.format import strict_json
+from drivetrain.checkpoint.writer import write_pieces
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointError, DrivetrainError
+from drivetrain.kernel.shards import Box, Flat, Piece
 
 from .runs import SETTINGS, recipe
 

@@ -24,8 +24,8 @@ RECIPE = """
 
     import torch
     from torch import nn
-    from drivetrain.kernel import Recipe, Settings
-    from drivetrain.kernel.settings import CheckpointSettings
+    from drivetrain import Recipe, Settings
+    from drivetrain.trainer.settings import CheckpointSettings
 
     settings = Settings(
         steps=30, global_batch=8, micro_batch=2, log_every=1,

@@ -17,15 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from drivetrain.kernel import (
-    CheckpointSettings,
-    DataSettings,
-    EvaluateSettings,
-    Recipe,
-    Settings,
-    fit,
-)
-from drivetrain.kernel.checkpoint import CheckpointReader
+from drivetrain import CheckpointSettings, DataSettings, EvaluateSettings, Recipe, Settings, fit
+from drivetrain.checkpoint import CheckpointReader
 from drivetrain.kernel.events import Logged, Resumed
 
 from .dying import Death, interposed
@@ -33,7 +26,13 @@ from .dying import Death, interposed
 FORKSERVER = multiprocessing.get_context("forkserver")
 # torch imports its compiler when the first optimizer is made: once here, not in each process
 FORKSERVER.set_forkserver_preload(
-    [__name__, "drivetrain.backends.ddp", "drivetrain.backends.fsdp", "torch._dynamo", "deepspeed"]
+    [
+        __name__,
+        "drivetrain.backends.ddp",
+        "drivetrain.backends.fsdp.driver",
+        "torch._dynamo",
+        "deepspeed",
+    ]
 )
 
 SETTINGS = Settings(

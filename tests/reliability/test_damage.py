@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.kernel import Settings, fit
-from drivetrain.kernel.checkpoint import MANIFEST, list_checkpoints
+from drivetrain import Settings, fit
+from drivetrain.checkpoint import MANIFEST, list_checkpoints
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointNotFound
 from drivetrain.kernel.events import Resumed, Warned
 

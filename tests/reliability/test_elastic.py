@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.kernel import fit
+from drivetrain import fit
 from drivetrain.kernel.events import Logged
 
 from .machines import Machine, Machines, free_port, listens, namespaces_allowed, two_networks

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain.kernel.checkpoint import checkpoints_of, list_checkpoints, newest
+from drivetrain.checkpoint import checkpoints_of, list_checkpoints, newest
 
 from .compat_runs import train_with_compat
 from .dying import Death

@@ -21,11 +21,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import fit, lock
-from drivetrain.kernel.checkpoint import Place, Url, checkpoints_of, list_checkpoints, storage_of
+from drivetrain import fit
+from drivetrain.checkpoint import checkpoints_of, list_checkpoints, storage_of
 from drivetrain.kernel.errors import OutputError
 from drivetrain.kernel.events import Logged, Saved, StepEnded, Warned
-from drivetrain.kernel.lock import LOCK, Holder, RunLock
+from drivetrain.kernel.paths import Place, Url
+from drivetrain.trainer import run_lock
+from drivetrain.trainer.run_lock import LOCK, Holder, RunLock
 
 from .runs import FORKSERVER, SETTINGS, loss, recipe, start
 
@@ -54,7 +56,7 @@ def living() -> Iterator[Holder]:
     """Another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield replace(
-            Holder.here(), process=process.pid, started=lock._started(process.pid), since="noon"
+            Holder.here(), process=process.pid, started=run_lock._started(process.pid), since="noon"
         )
         process.kill()
 
@@ -62,8 +64,8 @@ def living() -> Iterator[Holder]:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Holder:
     """A process of another machine, with times that a test can wait for."""
-    monkeypatch.setattr(lock, "SILENT_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.05)
     return replace(Holder.here(), host="elsewhere", machine="another", since="noon")
 
 
@@ -86,7 +88,7 @@ def waits(what: Any, out: Path, environment: dict[str, str]) -> None:
             time.sleep(600)
         return loss(module, batch)
 
-    keeps = replace(SHORT, checkpoint=replace(SHORT.checkpoint, keep_last=None))
+    keeps = replace(SHORT, checkpoint=replace(SHORT.checkpoint, keep_last=100))
     fit(replace(recipe(), loss=slow), keeps, backend="cpu", out=out, resume="auto")
 
 
@@ -112,7 +114,7 @@ def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Pa
     events: list[Any] = []
     began = time.monotonic()
     fit(recipe(), SHORT, backend="cpu", out=out, resume="auto", observers=[events.append])
-    assert time.monotonic() - began < lock.SILENT_SECONDS / 2
+    assert time.monotonic() - began < run_lock.SILENT_SECONDS / 2
     assert [event.step for event in events if isinstance(event, Logged)] == [4]
     assert not list(out.glob(f"*{LOCK}*"))
 
@@ -206,7 +208,7 @@ def test_the_same_job_started_anew_goes_on_at_once(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run 7")
     began = time.monotonic()
     take(put(tmp_path, there)).release()
-    assert time.monotonic() - began < lock.SILENT_SECONDS / 2
+    assert time.monotonic() - began < run_lock.SILENT_SECONDS / 2
 
 
 def test_runs_of_one_process_know_of_each_other(tmp_path: Path) -> None:

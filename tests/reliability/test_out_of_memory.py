@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import fit
-from drivetrain.kernel.checkpoint import newest
+from drivetrain import fit
+from drivetrain.checkpoint import newest
 
 from .runs import SETTINGS, everything, loss, recipe, start
 

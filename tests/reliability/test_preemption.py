@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.kernel import Recipe, fit
-from drivetrain.kernel.checkpoint import CheckpointReader, list_checkpoints
+from drivetrain import Recipe, fit
+from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 from drivetrain.kernel.events import RunStarted
 

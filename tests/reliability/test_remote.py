@@ -16,22 +16,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from drivetrain import fit
+from drivetrain.checkpoint import CheckpointReader, list_checkpoints, newest, storage_of
+from drivetrain.checkpoint.storage import fsspec_storage
+from drivetrain.checkpoint.storage.retry import Patience
 from drivetrain.cli.app import app
-from drivetrain.kernel import fit
-from drivetrain.kernel.checkpoint import (
-    CheckpointReader,
-    Place,
-    Url,
-    list_checkpoints,
-    newest,
-    storage_of,
-)
-from drivetrain.kernel.contract import Box
 from drivetrain.kernel.errors import OutputError, SaveFailed, StorageFailed
 from drivetrain.kernel.events import Event, Request, Saved, StepEnded
-from drivetrain.kernel.settings import Settings
-from drivetrain.storage import remote
-from drivetrain.storage.patience import Patience
+from drivetrain.kernel.paths import Place, Url
+from drivetrain.kernel.shards import Box
+from drivetrain.trainer.settings import Settings
 
 from .runs import FORKSERVER, SETTINGS, everything, recipe
 from .s3_server import Asked, Fault, Proxy, s3_server
@@ -201,7 +195,7 @@ def in_blocks(data: memoryview) -> list[memoryview]:
 def test_large_files_go_in_parts_and_a_lost_part_is_sent_again(
     proxy: Proxy, out: Url, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(fsspec_storage, "PART_BYTES", 5 << 20)
     block = torch.randint(0, 255, (12 << 20,), dtype=torch.uint8)
     parts: list[str] = []
 
@@ -226,7 +220,7 @@ def test_large_files_go_in_parts_and_a_lost_part_is_sent_again(
 def test_a_file_whose_upload_never_ends_well_is_not_there(
     proxy: Proxy, out: Url, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(fsspec_storage, "PART_BYTES", 5 << 20)
     proxy.decide = lambda request: "cut upload" if "partNumber=2" in request.path else ""
     with pytest.raises(StorageFailed, match="large: cannot be written, tried 5 times"):
         storage_of(out).create(out / "large", lambda: in_blocks(memoryview(bytes(12 << 20))))
@@ -311,7 +305,7 @@ def test_a_folder_and_a_url_hold_the_same_bytes(proxy: Proxy, out: Url, tmp_path
 RECIPE = """
 import torch
 from typer.testing import CliRunner
-from drivetrain.kernel import Recipe, Settings
+from drivetrain import Recipe, Settings
 
 inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))

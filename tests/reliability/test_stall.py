@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain.kernel import Recipe, Settings, fit
+from drivetrain import Recipe, Settings, fit
 from drivetrain.kernel.events import RankLate
 
 from .runs import build, loss, recipe, start

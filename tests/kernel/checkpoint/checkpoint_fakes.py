@@ -13,9 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drivetrain.kernel.checkpoint import CheckpointReader, CheckpointStore
-from drivetrain.kernel.checkpoint.safetensors import DTYPES
-from drivetrain.kernel.contract import Box, Flat, Piece, Region, World
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore
+from drivetrain.checkpoint.format.safetensors import DTYPES
+from drivetrain.kernel.contract import World
+from drivetrain.kernel.shards import Box, Flat, Piece, Region
 
 
 class Meeting:

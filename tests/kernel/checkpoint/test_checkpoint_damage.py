@@ -15,16 +15,16 @@ from checkpoint_fakes import cut, piece, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import (
+from drivetrain.checkpoint import (
     CheckpointReader,
     CheckpointStore,
     list_checkpoints,
     newest,
     read_manifest,
 )
-from drivetrain.kernel.checkpoint.safetensors import DTYPES, Source, TensorFile, write
-from drivetrain.kernel.contract import Box, Flat, Piece
+from drivetrain.checkpoint.format.safetensors import DTYPES, Source, TensorFile, write
 from drivetrain.kernel.errors import CheckpointDamaged
+from drivetrain.kernel.shards import Box, Flat, Piece
 
 
 def small_file(path: Path) -> bytes:

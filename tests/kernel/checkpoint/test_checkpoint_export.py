@@ -14,15 +14,14 @@ from checkpoint_fakes import FakeEngine, FakeSession, bits, cuts, piece, run_of,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.kernel import checkpoint
-from drivetrain.kernel.checkpoint import (
+from drivetrain import checkpoint
+from drivetrain.checkpoint import (
     CheckpointReader,
     CheckpointStore,
     export_weights,
     import_weights,
     newest,
 )
-from drivetrain.kernel.contract import Flat
 from drivetrain.kernel.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -30,6 +29,7 @@ from drivetrain.kernel.errors import (
     OutputError,
     SettingError,
 )
+from drivetrain.kernel.shards import Flat
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:

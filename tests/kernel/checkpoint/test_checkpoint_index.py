@@ -12,10 +12,10 @@ from checkpoint_fakes import cuts, regions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import regions as geometry
-from drivetrain.kernel.checkpoint.index import Index, Run
-from drivetrain.kernel.contract import Box, Flat, Region, TensorInfo
+from drivetrain.checkpoint.format import regions as geometry
+from drivetrain.checkpoint.index.entries import Index, Stride
 from drivetrain.kernel.errors import CheckpointDamaged
+from drivetrain.kernel.shards import Box, Flat, Region, TensorInfo
 
 WEIGHT = "weights"
 
@@ -29,7 +29,7 @@ def index_of(shape: tuple[int, ...], held: dict[int, list[Region | None]], radix
     indexes = []
     for part in sorted(held):
         index = Index()
-        runs = [Run(part, region or whole(shape)) for region in held[part]]
+        runs = [Stride(part, region or whole(shape)) for region in held[part]]
         index.add(WEIGHT, "w", TensorInfo(torch.float32, shape), runs)
         indexes.append(index)
     while len(indexes) > 1:
@@ -90,7 +90,7 @@ def test_a_cut_by_a_rule_is_a_line_or_two(radix: int) -> None:
 def test_replicas_in_turn_and_flat_ranges_are_runs_too() -> None:
     flat = {7 + 3 * turn: [Flat(100 * turn, 100 * turn + 100)] for turn in range(50)}
     known = index_of((50, 100), flat, 16).kinds[WEIGHT]["w"]
-    assert known.runs == [Run(7, Flat(0, 100), 50, 3, (100,))]
+    assert known.runs == [Stride(7, Flat(0, 100), 50, 3, (100,))]
     # a box of one row is one range; of one column, it crosses all
     assert known.parts(Box((20, 0), (1, 100))) == [67]
     assert known.parts(Box((0, 3), (50, 1))) == sorted(flat)
@@ -98,9 +98,9 @@ def test_replicas_in_turn_and_flat_ranges_are_runs_too() -> None:
 
 def test_parts_that_disagree_about_a_tensor_are_seen() -> None:
     index = Index()
-    index.add(WEIGHT, "w", TensorInfo(torch.float32, (4,)), [Run(0, Flat(0, 2))])
+    index.add(WEIGHT, "w", TensorInfo(torch.float32, (4,)), [Stride(0, Flat(0, 2))])
     with pytest.raises(ValueError, match="'w'"):
-        index.add(WEIGHT, "w", TensorInfo(torch.float16, (4,)), [Run(1, Flat(2, 4))])
+        index.add(WEIGHT, "w", TensorInfo(torch.float16, (4,)), [Stride(1, Flat(2, 4))])
 
 
 SOUND = {
@@ -178,6 +178,6 @@ def test_every_part_of_a_random_cut_is_counted_once() -> None:
 def test_tensors_that_lie_alike_are_apart() -> None:
     raw = changed(("weights", "v"), SOUND["weights"]["w"])
     first = Index.from_bytes(raw, "index.json", 100)
-    first.kinds[WEIGHT]["v"].add(Run(4, Flat(12, 16)))
+    first.kinds[WEIGHT]["v"].add(Stride(4, Flat(12, 16)))
     assert first.kinds[WEIGHT]["v"].parts(None) == [0, 1, 2, 3, 4]
     assert first.kinds[WEIGHT]["w"].parts(None) == [0, 1, 2, 3]

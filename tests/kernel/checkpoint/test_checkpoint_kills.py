@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_fakes import FakeEngine, FakeSession, contents, piece, run_of, save
 
-from drivetrain.kernel.checkpoint import CheckpointReader, CheckpointStore, newest
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore, newest
 
 CALLS = ["open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir"]
 
@@ -125,7 +125,7 @@ def save_for_ever(root: str, started) -> None:
 
 def test_kill_9(tmp_path):
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pytest", "hypothesis", "drivetrain.kernel.checkpoint"])
+    context.set_forkserver_preload(["pytest", "hypothesis", "drivetrain.checkpoint"])
     chance = random.Random(0)
     for _ in range(6):
         started = context.Event()

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import Manifest, strict_json
-from drivetrain.kernel.checkpoint.catalog import Found, Retention
-from drivetrain.kernel.checkpoint.index import Index
-from drivetrain.kernel.checkpoint.regions import tile
-from drivetrain.kernel.contract import Box
+from drivetrain.checkpoint import Manifest
+from drivetrain.checkpoint.catalog import Found, Retention
+from drivetrain.checkpoint.format import strict_json
+from drivetrain.checkpoint.format.regions import tile
+from drivetrain.checkpoint.index.entries import Index
 from drivetrain.kernel.errors import CheckpointDamaged
-from drivetrain.kernel.progress import stored_metrics
+from drivetrain.kernel.shards import Box
+from drivetrain.trainer.saves import stored_metrics
 
 
 def a_key_twice(size: int) -> None:

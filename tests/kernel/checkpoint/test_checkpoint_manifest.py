@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import Manifest, read_manifest
-from drivetrain.kernel.checkpoint.manifest import FileEntry, write_manifest
+from drivetrain.checkpoint import Manifest, read_manifest
+from drivetrain.checkpoint.manifest import FileEntry, write_manifest
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointNotFound
 
 FILE = FileEntry("weights-00000-of-00001.safetensors", 10, 2**32 - 1)

@@ -12,16 +12,10 @@ import pytest
 import torch
 from checkpoint_fakes import FakeEngine, FakeSession, bits, cut, on_ranks, piece, save
 
-from drivetrain.kernel.checkpoint import (
-    CheckpointReader,
-    CheckpointStore,
-    index_tree,
-    list_checkpoints,
-    load_rng,
-    lookup,
-)
-from drivetrain.kernel.contract import Box, Flat
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore, list_checkpoints, load_rng
+from drivetrain.checkpoint.index import piece_locator, tree
 from drivetrain.kernel.errors import CheckpointDamaged, SaveFailed
+from drivetrain.kernel.shards import Box, Flat
 
 SIZE = 20
 ROWS = torch.arange(SIZE * 6.0).view(2 * SIZE, 3)
@@ -51,12 +45,12 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The files of tensors whose headers were read."""
     names: list[str] = []
 
-    class Seen(lookup.TensorFile):
+    class Seen(piece_locator.TensorFile):
         def __init__(self, path: Path, size: int | None = None) -> None:
             names.append(path.name)
             super().__init__(path, size)
 
-    monkeypatch.setattr(lookup, "TensorFile", Seen)
+    monkeypatch.setattr(piece_locator, "TensorFile", Seen)
     return names
 
 
@@ -103,7 +97,7 @@ def test_few_ranks_write_no_index(tmp_path: Path) -> None:
 def test_indexes_are_joined_in_a_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(index_tree, "FEW", 2)
+    monkeypatch.setattr(tree, "FEW", 2)
     folder = save(CheckpointStore(tmp_path), 1, [pieces_of(rank, size) for rank in range(size)])
     assert [path.name for path in folder.glob("index*")] == ["index.json"]
     assert list_checkpoints(tmp_path).rejected == ()
@@ -163,7 +157,7 @@ def test_a_rank_that_cannot_read_what_others_wrote_fails_the_save(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error", "a shard")
 
-    monkeypatch.setattr(index_tree, "index_of", refuse)
+    monkeypatch.setattr(tree, "index_of", refuse)
     store = CheckpointStore(tmp_path)
     results = on_ranks(
         SIZE,

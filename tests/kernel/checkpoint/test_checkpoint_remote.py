@@ -14,18 +14,17 @@ import torch
 from checkpoint_fakes import contents, cut, on_ranks, piece, run_of, save
 from fsspec.implementations.memory import MemoryFileSystem
 
-from drivetrain.kernel.checkpoint import (
+from drivetrain.checkpoint import (
     CheckpointReader,
     CheckpointStore,
-    Url,
     export_weights,
     import_weights,
     list_checkpoints,
     newest,
-    place,
     storage_of,
 )
-from drivetrain.kernel.contract import Box
+from drivetrain.checkpoint.storage import fsspec_storage
+from drivetrain.checkpoint.storage.retry import Patience
 from drivetrain.kernel.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -35,9 +34,9 @@ from drivetrain.kernel.errors import (
     StorageFailed,
     StorageUnavailable,
 )
-from drivetrain.kernel.resume import find_checkpoint
-from drivetrain.storage import remote
-from drivetrain.storage.patience import Patience
+from drivetrain.kernel.paths import Url, place
+from drivetrain.kernel.shards import Box
+from drivetrain.trainer.resume import find_checkpoint
 
 ROOT = Url("frail://bucket/run/checkpoints")
 
@@ -111,7 +110,7 @@ def frail(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Frail]]:
     Frail.lives, Frail.late = 10**9, False
     quick = Patience(tries=3, first_pause=0.0)
     monkeypatch.setattr(storage_of(ROOT), "patience", quick)
-    monkeypatch.setattr(remote, "_FLAT", {"frail"})
+    monkeypatch.setattr(fsspec_storage, "_FLAT", {"frail"})
     yield Frail
     Frail.lives = 10**9
 

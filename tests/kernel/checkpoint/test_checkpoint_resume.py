@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from checkpoint_fakes import on_ranks, run_of, save
 
-from drivetrain.kernel.checkpoint import CheckpointStore
+from drivetrain.checkpoint import CheckpointStore
 from drivetrain.kernel.errors import CheckpointNotFound
-from drivetrain.kernel.resume import find_checkpoint
+from drivetrain.trainer.resume import find_checkpoint
 
 
 def test_rank_0_chooses_for_all(tmp_path):

@@ -25,10 +25,11 @@ from checkpoint_fakes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import CheckpointReader, CheckpointStore, files, load_rng
-from drivetrain.kernel.checkpoint import reader as reader_module
-from drivetrain.kernel.contract import Box, Flat, TensorInfo
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore, load_rng
+from drivetrain.checkpoint import reader as reader_module
+from drivetrain.checkpoint.storage import local
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointMismatch, SaveFailed
+from drivetrain.kernel.shards import Box, Flat, TensorInfo
 
 
 @pytest.mark.parametrize("buffer_bytes", [16 << 20, 16])
@@ -44,7 +45,7 @@ def test_any_region_of_any_cut(buffer_bytes, data):
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(reader_module, "_BUFFER_BYTES", buffer_bytes),
-        mock.patch.object(files.LOCAL, "short_bytes", buffer_bytes // 4),
+        mock.patch.object(local.LOCAL, "short_bytes", buffer_bytes // 4),
     ):
         reader = CheckpointReader(save(CheckpointStore(folder), 1, ranks))
         assert reader.verify() == []
@@ -89,13 +90,13 @@ def test_long_runs_are_fetched_alone(tmp_path):
     reader = CheckpointReader(save(CheckpointStore(tmp_path), 1, [[piece("w", tensor)]]))
     reader.names("weights")
     fetched = []
-    real = files._Descriptor.read_into
+    real = local._Descriptor.read_into
 
     def counted(self, start, target):
         fetched.append(len(target))
         real(self, start, target)
 
-    with mock.patch.object(files._Descriptor, "read_into", counted):
+    with mock.patch.object(local._Descriptor, "read_into", counted):
         read = reader.read("weights", "w", Box((0, 0), (16, 1 << 14)))
     assert sum(fetched) == read.nbytes
 

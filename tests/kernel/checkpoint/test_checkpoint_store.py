@@ -27,7 +27,7 @@ from checkpoint_fakes import (
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from drivetrain.kernel.checkpoint import (
+from drivetrain.checkpoint import (
     CheckpointReader,
     CheckpointStore,
     list_checkpoints,
@@ -247,7 +247,7 @@ def test_deleting_an_old_checkpoint_holds_nobody_up(tmp_path, monkeypatch):
 FORKED = """
 import os, signal
 from checkpoint_fakes import run_of, save
-from drivetrain.kernel.checkpoint import CheckpointStore
+from drivetrain.checkpoint import CheckpointStore
 store = CheckpointStore({root!r}, keep_last=1)
 for step in (1, 2):
     save(store, step, run_of(1.0))

@@ -1,0 +1,175 @@
+"""What a checkpoint holds of a model and its optimizer, and the way back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
+from ...kernel.shards import Kind, Piece, Reader
+from .optimizer_state import OptimizerState
+from .stepping import LossScale
+
+
+def named_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters (each tied group once) and persistent buffers by FQN, as stored in checkpoints."""
+    return {**named_parameters(module), **named_buffers(module)}
+
+
+def named_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Each tied group once, detached."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
+def named_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The persistent ones."""
+    persistent = module.state_dict(keep_vars=True)
+    return {name: b.detach() for name, b in module.named_buffers() if name in persistent}
+
+
+def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
+    """The loss scaler's state by name; none without a scaler."""
+    if loss_scale is None:
+        return {}
+    return {"loss_scale": loss_scale.scale, "loss_scale_good_steps": loss_scale.good_steps}
+
+
+def replicated_pieces(
+    module: nn.Module,
+    optimizer: OptimizerState,
+    loss_scale: LossScale | None,
+    rank: int,
+    size: int,
+) -> Iterator[Piece]:
+    """Weights, optimizer state and loss scale that every rank holds whole, dealt out."""
+    yield from buffer_pieces(module, rank)
+    yield from dealt_pieces(
+        {
+            "weights": named_parameters(module),
+            "optimizer": optimizer.tensors(),
+            "state": scale_tensors(loss_scale),
+        },
+        rank,
+        size,
+    )
+
+
+def buffer_pieces(module: nn.Module, rank: int) -> Iterator[Piece]:
+    """All of them from rank 0: ranks may differ in them, and rank 0's are the model's."""
+    for name, buffer in named_buffers(module).items() if rank == 0 else ():
+        yield Piece("weights", name, buffer, tuple(buffer.shape))
+
+
+def dealt_pieces(
+    replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
+) -> Iterator[Piece]:
+    """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write. Numbers
+    of one kind go together: whoever resumes needs all of them, and opens one file for that."""
+    written = [0] * size
+    for kind, tensors in replicated.items():
+        of_numbers: int | None = None
+        for name, tensor in tensors.items():
+            writer = written.index(min(written))
+            if not tensor.dim():
+                of_numbers = writer = writer if of_numbers is None else of_numbers
+            written[writer] += tensor.nbytes + 1
+            if writer == rank:
+                yield Piece(kind, name, tensor, tuple(tensor.shape))
+
+
+def shapes_and_dtypes(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
+    """What `check_same_model` takes."""
+    return (
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: tensor.dtype for name, tensor in tensors.items()},
+    )
+
+
+def check_same_model(
+    reader: Reader,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Raises `CheckpointMismatch` that names the tensors in which checkpoint and model differ.
+
+    Weights of another precision are taken over; integers are no weights of floats, or the other way
+    round. `dtypes`: of the model, by name.
+    """
+    stored = set(reader.names("weights"))
+    lines = [f"only in the model: {name} {tuple(shapes[name])}" for name in shapes.keys() - stored]
+    lines += [
+        f"only in the checkpoint: {name} {reader.info('weights', name).shape}"
+        for name in stored - shapes.keys()
+    ]
+    for name in stored & shapes.keys():
+        there, here = reader.info("weights", name).shape, tuple(shapes[name])
+        if there != here:
+            lines.append(f"{name}: {there} in the checkpoint, {here} in the model")
+    for name in stored & (dtypes or {}).keys():
+        stored_as, wanted = reader.info("weights", name).dtype, (dtypes or {})[name]
+        if _is_of_floats(stored_as) != _is_of_floats(wanted):
+            lines.append(f"{name}: {stored_as} in the checkpoint, {wanted} in the model")
+    if lines:
+        shown = "\n  ".join(sorted(lines)[:20])
+        more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
+        raise CheckpointMismatch(
+            f"the checkpoint is of another model; {len(lines)} tensors differ:\n  {shown}{more}\n"
+            "Use the recipe and settings that wrote it, or start anew in another folder"
+        )
+
+
+def _is_of_floats(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def restore_replicated(
+    reader: Reader,
+    module: nn.Module,
+    optimizer: OptimizerState,
+    loss_scale: LossScale | None,
+) -> None:
+    """Whole weights, optimizer state and loss scale from any driver's checkpoint."""
+    tensors = named_state(module)
+    check_same_model(reader, *shapes_and_dtypes(tensors))
+    state, scale = optimizer.read(reader), read_scale(reader, loss_scale)
+    optimizer.load(state)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            load_weights(reader, name, tensor)
+    load_scale(scale, loss_scale)
+
+
+def read_scale(reader: Reader, loss_scale: LossScale | None) -> dict[str, Tensor]:
+    """The stored state of the loss scaler; none where it has none, or this run has no scaler."""
+    stored = set(reader.names("state"))
+    return {name: read_number(reader, name) for name in scale_tensors(loss_scale) if name in stored}
+
+
+def read_number(reader: Reader, name: str) -> Tensor:
+    """One of the loss scaler's. Raises `CheckpointDamaged` when it is none that it can have."""
+    tensor = reader.read("state", name)
+    if tensor.dim() or not 0 <= float(tensor) < math.inf or (name == "loss_scale" and not tensor):
+        shown = f"of shape {tuple(tensor.shape)}" if tensor.dim() else f"{float(tensor)}"
+        raise CheckpointDamaged(f"state {name!r} is {shown} in the checkpoint")
+    return tensor
+
+
+def load_scale(stored: Mapping[str, Tensor], loss_scale: LossScale | None) -> None:
+    """Give the scaler what `read_scale` returned."""
+    for name, tensor in scale_tensors(loss_scale).items():
+        if name in stored:
+            tensor.copy_(stored[name])
+
+
+def load_weights(reader: Reader, name: str, tensor: Tensor) -> None:
+    """Into a whole tensor: straight from the file where it lies as it is stored."""
+    same = reader.info("weights", name).dtype == tensor.dtype
+    if same and tensor.is_cpu and tensor.is_contiguous():
+        reader.read("weights", name, out=tensor)
+    else:
+        tensor.copy_(reader.read("weights", name))

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO stages; `driver.py` is the driver."""

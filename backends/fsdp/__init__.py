@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism; `driver.py` is the driver."""

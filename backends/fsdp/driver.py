@@ -1,0 +1,315 @@
+"""Fully sharded data parallelism: each rank keeps a part of every weight, gradient and state.
+
+FSDP2, `torch.distributed.fsdp.fully_shard` (https://arxiv.org/abs/2304.11277); NCCL where there is
+CUDA, gloo on the CPU. The model is cut into *units*: the weights of a unit are gathered when its
+forward or backward begins, and let go of afterwards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...kernel.contract import Outcome, World
+from ...kernel.errors import RecipeError, SettingError
+from ...kernel.plan import Capabilities, Layout, Plan, Probe
+from ...kernel.recipe import Recipe
+from ...kernel.shards import Piece, Reader
+from ..common import model_state, models, stepping
+from ..common.optimizer_state import OptimizerState
+from ..process_group.buffers import Buffers
+from ..process_group.carried import Carried
+from ..process_group.session import (
+    ProcessGroupSession,
+    choose_device,
+    keep_for_a_while,
+    naming_collectives,
+    num_launched,
+    probe_devices,
+    process_group,
+    refusing_together,
+)
+from . import dtensor, meta_init, sharding, wrap_units
+from .sharding import FsdpOptions
+
+__all__ = ["FsdpOptions", "driver"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class FsdpDriver:
+    """One process for each device, each holding a part of the model."""
+
+    name = "fsdp"
+    options_type = FsdpOptions
+
+    def probe(self) -> Probe:
+        return probe_devices(10 if num_launched() > 1 else -2)
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        return Capabilities(
+            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
+            sharded=True,
+            compile=True,
+            activation_checkpointing=True,
+            uneven_gradients=False,
+            feeds_ahead=choose_device(sharding.options_of(plan).device).type != "cpu",
+            saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
+            "and the optimizer's state in host memory",
+        )
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        options = sharding.options_of(plan)
+        units = wrap_units.choose_units(model, options.wrap, options.min_unit_params)
+        where = ("host memory",) if options.cpu_offload else ()
+        return wrap_units.sharded_layout(
+            plan,
+            model,
+            units,
+            state_bytes,
+            num_parts=options.shard_size or world_size,
+            gathered=sharding.gathered_dtype(plan),
+            keeps_gathered=not (options.reshard_after_forward and options.reshard_after_backward),
+            accumulates_whole=not options.sync_each_microbatch
+            and (plan.micro_batch or plan.global_batch) * world_size < plan.global_batch,
+            notes=tuple(f"weights, gradients and state in {place}" for place in where),
+        )
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
+        options, size = sharding.options_of(plan), num_launched()
+        if options.from_rank_0 and options.meta:
+            raise SettingError(
+                "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
+                "that the others could take; set one of them"
+            )
+        if options.shard_size is not None and size % max(options.shard_size, 1):
+            raise SettingError(
+                f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
+            )
+        if size == 1:
+            _LOG.warning("fsdp in one process shards nothing; launch more, or use cpu or ddp")
+        device = choose_device(options.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with process_group(plan, device) as world:
+            yield ProcessGroupSession(plan, world, FsdpEngine)
+
+
+class FsdpEngine:
+    """The user's module, cut in place: its names stay, its parameters are `DTensor`s.
+
+    Order matters: activations are recomputed inside of what is compiled, and that inside of the
+    hooks that gather; the optimizer is built last, over this rank's parts.
+    """
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
+        self.options = options = sharding.options_of(plan)
+        self.plan, self.world = plan, world
+        self.home = torch.device("cpu") if options.cpu_offload else world.device
+        with meta_init.parameters_on_meta() if options.meta else models.NO_CONTEXT:
+            self.module = models.with_synced_batch_norm(
+                models.build_model(recipe, plan, None),
+                options.sync_batch_norm,
+                world.device,
+                "fsdp",
+            )
+        if options.from_rank_0:
+            self._take_from_rank_0()
+        self.uninitialised = any(p.is_meta for p in self.module.parameters())
+        self.tied = models.tied_groups(self.module)
+        self.num_parameters = sum(p.numel() for p in self.module.parameters())
+        units = wrap_units.choose_units(self.module, options.wrap, options.min_unit_params)
+        if plan.compile:
+            for unit in units or [self.module]:
+                # not `unit.compile()`, which would trace the hooks too
+                unit.forward = torch.compile(unit.forward, **plan.compile_options)
+        mesh = sharding.mesh_of(options, world)
+        whole = sharding.carried_whole(self.module, units)
+        ignored = set(whole.values())
+        self.units = [sharding.shard(unit, plan, mesh, ignored) for unit in (*units, self.module)]
+        self.num_replicas = world.size // (options.shard_size or world.size)
+        if self.uninitialised:
+            meta_init.materialise(self.module, self.home)
+        self.carried = Carried(self._to_device(whole), world)
+        self.buffers = Buffers(self.module, world, options.sync_buffers)
+        self.buffers.take_before_forward(self.module)
+        self.optimizer = models.build_optimizer(recipe, self.module)
+        self.state = OptimizerState(self.optimizer, self.module)
+        self.stepper = self._stepper()
+        self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
+        self._autocast = models.autocast(plan, world.device)
+        self._last: bool | None = None
+
+    def _to_device(self, names: Iterable[str]) -> list[nn.Parameter]:
+        """These parameters of the module, which nothing else moves there."""
+        parameters = [self.module.get_parameter(name) for name in names]
+        for parameter in parameters:
+            parameter.data = parameter.data.to(self.world.device)
+        return parameters
+
+    def _stepper(self) -> torch.optim.Optimizer:
+        optimizer, how = self.optimizer, self.options.optimizer_step
+        if how == "auto" and dtensor.steps_parts(optimizer):
+            how = "parts"
+        elif how == "auto" and dtensor.steps_tensors(optimizer):
+            how = "tensors"
+        elif how == "auto":
+            _LOG.warning(
+                "%s is not known to treat each tensor by itself: every rank gathers the whole "
+                "model, gradients and state for each update. Where it does, set "
+                "backend.optimizer_step=tensors; where each element, parts",
+                type(optimizer).__name__,
+            )
+        if how == "parts" and self.carried.parameters:
+            return cast(torch.optim.Optimizer, dtensor.StepByKind(optimizer))
+        if how == "parts":
+            return optimizer
+        stepper = dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
+        return cast(torch.optim.Optimizer, stepper)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        if last is not self._last:  # each of these walks over all modules
+            self._last, root = last, self.units[-1]
+            root.set_requires_gradient_sync(last or self.options.sync_each_microbatch)
+            root.set_reshard_after_backward(last or self.options.reshard_after_backward)
+            root.set_is_last_backward(last)
+        yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        self._initialise()
+        return self._named("gathering weights in a forward", self._autocast())
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        with self._named("gathering weights or averaging gradients in a backward"):
+            stepping.backward(loss, weight, self.loss_scale)
+
+    def unused(self) -> Sequence[str]:
+        return models.without_gradient(self.module)
+
+    def update(self) -> Outcome:
+        self.carried.average(self.plan.precision.reduce)
+        parameters = list(self.module.parameters())
+        grads = [p.grad for p in parameters if p.grad is not None]
+        parts = [dtensor.own_part(grad) for grad in grads]
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(parts)
+        norm = self._norm(grads)
+        with self._named("updating the weights"):
+            outcome = stepping.step_if_finite(
+                self.stepper, parts, norm, self.plan.max_grad_norm, self.loss_scale
+            )
+        stepping.forget_gradients(parameters)
+        return outcome
+
+    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+        """Of the whole gradient: each rank's parts, and what every rank has."""
+        cut = [dtensor.own_part(grad) for grad in grads if isinstance(grad, DTensor)]
+        square = stepping.global_norm(cut).to(self.home).double().square()
+        with self._named("adding up the gradient norm"):
+            dist.all_reduce(keep_for_a_while(square))
+        square /= self.num_replicas  # every replica of a part counted it once
+        if whole := [grad for grad in grads if not isinstance(grad, DTensor)]:
+            square += stepping.global_norm(whole).to(self.home).double().square()
+        return square.sqrt().float()
+
+    def shards(self) -> Iterator[Piece]:
+        self._initialise()
+        self._let_go()
+        yield from self.buffers.own_pieces()
+        yield from model_state.buffer_pieces(self.module, self.world.rank)
+        yield from dtensor.pieces(
+            {
+                "weights": model_state.named_parameters(self.module),
+                "optimizer": self.state.tensors(),
+                "state": model_state.scale_tensors(self.loss_scale),
+            },
+            self.world.rank,
+            self.world.size,
+        )
+
+    def restore(self, reader: Reader) -> None:
+        self._let_go()
+        weights = model_state.named_state(self.module)
+        model_state.check_same_model(reader, *model_state.shapes_and_dtypes(weights))
+        with refusing_together(self.world.rank, self.world.size):
+            state = self.state.read(reader, dtensor.read_optimizer_entry)
+            scale = model_state.read_scale(reader, self.loss_scale)
+        self.state.load(state)
+        for name, tensor in weights.items():
+            dtensor.own_part(tensor).copy_(dtensor.read_weight(reader, name, tensor))
+        model_state.load_scale(scale, self.loss_scale)
+        self.buffers.restore_own(reader)
+        self.uninitialised = False
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        self._initialise()
+        self._let_go()
+        tied = {name: group[0] for group in self.tied for name in group}
+        wanted = None if names is None else {tied.get(name, name) for name in names}
+        full: dict[nn.Parameter, nn.Parameter] = {}
+        for name, parameter in self.module.named_parameters():
+            if wanted is None or name in wanted:
+                data = dtensor.whole(parameter, self.world.device)
+                full[parameter] = nn.Parameter(data, parameter.requires_grad)
+        own_hooks = ("torch.distributed.fsdp", Buffers.__module__)
+        with (
+            self.buffers.of_rank_0(),
+            meta_init.replaced(self.module, full),
+            meta_init.unwrapped(self.module, sharding.mixed_in(), own_hooks),
+        ):
+            yield self.module
+
+    def _take_from_rank_0(self) -> None:
+        meta_init.materialise(self.module, torch.device("cpu"))
+        with self._named("taking over the weights of rank 0"), torch.no_grad():
+            for tensor in (*self.module.parameters(), *self.module.buffers()):
+                dist.broadcast(tensor, src=0)
+
+    def _let_go(self) -> None:
+        """Register the parts again: after an evaluation the root still has its whole weights."""
+        for unit in self.units:
+            unit.reshard()
+
+    def _initialise(self) -> None:
+        """Fresh weights for what was never in memory; late, since a checkpoint may come first."""
+        if not self.uninitialised:
+            return
+
+        def keep(parameter: nn.Parameter, whole: Tensor) -> None:
+            part = dtensor.take_own(whole, parameter)
+            dtensor.own_part(parameter).copy_(part)
+
+        missing = meta_init.initialise(self.module, self.plan.seed, keep)
+        if missing:
+            raise RecipeError(
+                f"backend.meta is true and nothing initialises {', '.join(missing)}: give their "
+                "modules reset_parameters(), resume from a checkpoint, or set backend.meta=false"
+            )
+        self.uninitialised = False
+
+    def _named(
+        self, call: str, inside: AbstractContextManager[Any] = models.NO_CONTEXT
+    ) -> AbstractContextManager[None]:
+        return naming_collectives(call, self.world.rank, inside=inside)
+
+
+driver = FsdpDriver()

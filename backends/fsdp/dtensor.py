@@ -1,0 +1,272 @@
+"""Parameters and optimizer states that are cut over ranks: `DTensor`s and their parts.
+
+https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...kernel.shards import Box, Kind, Piece, Reader
+from ..common import model_state
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+        *("Adadelta", "Adagrad", "ASGD", "RMSprop"),
+    )
+)
+"""Optimizers to which a tensor's elements are nothing but numbers: they may step a part of it.
+torch's Rprop is not here: up to 2.8 at least it cannot write to a `DTensor` by index.
+"""
+BY_TENSOR = frozenset(
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "Rprop", "SparseAdam")
+    if hasattr(torch.optim, name)
+)
+"""Optimizers that take each tensor by itself, and keep nothing but what belongs to one."""
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Those whose fused kernels take `DTensor`s."""
+
+
+def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates `DTensor`s rightly, each rank its part."""
+    kind = type(optimizer)
+    return kind in ELEMENTWISE and (kind in FUSED or not optimizer.defaults.get("fused"))
+
+
+def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it may update one whole tensor after another."""
+    return type(optimizer) in ELEMENTWISE | BY_TENSOR
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether ranks hold different parts of it."""
+    return (
+        isinstance(tensor, DTensor)
+        and tensor.numel() > 0
+        and any(placement.is_shard() for placement in tensor.placements)
+    )
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds, in place: the whole of a tensor that is not cut."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_box(tensor: DTensor) -> Box:
+    """Where `own_part` lies."""
+    mesh = tensor.device_mesh
+    cuts = [
+        (placement.dim, mesh.get_local_rank(axis), mesh.size(axis))  # type: ignore[attr-defined]
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_shard()
+    ]
+    return chunk_of(tuple(tensor.shape), cuts)
+
+
+def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """The part that is left after each cut: along a dimension, the n-th of so many chunks. Chunks
+    are equal, the last ones less."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, number, num_chunks in cuts:
+        chunk = -(-sizes[dim] // num_chunks)
+        start = min(chunk * number, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(chunk, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def cut_like(parameter: DTensor, part: Tensor) -> DTensor:
+    """A tensor of the parameter's shape of which this rank holds `part`."""
+    return DTensor.from_local(
+        part.to(parameter.to_local().device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def take_own(whole: Tensor, parameter: Tensor) -> Tensor:
+    """A new tensor: the part of `whole` that this rank holds of the parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole.clone()
+    box = own_box(parameter)
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole.clone()
+
+
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """All of it, on every rank; `device` is where ranks talk."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.to_local().device.type != device.type:
+        tensor = DTensor.from_local(
+            tensor.to_local().to(device),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return tensor.full_tensor()
+
+
+# --- saving and restoring -------------------------------------------------------------------
+
+
+def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> Iterator[Piece]:
+    """What is cut: this rank's part, of which one replica in turn writes. All else: dealt out."""
+    replicated: dict[Kind, dict[str, Tensor]] = {}
+    for kind, tensors in state.items():
+        for turn, (name, tensor) in enumerate(tensors.items()):
+            if not is_cut(tensor):
+                replicated.setdefault(kind, {})[name] = own_part(tensor)
+                continue
+            assert isinstance(tensor, DTensor)
+            part = own_part(tensor)
+            if part.numel() and _writes(tensor, turn):
+                yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
+    yield from model_state.dealt_pieces(replicated, rank, size)
+
+
+def _writes(tensor: DTensor, turn: int) -> bool:
+    """Whether this rank is the replica whose turn it is."""
+    replica, num_replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_shard():
+            replica = replica * tensor.device_mesh.size(axis)
+            replica += tensor.device_mesh.get_local_rank(axis)
+            num_replicas *= tensor.device_mesh.size(axis)
+    return replica == turn % num_replicas
+
+
+def read_weight(reader: Reader, name: str, tensor: Tensor) -> Tensor:
+    """What this rank holds of it, and no more."""
+    if not is_cut(tensor):
+        return reader.read("weights", name)
+    assert isinstance(tensor, DTensor)
+    return reader.read("weights", name, own_box(tensor))
+
+
+def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor:
+    """State of the parameter's shape is cut as the parameter is; any other is whole."""
+    if not is_cut(parameter) or reader.info("optimizer", name).shape != tuple(parameter.shape):
+        return reader.read("optimizer", name)
+    assert isinstance(parameter, DTensor)
+    return cut_like(parameter, reader.read("optimizer", name, own_box(parameter)))
+
+
+# --- stepping on whole tensors --------------------------------------------------------------
+
+
+class StepByKind:
+    """Steps an elementwise optimizer on what is cut, and then on what every rank holds whole:
+    torch's kernels take tensors of one kind at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """As the optimizer's own."""
+        all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
+        try:
+            for cut in (True, False):
+                for group, parameters in all_of_it:
+                    group["params"] = [p for p in parameters if isinstance(p, DTensor) is cut]
+                self.optimizer.step()
+        finally:
+            for group, parameters in all_of_it:
+                group["params"] = parameters
+
+
+class WholeStep:
+    """Steps an optimizer to which a tensor is more than its elements, on whole tensors.
+
+    Every rank gathers weights, gradients and state, makes the same update, and keeps its part.
+    `apart`: one tensor at a time, for which an update costs the traffic of a gather of each and the
+    memory of one; for optimizers that keep nothing but what belongs to one parameter. All others
+    get one `step()`, and the memory of the whole model for as long. State of another shape than the
+    parameter's is whole on every rank in between.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, apart: bool = False
+    ) -> None:
+        self.optimizer, self.device, self.apart = optimizer, device, apart
+
+    def step(self) -> None:
+        """As the optimizer's own."""
+        groups = self.optimizer.param_groups
+        all_of_it = [(group, group["params"]) for group in groups]
+        turns = [all_of_it]
+        if self.apart:
+            turns = [[(g, [p])] for g, ps in all_of_it for p in ps if p.grad is not None]
+        try:
+            for turn in turns:
+                self._step(turn)
+        finally:
+            self.optimizer.param_groups = groups
+            for group, parameters in all_of_it:
+                group["params"] = parameters
+
+    def _step(self, turn: Sequence[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
+        """One `step()` on these parameters of these groups."""
+        states = self.optimizer.state
+        stand_ins: dict[nn.Parameter, nn.Parameter] = {}
+        for group, parameters in turn:
+            for parameter in parameters:
+                if isinstance(parameter, DTensor) and parameter.grad is not None:
+                    stand_ins[parameter] = self._stand_in(parameter)
+            group["params"] = [stand_ins.get(p, p) for p in parameters]
+        self.optimizer.param_groups = [group for group, _ in turn]
+        self.optimizer.step()
+        for parameter, stand_in in stand_ins.items():
+            with torch.no_grad():
+                own_part(parameter).copy_(take_own(stand_in.detach(), parameter))
+            if stand_in in states:
+                state = states.pop(stand_in)
+                states[parameter] = {k: _own(value, parameter) for k, value in state.items()}
+
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The whole of it, with its gradient, and its state in the optimizer."""
+        assert isinstance(parameter, DTensor) and parameter.grad is not None
+        states, home = self.optimizer.state, parameter.to_local().device
+        stand_in = nn.Parameter(whole(parameter, self.device).to(home))
+        stand_in.grad = whole(parameter.grad, self.device).to(home)
+        if parameter in states:
+            state = states.pop(parameter)
+            states[stand_in] = {k: _gathered(v, self.device, home) for k, v in state.items()}
+        return stand_in
+
+
+def _gathered(value: Any, device: torch.device, home: torch.device) -> Any:
+    """An entry of a state with all tensors whole."""
+    if isinstance(value, DTensor):
+        return whole(value, device).to(home)
+    if isinstance(value, (list, tuple)):
+        items = [_gathered(item, device, home) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _own(value: Any, parameter: Any) -> Any:
+    """An entry of a state, tensors of the parameter's shape cut as it is."""
+    if isinstance(value, Tensor):
+        alike = value.shape == parameter.shape and value.dim()
+        return cut_like(parameter, take_own(value, parameter)) if alike else value
+    if isinstance(value, (list, tuple)):
+        items = [_own(item, parameter) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

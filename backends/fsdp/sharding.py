@@ -1,0 +1,169 @@
+"""What torch's FSDP2 is told of a plan: the driver's options, the mesh of ranks, the policies."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...kernel.contract import World
+from ...kernel.plan import Plan
+from ...kernel.ranges import check_range
+from ..process_group.session import choose_device
+from . import wrap_units
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FsdpOptions:
+    """How the model is cut, and what is traded for memory."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` takes CUDA where there is a device for every local rank."""
+    wrap: tuple[str, ...] = ()
+    """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
+    model: children of one class in a list; the root takes what is left."""
+    min_unit_params: int | None = None
+    """Without `wrap`: units by size, each submodule with at least so many parameters that are not
+    in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
+    reshard_after_forward: bool = True
+    """Let a unit's weights go between its forward and its backward, and gather them again."""
+    reshard_after_backward: bool = True
+    """Likewise between microbatches; False keeps them until the update."""
+    sync_each_microbatch: bool = False
+    """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
+    shard_size: int | None = None
+    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
+    the number of ranks. By default all ranks are one group."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    gather_dtype: Literal["auto", "params", "compute"] = "auto"
+    """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
+    memory; `params` is for models with layers that refuse weights of another dtype than their
+    input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
+    normalisation layers do."""
+    optimizer_step: Literal["auto", "parts", "tensors", "whole"] = "auto"
+    """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
+    alike. `tensors`: they are gathered one by one; right for those that treat tensors alike and
+    keep nothing that all share. `whole`: all at once, in the memory of the whole model, its
+    gradients and state; right for all. `auto`: the first that is right for torch's own optimizers,
+    `whole`, with a warning, for others."""
+    meta: bool = False
+    """No rank ever holds the whole model. False: every rank builds it in host memory, with the
+    recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is
+    dropped (to the meta device) as soon as it is made, and only this rank's part of it comes back:
+    from the checkpoint on resume; on a fresh start from `reset_parameters()` of each module, or
+    `_init_weights(module)` of the model, called on one whole module at a time, which give the same
+    weights at any world size, but need not be those of the recipe's constructor."""
+    from_rank_0: bool = False
+    """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
+    for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
+    sync_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
+    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    sync_batch_norm: bool = False
+    """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
+    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.min_unit_params", self.min_unit_params, 0)
+        check_range("backend.shard_size", self.shard_size, 1)
+
+
+def gathered_dtype(plan: Plan) -> torch.dtype:
+    """The dtype that weights travel in."""
+    options = options_of(plan)
+    in_compute = options.gather_dtype == "compute" or (
+        options.gather_dtype == "auto" and choose_device(options.device).type != "cpu"
+    )
+    return plan.precision.compute if in_compute else plan.precision.params
+
+
+def options_of(plan: Plan) -> FsdpOptions:
+    """Those of the plan, or the defaults."""
+    return plan.options or FsdpOptions()
+
+
+def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """What cannot be cut, and so stays whole on every rank, by FQN: parameters of no dimension, and
+    those of another dtype than most of their unit has, since a unit is gathered in one."""
+    dtypes = {unit: Counter[torch.dtype]() for unit in (*units, module)}
+    held = list(wrap_units.held(module, set(units), module, ""))
+    for _, parameter, unit in held:
+        if parameter.dim() and parameter.is_floating_point():
+            dtypes[unit][parameter.dtype] += parameter.numel()
+    usual = {unit: found.most_common(1)[0][0] for unit, found in dtypes.items() if found}
+    other = {
+        name: parameter
+        for name, parameter, unit in held
+        if parameter.is_floating_point() and parameter.dtype != usual.get(unit, parameter.dtype)
+    }
+    if other:
+        _LOG.warning(
+            "every rank holds all of %s, %s elements: they are of another dtype than most of the "
+            "unit that they are in. Let each unit (backend.wrap) have one",
+            ", ".join(other) if len(other) < 10 else f"{len(other)} parameters",
+            sum(parameter.numel() for parameter in other.values()),
+        )
+    found = {parameter: name for name, parameter in module.named_parameters()}
+    scalars = {name: p for p, name in found.items() if not p.dim()}
+    return {**{found[p]: p for p in other.values()}, **scalars}
+
+
+def shard(unit: nn.Module, plan: Plan, mesh: Any, ignored: set[nn.Parameter]) -> Any:
+    """Cut what no smaller unit has cut, but for what is ignored."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
+    options = options_of(plan)
+    # The policy says what travels; autocast says what each operation computes in, as on all other
+    # drivers. Alone, the policy would compute everything in the lower precision, also losses and
+    # normalisation, and would round inputs that are no activations, such as targets.
+    gathered = gathered_dtype(plan)
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if gathered is plan.precision.params else gathered,
+        reduce_dtype=plan.precision.reduce,
+        cast_forward_inputs=False,
+    )
+    pinned = mesh.device_type != "cpu"
+    fully_shard(
+        unit,
+        mesh=mesh,
+        # None: all but the root, whose weights the backward needs at once
+        reshard_after_forward=None if options.reshard_after_forward else False,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
+        ignored_params=ignored,
+    )
+    assert isinstance(unit, FSDPModule)
+    # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported
+    unit.set_force_sum_reduction_for_comms(True)
+    return unit
+
+
+def mixed_in() -> type:
+    """The class that `shard` mixes into that of a unit."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return FSDPModule
+
+
+def mesh_of(options: FsdpOptions, world: World) -> Any:
+    """All ranks in a row; with `shard_size`, rows of so many that replicate each other."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    kind, size = world.device.type, options.shard_size or world.size
+    if size == world.size:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))

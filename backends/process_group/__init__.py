@@ -1,0 +1,1 @@
+"""A session of several processes over torch.distributed."""

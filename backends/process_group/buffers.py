@@ -1,0 +1,100 @@
+"""Buffers of a model that several ranks run: rank 0's are the model's.
+
+A forward in training changes some of them (running statistics, counts), on each rank by what that
+rank has seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...kernel.contract import World
+from ...kernel.shards import Piece, Reader
+from ..common import model_state
+from ..common.buffers import write_unseen
+from .session import keep_for_a_while, naming_collectives
+
+
+class Buffers:
+    """Those of `module`. Unless `synchronised`, each rank goes on with its own, and saves them."""
+
+    def __init__(self, module: nn.Module, world: World, synchronised: bool = True) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._module, self._synchronised = module, synchronised
+        # looked up each time, since a module may put another tensor into the place of one
+        self._places = [
+            (part._buffers, name)
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+
+    def take_before_forward(self, called: nn.Module) -> None:
+        """Rank 0's are taken over before each forward of `called`, the wrapped module."""
+        if self._synchronised and self._places and self.size > 1:
+            called.register_forward_pre_hook(self._before_forward)
+
+    def own_pieces(self) -> Iterator[Piece]:
+        """What this rank saves of its own, beside those of rank 0."""
+        if not self._synchronised and self.rank > 0:
+            for name, buffer in model_state.named_buffers(self._module).items():
+                yield Piece("state", _own(self.rank, name), buffer, tuple(buffer.shape))
+
+    def restore_own(self, reader: Reader) -> None:
+        """Those of a run of as many ranks; else rank 0's stay, which have been restored."""
+        buffers = model_state.named_buffers(self._module)
+        wanted = {_own(rank, name) for name in buffers for rank in range(1, self.size)}
+        stored = {name for name in reader.names("state") if name.startswith(_OWN)}
+        if not self._synchronised and self.rank > 0 and stored == wanted:
+            for name, buffer in buffers.items():
+                buffer.copy_(reader.read("state", _own(self.rank, name)))
+
+    @contextmanager
+    def of_rank_0(self) -> Iterator[None]:
+        """While it is open, all ranks hold rank 0's."""
+        if not self._places or self.size == 1:
+            yield
+            return
+        buffers = self._here()
+        own = [buffer.clone() for buffer in buffers]
+        self._take()
+        try:
+            yield
+        finally:
+            write_unseen(buffers, own)
+
+    def _here(self) -> list[Tensor]:
+        buffers = (held[name] for held, name in self._places)
+        return [buffer.detach() for buffer in buffers if buffer is not None]
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self._here():
+            by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        with naming_collectives("taking over the buffers of rank 0", self.rank):
+            for buffers in by_dtype.values():
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+                # as bytes: gloo does not know every dtype
+                dist.broadcast(keep_for_a_while(flat.view(torch.uint8)), src=0)
+                if self.rank > 0:
+                    parts = torch.split(flat, [buffer.numel() for buffer in buffers])
+                    write_unseen(
+                        buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
+                    )
+
+
+_OWN = "buffers/"
+
+
+def _own(rank: int, name: str) -> str:
+    return f"{_OWN}{rank}/{name}"

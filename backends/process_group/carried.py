@@ -1,0 +1,45 @@
+"""Parameters that every rank holds whole, beside a model that is cut over ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...kernel.contract import World
+from .session import keep_for_a_while, naming_collectives
+
+
+class Carried:
+    """Of `parameters` those that are trained: no library averages their gradients."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], world: World) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.world = world
+
+    def average(self, lowest: torch.dtype) -> None:
+        """Their gradients over feeders, added up in that dtype or a wider one; of those that have
+        none on a rank, a zero counts, and where no rank has any there is none."""
+        if not self.parameters or self.world.size == 1:
+            return
+        dtypes = [parameter.dtype for parameter in self.parameters]
+        dtype = functools.reduce(torch.promote_types, dtypes, lowest)
+        present = [float(parameter.grad is not None) for parameter in self.parameters]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        flat = torch.cat(
+            [
+                torch.tensor(present, dtype=dtype, device=self.world.device),
+                *(grad.detach().reshape(-1).to(dtype) for grad in grads),
+            ]
+        )
+        with naming_collectives("averaging gradients of what is carried whole", self.world.rank):
+            dist.all_reduce(keep_for_a_while(flat))
+        found, *parts = torch.split(flat, [len(grads), *(grad.numel() for grad in grads)])
+        self._take(found.tolist(), [part / self.world.size for part in parts])
+
+    def _take(self, found: Sequence[float], means: Sequence[Tensor]) -> None:
+        for parameter, ranks, mean in zip(self.parameters, found, means, strict=True):
+            parameter.grad = mean.view_as(parameter).to(parameter.dtype) if ranks else None

@@ -1,0 +1,177 @@
+"""DistributedDataParallel, for every driver whose ranks each hold the whole model.
+
+https://arxiv.org/abs/2006.15704
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...kernel.contract import Outcome, World
+from ...kernel.errors import RecipeError
+from ...kernel.plan import Plan
+from ...kernel.ranges import check_range
+from ...kernel.recipe import Recipe
+from ...kernel.shards import Piece, Reader
+from ..common import model_state, models, stepping
+from ..common.optimizer_state import OptimizerState
+from .buffers import Buffers
+from .session import naming_collectives
+
+SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed cut it over ranks"
+
+
+@dataclass(frozen=True)
+class ReplicatedOptions:
+    """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its defaults."""
+
+    bucket_cap_mb: int = 25
+    """Gradients are averaged in buckets of this size, while backward goes on."""
+    find_unused_parameters: bool = False
+    """Look after each forward for parameters that took no part."""
+    sync_buffers: bool = True
+    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
+    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    sync_batch_norm: bool = False
+    """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
+    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
+    static_graph: bool = False
+    """Promise that every step uses the same parameters in the same order."""
+
+    def __post_init__(self) -> None:
+        check_range("backend.bucket_cap_mb", self.bucket_cap_mb, 0)
+
+    @property
+    def finds_unused(self) -> bool:
+        """Whether parameters may go without a gradient."""
+        return self.find_unused_parameters or self.static_graph
+
+    def arguments(self) -> dict[str, Any]:
+        """As this torch calls them; a static graph is promised later."""
+        # one was renamed in torch 2.15; delete the old name when 2.14 is no longer supported
+        known = inspect.signature(DistributedDataParallel).parameters
+        new, old = "forward_sync_buffers", "broadcast_buffers"
+        return {
+            "bucket_cap_mb": self.bucket_cap_mb,
+            "find_unused_parameters": self.finds_unused and not self.static_graph,
+            new if new in known else old: False,  # see buffers.py
+        }
+
+
+class DdpEngine:
+    """The module in DistributedDataParallel; what is saved is as in one process."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
+        options: ReplicatedOptions = plan.options or ReplicatedOptions()
+        self.plan, self.world = plan, world
+        self.finds_unused = options.finds_unused
+        self.own = models.with_synced_batch_norm(
+            models.build_model(recipe, plan, world.device),
+            options.sync_batch_norm,
+            world.device,
+            "ddp",  # xpu is no CPU
+        )
+        self.tied = models.tied_groups(self.own)
+        self.num_parameters = sum(p.numel() for p in self.own.parameters())
+        self.parameters = [p for p in self.own.parameters() if p.requires_grad]
+        self.optimizer = models.build_optimizer(recipe, self.own)
+        self.state = OptimizerState(self.optimizer, self.own)
+        self._autocast = models.autocast(plan, world.device)
+        self.loss_scale = stepping.LossScale(world.device) if plan.precision.loss_scaling else None
+        if plan.compile:
+            self.own.compile(**plan.compile_options)
+        self.module = _InOneOrder(self.own, options.static_graph, **options.arguments())
+        self.buffers = Buffers(self.own, world, options.sync_buffers)
+        self.buffers.take_before_forward(self.module)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups  # `load_state_dict` makes a new list
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        return models.NO_CONTEXT if last else self.module.no_sync()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return naming_collectives("a forward", self.world.rank, inside=self._autocast())
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        with naming_collectives("averaging gradients in a backward", self.world.rank):
+            stepping.backward(loss, weight, self.loss_scale)
+
+    def unused(self) -> Sequence[str]:
+        names = models.without_gradient(self.own)
+        if not self.finds_unused:
+            self._refuse_unused(names)
+        return names
+
+    def update(self) -> Outcome:
+        self._refuse_unused(self.module.waited_for())
+        return stepping.update(
+            self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
+        )
+
+    def _refuse_unused(self, names: Sequence[str]) -> None:
+        """DDP waits for their gradients, and averages none of those in a bucket with them."""
+        if names:
+            raise RecipeError(
+                f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the last "
+                "microbatch of a step: set backend.find_unused_parameters=true, or freeze them "
+                "(requires_grad=False), or leave them out of the model"
+            )
+
+    def shards(self) -> Iterator[Piece]:
+        yield from self.buffers.own_pieces()
+        yield from model_state.replicated_pieces(
+            self.own, self.state, self.loss_scale, self.world.rank, self.world.size
+        )
+
+    def restore(self, reader: Reader) -> None:
+        model_state.restore_replicated(reader, self.own, self.state, self.loss_scale)
+        self.buffers.restore_own(reader)
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        with self.buffers.of_rank_0():
+            yield self.own
+
+
+class _InOneOrder(DistributedDataParallel):
+    """Whose buckets are the same in every step.
+
+    It would arrange them anew after the first backward, in the order in which the gradients came,
+    so that the first step of a resumed run would add three ranks' numbers in another order.
+    """
+
+    def __init__(self, module: nn.Module, static_graph: bool, **arguments: Any) -> None:
+        self._arranges = not arguments["find_unused_parameters"]
+        super().__init__(module, gradient_as_bucket_view=True, **arguments)
+        if self._arranges:
+            self.reducer._push_all_rebuilt_params()
+            self.reducer._rebuild_buckets()
+        if static_graph:
+            self._set_static_graph()  # type: ignore[no-untyped-call]
+
+    def waited_for(self) -> list[str]:
+        """The parameters whose gradients the last backward lacked, on this rank."""
+        try:
+            self.reducer._rebuild_buckets()  # which looks for that first, and has nothing to do
+        except RuntimeError as error:
+            if (found := re.search(r"receive grad for rank \d+: ([\d ]+)", str(error))) is None:
+                raise
+            parameters = self._build_params_for_reducer()[0]
+            names = {parameter: name for name, parameter in self.module.named_parameters()}
+            return sorted(names[parameters[int(index)]] for index in found[1].split())
+        return []
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """The last ones first, as gradients come: buckets are sent in this order."""
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return (parameters[::-1], sparse[::-1]) if self._arranges else (parameters, sparse)

@@ -1,0 +1,395 @@
+"""Notices ranks that stand still while others wait for them; names the late, ends with the dead.
+
+Two threads of each rank, none of which touches the device or holds a step up. One tells the others
+through the store, a few times in `stall_seconds`, that this process lives, when it last worked and
+where its main thread is. The other reads the clock alone, since the store may be what stands still.
+
+When a rank has waited in a call for `stall_seconds`, another that did not come is
+
+- silent: stopped, dead, or cut off. The run ends.
+- late: it lives, and is in the user's code, by its own word: a debugger, a server that is asked, a
+  slow disk. It is named, and waited for until `timeout_seconds`.
+
+Where nobody is late, all wait in calls, and no process nor child of one uses the processor, ranks
+wait for each other in different calls, and the run ends. That is not judged before the second step,
+while models are fetched and compiled. In saving and resuming, where one rank may wait for a slow
+disk, only silence is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+BUSY = 0.02
+"""Of the time: a process that uses less of a processor than this is idle."""
+GRACE_SECONDS = 5.0
+"""For a rank that has learnt of a stall to end by itself."""
+PATIENT_STEPS = 2
+"""Steps before idling is judged."""
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank tells the others of itself."""
+
+    beat: int
+    idle_seconds: float
+    steps: int
+    call: str
+    """The call that it waits in, or nothing."""
+    place: str
+    """The innermost frames of its main thread."""
+    own: bool = False
+    """It is in code of the user's: the innermost frame is of nothing that talks to other ranks."""
+
+    @property
+    def late(self) -> bool:
+        """It does not wait for anybody."""
+        return self.own or not self.call
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank that lives, and keeps others waiting."""
+
+    rank: int
+    seconds: float
+    """That it was waited for when it was found."""
+    steps: int
+    place: str
+    by: int
+    """Who waits, and in which call."""
+    call: str
+
+    def __str__(self) -> str:
+        return f"it is at {self.place}, and rank {self.by} waits in {self.call!r}"
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """It is told once a step."""
+        return self.rank, self.steps
+
+
+def print_late(late: Late) -> None:
+    """Where nobody else tells; by the rank that waits."""
+    if (watch := _open[-1] if _open else None) is not None and watch.rank == late.by:
+        words = f"rank {late.rank} has kept others waiting for {late.seconds:.0f} s: {late}"
+        print(words, file=sys.stderr, flush=True)
+
+
+_TALKS = re.compile(
+    r"[/\\](torch[/\\](distributed|autograd|_ops\.py)|deepspeed[/\\])|"
+    + re.escape(str(Path(__file__).parent))
+)
+"""Files of code that waits for other ranks, or computes."""
+
+
+class Watch:
+    """Watches the other ranks for this one. `store`: of its own, for no call of it may wait for a
+    call of another thread.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, stall_seconds: float, timeout_seconds: float
+    ) -> None:
+        self.rank, self.stall_seconds = rank, stall_seconds
+        self.timeout_seconds = timeout_seconds
+        self.tell: Callable[[Late], None] = print_late
+        self.steps = 0
+        self.verdict = ""
+        """Who stalls, and where; empty while nobody does."""
+        self.stalled: Sequence[int] = ()
+        self._told_late: tuple[int, int] | None = None
+        self._store = store
+        self._others = [other for other in range(size) if other != rank]
+        self._since = 0.0
+        self._call, self._patient, self._mixed = "", False, False
+        self._main = threading.get_ident()
+        self._stopped = threading.Event()
+        self._told = time.monotonic()  # when the store last answered
+        self._seen: dict[int, tuple[int, float]] = {}  # a rank's beat, and when it was first seen
+        self._threads = [
+            threading.Thread(target=loop, name=f"drivetrain-{name}", daemon=True)
+            for name, loop in (("watch", self._tell_and_look), ("clock", self._read_clock))
+        ]
+
+    def start(self) -> None:
+        """Called once, by the main thread."""
+        self._tell(Heartbeat(-1, 0.0, 0, "", "its start"))
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Before ranks leave: from here on nobody waits for another."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(1.0)
+
+    def enter(self, call: str, patient: bool, mixed: bool) -> tuple[str, float, bool, bool]:
+        """The main thread begins what needs the other ranks; the answer is for `leave`. `mixed`: it
+        computes, and runs the user's code, too."""
+        before = self._call, self._since, self._patient, self._mixed
+        self._since, self._patient, self._mixed = time.monotonic(), patient, mixed
+        self._call = call
+        return before
+
+    def leave(self, before: tuple[str, float, bool, bool]) -> None:
+        """It is back in what it did before."""
+        self._call, self._since, self._patient, self._mixed = before
+
+    # --- the thread that talks --------------------------------------------------------------
+
+    def _tell_and_look(self) -> None:
+        try:
+            for sign in self._signs():
+                self._tell(sign)
+                if self._store.check(["verdict"]):
+                    self._end(**json.loads(self._store.get("verdict")))
+                if self._store.check(["late"]):
+                    self._hear_of_late(Late(**json.loads(self._store.get("late"))))
+                self._told = time.monotonic()
+                self._look(sign)
+        except RuntimeError:
+            return  # the store is gone, with its process: every call of the main thread fails now
+
+    def _tell(self, sign: Heartbeat) -> None:
+        self._store.set(f"sign/{self.rank}", json.dumps(asdict(sign)))
+
+    def _signs(self) -> Iterator[Heartbeat]:
+        """This rank's own, a few times in `stall_seconds`, until it stops."""
+        worked = looked = time.monotonic()
+        used = processor_seconds()
+        for beat in itertools.count():
+            if self._stopped.wait(min(self.stall_seconds / 10, 2.0)):
+                return
+            now, uses = time.monotonic(), processor_seconds()
+            if abs(uses - used) > BUSY * (now - looked):  # less: a child has ended
+                worked = now
+            looked, used = now, uses
+            frame = sys._current_frames().get(self._main)
+            own = frame is not None and not _TALKS.search(frame.f_code.co_filename)
+            yield Heartbeat(beat, now - worked, self.steps, self._call, self._place(frame), own)
+
+    def _place(self, frame: FrameType | None) -> str:
+        places: list[str] = []
+        while frame is not None and len(places) < 3:
+            code = frame.f_code
+            places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
+            frame = frame.f_back
+        return ", called from ".join(places)
+
+    def _look(self, mine: Heartbeat) -> None:
+        """At the others, when this rank waits for them. It asks nobody until it has for a while."""
+        limit = self.stall_seconds
+        waited = time.monotonic() - self._since if self._call and not mine.own else 0.0
+        if waited < limit / 3:
+            self._seen.clear()
+            return
+        if self._seen and waited < limit:
+            return
+        signs = self._ask()
+        if silent := self._silent(signs):
+            self._report_stall(silent, f"sees no sign of life for {limit:g} s (stall_seconds)")
+        elif waited >= limit and not self._patient and not self._works(mine):
+            self._look_for_late(signs, mine, waited)
+
+    def _works(self, mine: Heartbeat) -> bool:
+        """What looks like a call may be work."""
+        return self._mixed and mine.idle_seconds < self.stall_seconds
+
+    def _silent(self, signs: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+        """Those that nothing has come of for half of the time."""
+        silent, now = {}, time.monotonic()
+        for other, sign in signs.items():
+            beat, since = self._seen.setdefault(other, (sign.beat, now))
+            if beat != sign.beat:
+                self._seen[other] = sign.beat, now
+            elif now - since >= self.stall_seconds / 2:
+                silent[other] = sign
+        return silent
+
+    def _look_for_late(
+        self, signs: Mapping[int, Heartbeat], mine: Heartbeat, waited: float
+    ) -> None:
+        limit = self.stall_seconds
+        late = {other: sign for other, sign in signs.items() if sign.late}
+        if late and waited >= self.timeout_seconds:
+            self._report_stall(late, f"has waited for {self.timeout_seconds:g} s (timeout_seconds)")
+        elif late:
+            other, sign = min(late.items())
+            self._store_late(Late(other, waited, sign.steps, sign.place, self.rank, self._call))
+        elif signs and all(
+            s.idle_seconds >= limit and s.steps >= PATIENT_STEPS for s in (mine, *signs.values())
+        ):  # all are there, and nothing moves
+            what = f"sees no sign of work for {limit:g} s (stall_seconds)"
+            self._report_stall({**signs, self.rank: mine}, what)
+
+    def _store_late(self, late: Late) -> None:
+        if self._told_late != late.key:
+            self._store.set("late", json.dumps(asdict(late)))
+            self._hear_of_late(late)
+
+    def _hear_of_late(self, late: Late) -> None:
+        """Once on each rank, whoever saw it first."""
+        if self._told_late != late.key:
+            self._told_late = late.key
+            self.tell(late)
+
+    def _ask(self) -> dict[int, Heartbeat]:
+        keys = [f"sign/{other}" for other in self._others]
+        if not self._store.check(keys):
+            return {}  # one has yet to begin
+        told = self._store.multi_get(keys)
+        return {o: Heartbeat(**json.loads(t)) for o, t in zip(self._others, told, strict=True)}
+
+    def _report_stall(self, stalled: Mapping[int, Heartbeat], seen: str) -> None:
+        lines = [
+            f"rank {other} stands still after {sign.steps} steps"
+            + (f", in {sign.call}" if sign.call else "")
+            + f", last seen at {sign.place}"
+            for other, sign in sorted(stalled.items())
+        ]
+        text = f"{'; '.join(lines)}. Rank {self.rank} waits for it in {self._call!r} and {seen}"
+        self._store.set("verdict", json.dumps({"stalled": sorted(stalled), "text": text}))
+        self._end(sorted(stalled), text)
+
+    # --- the thread that reads the clock ----------------------------------------------------
+
+    def _read_clock(self) -> None:
+        while not self._stopped.wait(self.stall_seconds / 10):
+            now = time.monotonic()
+            waited = now - self._since if self._call else 0.0
+            if min(waited, now - self._told) >= self.stall_seconds + GRACE_SECONDS:
+                address = ":".join(os.environ.get(f"MASTER_{x}", "?") for x in ("ADDR", "PORT"))
+                self._end(
+                    (),
+                    f"the store at {address}, in the process of rank 0 or of the launcher, does "
+                    f"not answer; rank {self.rank} waits in {self._call!r}",
+                )
+
+    def _end(self, stalled: Sequence[int], text: str) -> None:
+        """End this process: at once where it stalls, else when its call has not failed by itself
+        after a moment, as it does when the other end goes away.
+        """
+        self.verdict, self.stalled = text, stalled
+        if self.rank not in stalled and self._stopped.wait(GRACE_SECONDS):
+            return
+        print(f"error: rank {self.rank} on {socket.gethostname()}: {text}.", file=sys.stderr)
+        print("What each thread is doing:", file=sys.stderr, flush=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        os._exit(1)
+
+
+def processor_seconds() -> float:
+    """What this process and its living children have used of processors, where Linux tells of
+    children; else this process alone.
+    """
+    total = time.process_time()
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        ticks = os.sysconf("SC_CLK_TCK")
+        for listed in Path("/proc/self/task").glob("*/children"):
+            for child in listed.read_text().split():
+                # after the name, which may hold spaces: user and system time are 12th and 13th
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) / ticks
+    return total
+
+
+# --- one at a time --------------------------------------------------------------------------
+
+_open: list[Watch] = []
+_num_watches = itertools.count()
+_NOTHING = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def watching(
+    store: Any, rank: int, size: int, stall_seconds: float | None, timeout_seconds: float
+) -> Iterator[None]:
+    """While it is open, `waiting` is watched. `store`: the process group's; every rank opens its
+    watches in the same order. Without `stall_seconds`, or others, nobody watches.
+    """
+    if size == 1 or stall_seconds is None:
+        yield
+        return
+    prefix = f"drivetrain/watch {next(_num_watches)}"
+    own: Any = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+    watch = Watch(own, rank, size, stall_seconds, timeout_seconds)
+    _open.append(watch)
+    watch.start()
+    try:
+        with _fatal_errors_placed():
+            yield
+    finally:
+        _open.remove(watch)
+        watch.stop()
+
+
+@contextlib.contextmanager
+def _fatal_errors_placed() -> Iterator[None]:
+    """A library that aborts the process, as gloo does when ranks do not make the same calls, says
+    nothing of where that was: have Python add it.
+    """
+    output = sys.__stderr__
+    if faulthandler.is_enabled() or output is None:
+        yield
+        return
+    faulthandler.enable(output)
+    try:
+        yield
+    finally:
+        faulthandler.disable()
+
+
+class _Waiting(contextlib.AbstractContextManager[None]):
+    __slots__ = ("_before", "_call", "_mixed", "_patient", "_watch")
+
+    def __init__(self, watch: Watch, call: str, patient: bool, mixed: bool) -> None:
+        self._watch, self._call, self._patient, self._mixed = watch, call, patient, mixed
+
+    def __enter__(self) -> None:
+        self._before = self._watch.enter(self._call, self._patient, self._mixed)
+
+    def __exit__(self, *raised: object) -> None:
+        self._watch.leave(self._before)
+
+
+def waiting(
+    call: str, patient: bool = False, mixed: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Around a call that needs the other ranks. `patient`: they may idle meanwhile. `mixed`: there
+    is more in it than to wait."""
+    return _Waiting(_open[-1], call, patient, mixed) if _open else _NOTHING
+
+
+def listen(tell: Callable[[Late], None]) -> None:
+    """Who hears of late ranks from here on, in another thread; else they are printed."""
+    for watch in _open:
+        watch.tell = tell
+
+
+def count_step() -> None:
+    """Once a step."""
+    for watch in _open:
+        watch.steps += 1
+
+
+def verdict() -> tuple[str, Sequence[int]]:
+    """Who stalls, and where, and which these are; nothing while nobody does."""
+    return (_open[-1].verdict, _open[-1].stalled) if _open else ("", ())

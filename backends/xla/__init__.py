@@ -1,0 +1,1 @@
+"""TPUs by torch_xla; `driver.py` is the driver."""

@@ -1,0 +1,1 @@
+"""accelerate's `Accelerator` and configuration files, on drivetrain's drivers."""

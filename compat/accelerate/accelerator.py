@@ -1,0 +1,245 @@
+"""`trainer.accelerator`: the members of accelerate's `Accelerator` that trainers made for HF use.
+
+It has no process group or wrapper of its own: the Trainer's `driver_session` does the work.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
+from ..arguments.backend import chosen, notes
+from ..arguments.processes import Processes
+from ..data.rank_batches import OneOf
+from ..data.sharding import RankLoader, shard, skip_first_batches
+from ..errors import ArgumentError
+from ..trainer.tree import move
+from .collectives import Collectives
+
+__all__ = ["Accelerator"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Accelerator(Collectives):
+    """A view of the Trainer's `driver_session`. All processes call what talks to the others."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
+        self.state = Processes(trainer.args)
+        self.gradient_accumulation_steps = 1  # the Trainer accumulates
+        self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
+        resolve_accumulation(trainer.args)
+        for note in notes(trainer.args, chosen(trainer.args).driver):
+            _LOG.warning("%s", note)
+
+    # --- how the loop and loaders are set up
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an update follows this microbatch."""
+        return self.gradient_state.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last update was left out, for a gradient that was not finite."""
+        outcome = self._trainer._last_outcome
+        return outcome is not None and not outcome.applied()
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the last round of batches is filled up; may be set before a loader is made."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether batch sizes are those of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """See `AcceleratorConfig.dispatch_batches`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of samples depends on the seed alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied while the host goes on."""
+        return self.dataloader_config.non_blocking
+
+    # --- making things ready
+
+    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+        """Loaders give this process's share, models move to its device, and all else is given back
+        as it is: the Trainer wraps the model that it trains, with its optimizer, by itself.
+        """
+        prepared = tuple(self._prepare_one(item) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, item: Any) -> Any:
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item)
+        return self.prepare_model(item) if isinstance(item, nn.Module) else item
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], **ignored: Any) -> RankLoader:
+        """A loader over this process's share of the batches of `data_loader`."""
+        config, args = self.dataloader_config, self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        loader = shard(
+            data_loader,
+            OneOf(self.process_index, self.num_processes),
+            seed=seed if config.use_seedable_sampler else None,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
+            dispatch_batches=config.dispatch_batches,
+            active=self.gradient_state.active,
+        )
+        if ignored.get("device_placement", True):
+            loader.device = self.device
+        return loader
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model on this process's device, as a reference or reward model is used.
+
+        Raises `ArgumentError` for a model that would be trained next to the Trainer's own on
+        several processes: nothing would average its gradients.
+        """
+        own = getattr(self._trainer, "model", None)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if self.num_processes > 1 and trained and not evaluation_mode and own not in (None, model):
+            raise ArgumentError(
+                f"accelerator.prepare was given a {type(model).__name__} with trainable parameters "
+                "that is not the Trainer's model, and nothing would average its gradients over "
+                "processes; freeze it (requires_grad_(False)), make it a part of the Trainer's "
+                "model, or pass evaluation_mode=True"
+            )
+        if evaluation_mode:
+            model.eval()
+        if device_placement is False or getattr(model, "hf_device_map", None):
+            return model
+        return model.to(self.device)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """The optimizer itself."""
+        return optimizer
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The scheduler itself: the loop steps it once an update."""
+        return scheduler
+
+    def unwrap_model(
+        self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> Any:
+        """The user's own module inside of whatever a driver put around it."""
+        prepared = self._trainer.driver_session.prepared
+        if prepared is not None and model is prepared.engine.module:
+            return prepared.model
+        compiled = hasattr(model, "_orig_mod")
+        inner = model._orig_mod if compiled else model
+        while type(inner).__name__ in _WRAPPERS:
+            inner = inner.module
+        return model if compiled and keep_torch_compile else inner
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> RankLoader:
+        """The loader without its first batches; samples of a map-style data set are not read."""
+        return skip_first_batches(dataloader, num_batches)
+
+    # --- training
+
+    def backward(self, loss: Tensor, **ignored: Any) -> None:
+        """Add the gradient of a microbatch's loss; nothing is divided here."""
+        self._trainer._backward(loss)
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """The precision of the arguments, around a forward."""
+        with self._trainer.driver_session.autocast():
+            yield
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
+        """Nothing: the Trainer's loop accumulates."""
+        return nullcontext()
+
+    def no_sync(self, model: Any) -> AbstractContextManager[Any]:
+        """Around a backward whose gradients are not averaged yet, where the wrapper can do so."""
+        context: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
+        return context
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """Clip gradients that a subclass handles itself; the Trainer's own updates clip theirs.
+
+        Returns the norm before clipping, 0-d. Under DeepSpeed, which clips by itself, that norm of
+        the last update.
+        """
+        prepared = self._trainer.driver_session.prepared
+        if prepared is not None and hasattr(prepared.engine.module, "get_global_grad_norm"):
+            return prepared.engine.module.get_global_grad_norm()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Limit every element of the gradients that a subclass handles itself."""
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    # --- the rest
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the first process of each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Empty the caches of host and device. Returns a None for each object, to forget it by."""
+        gc.collect()
+        if self.device.type in ("cuda", "xpu"):
+            torch.accelerator.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
+
+    def end_training(self) -> None:
+        """Wait for the others; `trainer.end()` leaves the process group."""
+        self.wait_for_everyone()
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = True) -> None:
+        """Write a dict of tensors as safetensors, on the first process. Raises `ArgumentError`
+        when asked to pickle.
+        """
+        if not safe_serialization:
+            raise ArgumentError("accelerator.save(safe_serialization=False) would pickle")
+        if self.is_main_process:
+            from safetensors.torch import save_file
+
+            save_file(move(obj, torch.device("cpu")), f)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
+        """All weights of the Trainer's model, whole, on the host; a call for all processes."""
+        prepared = self._trainer.driver_session.prepared
+        inner = self.unwrap_model(model)
+        if prepared is None or prepared.model is not inner:
+            return dict(inner.state_dict())
+        with prepared.engine.full_params() as whole:
+            return {
+                name: value.detach().cpu().clone() for name, value in whole.state_dict().items()
+            }
+
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")

@@ -1,0 +1,239 @@
+"""The collective calls of accelerate's `Accelerator`: gather, pad, reduce and split."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ...kernel.contract import Session
+from ..arguments.processes import Processes
+from ..data.sharding import RankLoader
+from ..trainer.tree import leaves, map_tensors
+
+__all__ = ["Collectives", "exchange_objects"]
+
+
+class GradientState:
+    """The position of the loop: its loader, and the microbatch within an update."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.active: list[RankLoader] = []
+        self.num_steps = 1
+
+    @property
+    def active_dataloader(self) -> RankLoader | None:
+        """The innermost loader that is being walked through."""
+        return self.active[-1] if self.active else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether any is."""
+        return bool(self.active)
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether its batch in hand is the last."""
+        return bool(self.active) and self.active[-1].end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Number of real samples in the last global batch; 0: all; -1: not known."""
+        return self.active[-1].remainder if self.active else -1
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an update follows this microbatch."""
+        microstep = getattr(self._trainer, "_microstep", None)
+        return microstep is None or bool(microstep.last)
+
+
+class Collectives(Processes):
+    """The calls that all processes make at once, by accelerate's names."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer.args)
+        self._trainer = trainer
+        self.gradient_state = GradientState(trainer)
+
+    @property
+    def _session(self) -> Any:
+        return self._trainer.driver_session.session
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all processes, one after the other along dimension 0, on every process.
+
+        Any structure of tensors; those of no dimension become elements of a vector. One process
+        gets back what it gave. Raises TypeError for what is not a tensor.
+        """
+        if not has_only_tensors(tensor):
+            raise TypeError(
+                f"gather takes tensors and structures of them, not {type(tensor).__name__}; use "
+                "gather_for_metrics(..., use_gather_object=True)"
+            )
+        return tensor if self.num_processes == 1 else gather_tensors(self._session, tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather`, without the samples that the last round of a loader was filled up with.
+
+        What is not made of tensors comes as one list of the items of all processes.
+        """
+        if use_gather_object or not has_only_tensors(input_data):
+            data = self._gather_objects(input_data)
+            trim: Callable[[Any], Any] = lambda items: items[: self._real_samples()]  # noqa: E731
+            return trim(data) if isinstance(data, list) else data
+        real = self._real_samples()
+        return map_tensors(lambda t: t[:real] if t.dim() else t, self.gather(input_data))
+
+    def _gather_objects(self, data: Any) -> Any:
+        return data if self.num_processes == 1 else exchange_objects(self._session, data)
+
+    def _real_samples(self) -> int | None:
+        """Number of real samples among those just gathered; None: all of them."""
+        state = self.gradient_state
+        return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors as long in dimension `dim` as the longest of all processes, padded with
+        `pad_index`, behind or, with `pad_first`, in front.
+        """
+        if self.num_processes == 1:
+            return tensor
+        return pad_to_the_longest(self._session, tensor, dim, pad_index, pad_first)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean over processes, times `scale`; one process gets a copy."""
+        if reduction not in ("sum", "mean", "none"):
+            raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
+        if self.num_processes == 1 or reduction == "none":
+            return map_tensors(Tensor.clone, tensor)
+        factor = scale / self.num_processes if reduction == "mean" else scale
+        session = self._session
+        return map_tensors(lambda t: session.reduce(t) * factor, tensor)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes are here."""
+        if self.num_processes > 1:
+            self._session.exchange(None)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let the first process through, and the others when it is done."""
+        with self.args.main_process_first(local=False):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Likewise for the first process of each machine."""
+        with self.args.main_process_first(local=True):
+            yield
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, tensor or dict of them, cut as evenly as can be; with
+        padding the last element is repeated until all parts are equally long.
+        """
+        if isinstance(inputs, dict):
+            yield {key: self._part(value, apply_padding) for key, value in inputs.items()}
+        else:
+            yield self._part(inputs, apply_padding)
+
+    def _part(self, items: Any, pad: bool) -> Any:
+        size, index = self.num_processes, self.process_index
+        each, rest = divmod(len(items), size)
+        start = index * each + min(index, rest)
+        part = items[start : start + each + (index < rest)]
+        if pad and rest and index >= rest and len(items):
+            last = items[-1:]
+            part = torch.cat([part, last]) if isinstance(items, Tensor) else [*part, *last]
+        return part
+
+
+def has_only_tensors(data: Any) -> bool:
+    """Whether mappings, lists and tuples hold tensors and nothing else."""
+    return all(isinstance(leaf, Tensor) for leaf in leaves(data))
+
+
+def gather_tensors(session: Session, data: Any) -> Any:
+    """The same structure, each tensor with those of all ranks behind each other, on its device."""
+
+    def gather(tensor: Tensor) -> Tensor:
+        whole = tensor if tensor.dim() else tensor[None]
+        return session.gather(whole.detach().contiguous()).to(tensor.device)
+
+    return map_tensors(gather, data)
+
+
+def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_front: bool) -> Any:
+    """The same structure, each tensor as long in `dim` as the longest of all ranks.
+
+    Tensors without that dimension are left alone.
+    """
+
+    def pad(tensor: Tensor) -> Tensor:
+        if not -tensor.dim() <= dim < tensor.dim():
+            return tensor
+        missing = max(session.exchange(tensor.shape[dim])) - tensor.shape[dim]
+        later = tensor.dim() - 1 - dim % tensor.dim()  # dimensions behind it come first in `pad`
+        widths = [0, 0] * later + ([missing, 0] if in_front else [0, missing])
+        return functional.pad(tensor, widths, value=fill) if missing else tensor
+
+    return map_tensors(pad, data)
+
+
+def exchange_objects(session: Session, data: Any) -> Any:
+    """Everyone's lists, one after the other; what is no list becomes an item of one.
+
+    Items are plain values, tensors, arrays, and lists, tuples and dicts of them. Raises TypeError
+    for anything else: nothing is pickled.
+    """
+    found = [_unpacked(packed) for packed in session.exchange(_packed(data))]
+    return [item for part in found for item in (part if isinstance(part, list) else [part])]
+
+
+def _packed(value: Any) -> Any:
+    """A value in JSON types."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        bits = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        dtype = str(value.dtype).partition(".")[2]
+        return {"tensor": base64.b64encode(bits).decode(), "of": dtype, "shape": [*value.shape]}
+    if isinstance(value, np.ndarray | np.generic):
+        return {"array": _packed(torch.as_tensor(value))}
+    if isinstance(value, Mapping):
+        return {"items": [[_packed(key), _packed(inner)] for key, inner in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_packed(inner) for inner in value]}
+    if isinstance(value, list):
+        return [_packed(inner) for inner in value]
+    raise TypeError(
+        f"a {type(value).__name__} cannot be sent to other processes: give numbers, texts, "
+        "tensors, arrays, or lists, tuples and dicts of them"
+    )
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        dtype = getattr(torch, value["of"])
+        bits = bytearray(base64.b64decode(value["tensor"]))
+        flat = torch.frombuffer(bits, dtype=dtype) if bits else torch.empty(0, dtype=dtype)
+        return flat.view(value["shape"])
+    if "array" in value:
+        return _unpacked(value["array"]).numpy()
+    if "tuple" in value:
+        return tuple(_unpacked(inner) for inner in value["tuple"])
+    return {_unpacked(key): _unpacked(inner) for key, inner in value["items"]}

@@ -1,0 +1,165 @@
+"""The driver that the arguments choose, its session, and the engine of the wrapped model."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...data.parent import end_with_launcher
+from ...kernel.contract import Driver, Engine, Session, WatchesRanks, World
+from ...kernel.plan import Plan
+from ...kernel.recipe import Recipe
+from ...kernel.registry import usable_driver
+from .backend import chosen, planned
+
+__all__ = ["DriverSession", "Prepared", "session_of"]
+
+_LOG = logging.getLogger(__name__)
+
+BuildOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that a driver has wrapped, and for what."""
+
+    model: nn.Module
+    """As the user knows it."""
+    engine: Engine
+    plan: Plan
+    optimizer: torch.optim.Optimizer
+    order: tuple[tuple[str | None, ...], ...]
+    """The names of the parameters in each group of the optimizer; None for one of no model."""
+
+
+class DriverSession:
+    """One for each Trainer. Nothing is started until `session` is asked for."""
+
+    def __init__(self, args: Any, model: nn.Module | None = None) -> None:
+        self.args, self.model = args, model
+        choice = chosen(args, model)
+        self.driver: Driver = usable_driver(choice.driver)
+        self.why = choice.why
+        self._start_closed()
+
+    def _start_closed(self) -> None:
+        self.prepared: Prepared | None = None
+        self._open = ExitStack()
+        self._session: Session | None = None
+        self._plan: Plan | None = None
+        atexit.register(self._open.close)  # which knows nothing of the model
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("args", "model", "driver", "why")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, as in a worker of Ray, brings up a session of its own."""
+        vars(self).update(state)
+        self._start_closed()
+
+    @property
+    def session(self) -> Session:
+        """The process group and the device; brought up at the first call."""
+        return self._session or self.meet(self.plan())
+
+    @property
+    def world(self) -> World:
+        """The rank, size and device of this process."""
+        return self.session.world
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the wrapped model; `prepare` must have been called."""
+        return self.wrapped().engine
+
+    def wrapped(self) -> Prepared:
+        """The result of `prepare`, which must have been called."""
+        assert self.prepared is not None
+        return self.prepared
+
+    def is_sharded(self) -> bool:
+        """A rank holds only a part of the weights."""
+        return self.driver.capabilities(self.plan()).sharded
+
+    def plan(self) -> Plan:
+        """The plan for the arguments as they are now. Raises `ArgumentRefused`."""
+        return planned(self.args, self.model)
+
+    def meet(self, plan: Plan) -> Session:
+        """A session under that plan. The process group of the first one serves all."""
+        end_with_launcher()
+        if self._session is None or not _same(plan, self._plan):
+            self._session = self._open.enter_context(self.driver.open(plan))
+            if self._session.world.size > 1 and self.driver.capabilities(plan).stall_seconds:
+                cast(WatchesRanks, self._session).watch(_warn_of_late)
+            self._plan = plan
+        return self._session
+
+    def recipe(self, model: nn.Module, **more: Any) -> Recipe:
+        """The kernel's recipe for a model that exists."""
+        return Recipe(model=lambda: model, loss=_no_loss, **more)
+
+    def prepare(self, model: nn.Module, optimizer: BuildOptimizer) -> Engine:
+        """Wrap the model, or give the engine that has it under the same plan."""
+        plan, known = self.plan(), self.prepared
+        if known and known.model is model and _same(known.plan, plan):
+            return known.engine
+        session, built = self.meet(plan), []
+        order: list[tuple[str | None, ...]] = []
+
+        def build(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+            named = list(named)
+            names = {id(parameter): name for name, parameter in named}
+            built.append(made := optimizer(named))
+            order.extend(tuple(names.get(id(p)) for p in g["params"]) for g in made.param_groups)
+            return made
+
+        before = session.rng_state()
+        engine = session.prepare(self.recipe(model, optimizer=build))
+        session.set_rng_state(before)  # wrapping draws no random numbers of the user's
+        self.prepared = Prepared(model, engine, plan, built[-1], tuple(order))
+        return engine
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around every forward."""
+        if self.prepared:
+            return self.prepared.engine.autocast()
+        precision = (self._plan or self.plan()).precision
+        if precision.compute == precision.params:
+            return nullcontext()
+        return torch.autocast(self.world.device.type, precision.compute)
+
+    def close(self) -> None:
+        """Leave the process group, together with the other ranks."""
+        self.prepared = self._session = self._plan = None
+        self._open.close()
+        atexit.unregister(self._open.close)
+
+
+def session_of(args: Any) -> DriverSession:
+    """The one in which the process of these arguments trains, made when nobody has done so yet."""
+    if getattr(args, "_driver_session", None) is None:
+        args._driver_session = DriverSession(args)
+    session: DriverSession = args._driver_session
+    return session
+
+
+def _same(plan: Plan, other: Plan | None) -> bool:
+    """Whether an engine made under one plan serves the other: batch sizes are the loop's."""
+    sizes = {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
+    return other is not None and plan == replace(other, **sizes)  # type: ignore[arg-type]
+
+
+def _warn_of_late(rank: int, seconds: float, what: str) -> None:
+    _LOG.warning("rank %s has kept others waiting for %.0f s: %s", rank, seconds, what)
+
+
+def _no_loss(module: nn.Module, batch: Any) -> Tensor:
+    raise AssertionError("the Trainer's own step computes the loss")

@@ -1,0 +1,1 @@
+"""Callbacks, and the state and control that they see."""

@@ -1,0 +1,283 @@
+"""Callbacks watch a run, and may ask it to log, evaluate, save or stop.
+
+Every event is called as `event(args, state, control, **kwargs)`, the keywords being `model`,
+`processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`, with
+`metrics` or `logs` where there are some. An event returns None, or a control that replaces the
+current one, or a dict of flags to set: `{"should_training_stop": True}`.
+
+Callbacks written for transformers run here unchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
+
+from .state import TrainerControl, TrainerState
+
+__all__ = ["CallbackHandler", "TrainerCallback"]
+
+_log = logging.getLogger(__name__)
+
+_FLAGS = tuple(TrainerControl.__dataclass_fields__)
+
+Answer = TrainerControl | Mapping[str, bool] | None
+
+
+class TrainerCallback:
+    """Derive from this and define the events of interest; the others do nothing."""
+
+    def on_init_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """The Trainer is constructed."""
+        return None
+
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """All is built, and restored if the run resumes; the first step follows."""
+        return None
+
+    def on_train_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """The last figures are logged and the best model is loaded, if asked for."""
+        return None
+
+    def on_epoch_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """A new pass over the data begins."""
+        return None
+
+    def on_epoch_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """A pass over the data ended, or was broken off."""
+        return None
+
+    def on_step_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """Before the first microbatch of an update."""
+        return None
+
+    def on_substep_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """After each microbatch but the last of an update."""
+        return None
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """The gradient is complete, and clipped."""
+        return None
+
+    def on_optimizer_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """The weights have changed; the gradient is still there."""
+        return None
+
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """An update is done and counted."""
+        return None
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """A data set was evaluated; its figures are in the keyword `metrics`."""
+        return None
+
+    def on_predict(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """`predict` is done; its figures are in the keyword `metrics`."""
+        return None
+
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """After each batch of an evaluation or prediction."""
+        return None
+
+    def on_save(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """A checkpoint is complete and old ones are retired."""
+        return None
+
+    def on_log(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """Figures were logged; they are in the keyword `logs`."""
+        return None
+
+    def on_push_begin(
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Answer:
+        """A push to the hub is about to begin."""
+        return None
+
+
+_NO_REACTIONS = frozenset(
+    function for name, function in vars(TrainerCallback).items() if name.startswith("on_")
+)
+"""The methods of a callback that overrides nothing."""
+_EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+
+
+def _event(name: str, lowers: tuple[str, ...] = (), carries: str = "") -> Callable[..., Any]:
+    """The handler's method of that name: lowers the flags that the event answers, then calls the
+    callbacks. `carries`: the keyword that a fourth positional argument stands for.
+    """
+
+    def fire(
+        self: CallbackHandler,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *carried: Any,
+        **kwargs: Any,
+    ) -> TrainerControl:
+        for flag in lowers:
+            setattr(control, flag, False)
+        if carried:
+            (kwargs[carries],) = carried
+        return self.call_event(name, args, state, control, **kwargs)
+
+    fire.__name__ = name
+    return fire
+
+
+class CallbackHandler(TrainerCallback):
+    """Calls its callbacks in order. `callbacks` is a plain list that may be edited in place.
+
+    Its events return the control that the last callback left.
+    """
+
+    def __init__(
+        self,
+        callbacks: Iterable[Any],
+        model: Any,
+        processing_class: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+    ) -> None:
+        self.callbacks: list[Any] = []
+        for callback in callbacks:
+            self.add_callback(callback)
+        self.model = model
+        self.processing_class = processing_class
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader: Any = None
+        self.eval_dataloader: Any = None
+        if not any(_is_default_flow(callback) for callback in self.callbacks):
+            _log.warning(
+                "without a DefaultFlowCallback nothing is logged, evaluated, saved or stopped; "
+                "trainer.add_callback(DefaultFlowCallback) adds one. Callbacks:\n%s",
+                self.callback_list,
+            )
+
+    on_init_end = _event("on_init_end")
+    on_train_begin = _event("on_train_begin", lowers=("should_training_stop",))
+    on_train_end = _event("on_train_end")
+    on_epoch_begin = _event("on_epoch_begin", lowers=("should_epoch_stop",))
+    on_epoch_end = _event("on_epoch_end")
+    on_step_begin = _event("on_step_begin", lowers=("should_log", "should_evaluate", "should_save"))
+    on_substep_end = _event("on_substep_end")
+    on_pre_optimizer_step = _event("on_pre_optimizer_step")
+    on_optimizer_step = _event("on_optimizer_step")
+    on_step_end = _event("on_step_end")
+    on_evaluate = _event("on_evaluate", lowers=("should_evaluate",), carries="metrics")
+    on_predict = _event("on_predict", carries="metrics")
+    on_prediction_step = _event("on_prediction_step")
+    on_save = _event("on_save", lowers=("should_save",))
+    on_log = _event("on_log", lowers=("should_log",), carries="logs")
+    on_push_begin = _event("on_push_begin")
+
+    def call_event(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Call `event` of every callback; each sees the control that the one before it left."""
+        for callback in self.callbacks:
+            react = getattr(callback, event)
+            if getattr(react, "__func__", None) in _NO_REACTIONS:
+                continue  # the usual case, several times a step
+            answer = react(
+                args,
+                state,
+                control,
+                model=self.model,
+                processing_class=self.processing_class,
+                optimizer=self.optimizer,
+                lr_scheduler=self.lr_scheduler,
+                train_dataloader=self.train_dataloader,
+                eval_dataloader=self.eval_dataloader,
+                **kwargs,
+            )
+            if answer is not None:
+                control = _obey(answer, control, f"{type(callback).__name__}.{event}")
+        return control
+
+    @property
+    def callback_list(self) -> str:
+        """The names of the callbacks' classes, one a line."""
+        return "\n".join(type(callback).__name__ for callback in self.callbacks)
+
+    def add_callback(self, callback: Any) -> None:
+        """Append a callback, or an instance of a class of callbacks. Raises TypeError for what
+        lacks an event.
+        """
+        made = callback() if isinstance(callback, type) else callback
+        if lacking := [event for event in _EVENTS if not hasattr(made, event)]:
+            raise TypeError(
+                f"{made!r} is no callback, it lacks {', '.join(lacking)}: derive it from "
+                "drivetrain.compat.TrainerCallback"
+            )
+        if type(made) in [type(present) for present in self.callbacks]:
+            _log.warning(
+                "a second %s joins the callbacks:\n%s", type(made).__name__, self.callback_list
+            )
+        self.callbacks.append(made)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Take out and return the first that is `callback`, or an instance of it; None if none."""
+        for index, present in enumerate(self.callbacks):
+            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+                return self.callbacks.pop(index)
+        return None
+
+    def remove_callback(self, callback: Any) -> None:
+        """As `pop_callback`, but an instance that is not there is a ValueError."""
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            raise ValueError(f"{callback!r} is not among the callbacks:\n{self.callback_list}")
+
+
+def _is_default_flow(callback: Any) -> bool:
+    """Ours, or transformers' own, which does the same."""
+    return any(parent.__name__ == "DefaultFlowCallback" for parent in type(callback).__mro__)
+
+
+def _obey(answer: Any, control: TrainerControl, event: str) -> TrainerControl:
+    """The control that `answer` asks for. Raises TypeError for what is no control and no flags."""
+    if isinstance(answer, Mapping):
+        if strangers := [flag for flag in answer if flag not in _FLAGS]:
+            raise TypeError(
+                f"{event} returned the flags {strangers}, which do not exist; "
+                f"there are {', '.join(_FLAGS)}"
+            )
+        return dataclasses.replace(control, **answer)
+    if all(hasattr(answer, flag) for flag in _FLAGS):
+        return cast("TrainerControl", answer)
+    raise TypeError(
+        f"{event} returned {answer!r}; return None, the control, or a dict of "
+        f"the flags {', '.join(_FLAGS)}"
+    )

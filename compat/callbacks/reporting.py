@@ -1,0 +1,198 @@
+"""Logs, metrics, and the counts of operations and tokens."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint.storage.local import replace_text
+from ..names import TRAINER_STATE_NAME
+from ..profile import profile_of
+from ..trainer.parts import TrainerParts
+
+__all__ = ["ReportingMixin", "metrics_format", "set_verbosity", "speed_metrics"]
+
+_log = logging.getLogger(__name__)
+
+
+def set_verbosity(level: int) -> None:
+    """Let drivetrain's Trainer say what is at or above `level`, a number of `logging`, and
+    transformers too where it is in use.
+    """
+    logging.getLogger("drivetrain.compat").setLevel(level)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as theirs
+
+        theirs.set_verbosity(level)
+
+
+def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The same metrics to be read by people: MB, GF, h:mm:ss.cc, and four decimals."""
+    return {name: _shown(name, value) for name, value in metrics.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if "_mem_" in name:
+        return f"{value >> 20}MB"
+    if "_runtime" in name:
+        whole = int(value)
+        return f"{datetime.timedelta(seconds=whole)}.{int((value - whole) * 100):02d}"
+    if name == "total_flos":
+        return f"{int(value) >> 30}GF"
+    return round(value, 4) if isinstance(value, float) else value
+
+
+class ReportingMixin(TrainerParts):
+    """The part of Trainer that reports."""
+
+    _counted: tuple[Any, int | None] | None = None
+    """A model, and its parameters outside embeddings; None where it counts operations itself."""
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add the epoch (and, if asked for, the tokens seen) to `logs`, keep them in the history
+        and hand them to the callbacks, all of which see this very dict.
+
+        `start_time`: of the training, by `time.time()`, for tokens per second. Override this to
+        log more; then call `super().log(logs, start_time)`.
+        """
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        if self.args.include_num_input_tokens_seen != "no":
+            seen = self.state.num_input_tokens_seen
+            logs["num_input_tokens_seen"] = seen
+            if start_time is not None:
+                here = seen - self._initial_num_input_tokens_seen
+                logs.update(speed_metrics("train", start_time, num_tokens=here))
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    metrics_format = staticmethod(metrics_format)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Print metrics on the first rank, aligned, sorted, to be read by people."""
+        if not self.is_world_process_zero():
+            return
+        shown = {name: str(value) for name, value in metrics_format(metrics).items()}
+        names, values = (max(map(len, column), default=0) for column in (shown, shown.values()))
+        print(f"***** {split} metrics *****")
+        for name in sorted(shown):
+            print(f"  {name:<{names}} = {shown[name]:>{values}}")
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Write `<split>_results.json` on the first rank; `combined` also adds the metrics to
+        `all_results.json`, which keeps those of other splits.
+        """
+        if not self.is_world_process_zero():
+            return
+        folder = Path(self.args.output_dir)
+        _write_json(folder / f"{split}_results.json", metrics)
+        if combined:
+            every = folder / "all_results.json"
+            before = json.loads(every.read_text(encoding="utf-8")) if every.exists() else {}
+            _write_json(every, {**before, **metrics})
+
+    def save_state(self) -> None:
+        """Write `trainer_state.json` into the output folder, on the first rank."""
+        if self.is_world_process_zero():
+            self.state.save_to_json(Path(self.args.output_dir) / TRAINER_STATE_NAME)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> float:
+        """Operations of one forward and backward of this batch: six for each token and each
+        parameter outside embeddings; 0 for a model that cannot tell its parameters.
+
+        See `Profile.model_counts_operations`.
+        """
+        if self._counted is None or self._counted[0] is not self.model:
+            # a walk through all parameters, and so not one for each batch
+            self._counted = self.model, self._num_counted_parameters()
+        num_parameters = self._counted[1]
+        if num_parameters is None:
+            own = getattr(self.model, "floating_point_ops", None)
+            return float(own(inputs)) if callable(own) else 0
+        tokens = inputs.get(self._main_input_name())
+        return 0 if tokens is None else int(6 * tokens.numel() * num_parameters)
+
+    def _num_counted_parameters(self) -> int | None:
+        if profile_of(self.args).model_counts_operations:
+            return None
+        count = getattr(self.model, "num_parameters", None)
+        return 0 if count is None else int(count(exclude_embeddings=True))
+
+    def store_flos(self) -> None:
+        """Add the operations counted since the last call, on all ranks, to the state."""
+        self.state.total_flos += self._over_ranks(self.current_flos)
+        self.current_flos = 0
+
+    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+        """Count this batch's tokens over all ranks, as `include_num_input_tokens_seen` asks."""
+        if self.args.include_num_input_tokens_seen == "no":
+            return
+        tokens = inputs.get(name := self._main_input_name())
+        if tokens is None:
+            _warn_once(
+                f"tokens are not counted: batches hold {sorted(inputs)} and no {name!r}; "
+                "set the model's attribute main_input_name"
+            )
+            return
+        count = tokens.numel()
+        if self.args.include_num_input_tokens_seen == "non_padding":
+            count = self._not_padding(inputs, tokens)
+        self.state.num_input_tokens_seen += int(self._over_ranks(count))
+
+    def _not_padding(self, inputs: Mapping[str, Any], tokens: Any) -> int:
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        if "attention_mask" in inputs:
+            return int(inputs["attention_mask"].sum())
+        if padding is not None:
+            return int((tokens != padding).sum())
+        _warn_once("padding is counted too: there is neither an attention_mask nor a pad_token_id")
+        return int(tokens.numel())
+
+    def _main_input_name(self) -> str:
+        return getattr(self.model, "main_input_name", "input_ids")
+
+    def _over_ranks(self, value: float) -> float:
+        """The sum over ranks, which all must call."""
+        if self.driver_session.world.size == 1:
+            return value
+        return float(self.driver_session.session.tally([value])()[0])
+
+
+def _write_json(path: Path, metrics: Mapping[str, Any]) -> None:
+    replace_text(path, json.dumps(metrics, indent=4, sort_keys=True))
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _log.warning(message)
+
+
+def speed_metrics(
+    split: str,
+    start_time: float,
+    num_samples: float | None = None,
+    num_steps: float | None = None,
+    num_tokens: float | None = None,
+) -> dict[str, float]:
+    """Seconds since `start_time` (of `time.time()`), and what was done in one of them.
+
+    Keys `<split>_runtime` (4 decimals), `<split>_samples_per_second` and so on (3 decimals) for
+    each number given; no rates when no time has passed.
+    """
+    seconds = time.time() - start_time
+    metrics = {f"{split}_runtime": round(seconds, 4)}
+    counts = {"samples": num_samples, "steps": num_steps, "tokens": num_tokens}
+    for what, count in counts.items():
+        if count is not None and seconds > 0:
+            metrics[f"{split}_{what}_per_second"] = round(count / seconds, 3)
+    return metrics

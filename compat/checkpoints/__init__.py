@@ -1,0 +1,1 @@
+"""Folders `checkpoint-N`: written, found, read, and deleted."""

@@ -1,0 +1,225 @@
+"""Checkpoints as HF Trainer lays them out: read on any driver, and written for other tools.
+
+Their `.pt` and `.pth` files are read by torch's unpickler for weights alone, which runs no code;
+what it refuses, an old `optimizer.bin` with objects in it, say, is refused here.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.optimizer_entries import flat
+from ...kernel.batches import Position
+from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
+from ...kernel.progress import Progress
+from ..names import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCALER_NAME, SCHEDULER_NAME
+from .unpickling import read_pickled
+
+__all__ = [
+    "load_random_state",
+    "optimizer_tensors",
+    "progress_at",
+    "read_scaler",
+    "read_schedule",
+    "save_optimizer",
+    "save_random_state",
+    "save_scaler",
+    "saved_optimizer",
+]
+
+_LOG = logging.getLogger(__name__)
+_DEVICES = ("cuda", "xpu", "mps")
+
+
+# --- optimizer and schedule -------------------------------------------------------------------
+
+
+def saved_optimizer(folder: Path) -> dict[str, Any] | None:
+    """The optimizer's state; None unless it and the schedule's are both there."""
+    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
+        if (folder / name).is_file() and (folder / SCHEDULER_NAME).is_file():
+            return _sound_optimizer(folder / name)
+    return None
+
+
+def _sound_optimizer(path: Path) -> dict[str, Any]:
+    match read_pickled(path):
+        case {"state": dict(states), "param_groups": list(groups)} as saved if all(
+            isinstance(state, dict) for state in states.values()
+        ) and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
+            return dict(saved)
+    raise CheckpointDamaged(f"{path}: holds no optimizer's state")
+
+
+def read_schedule(folder: Path) -> dict[str, Any]:
+    """The state of the learning rate schedule."""
+    state = read_pickled(folder / SCHEDULER_NAME)
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise CheckpointDamaged(f"{folder / SCHEDULER_NAME}: holds no schedule's state")
+    return state
+
+
+def optimizer_tensors(
+    state: Mapping[str, Any], order: Sequence[Sequence[str | None]]
+) -> dict[str, Tensor]:
+    """A saved optimizer's state by `<fqn>/<state>`, as the kernel's readers name it.
+
+    `order`: the names of the parameters in each group here, by which the file numbers them. Raises
+    `CheckpointMismatch` when the groups are others.
+    """
+    here = [list(group) for group in order]
+    there = [group["params"] for group in state["param_groups"]]
+    if [len(group) for group in here] != [len(group) for group in there]:
+        raise CheckpointMismatch(
+            f"the saved optimizer has groups of {[len(g) for g in there]} parameters, this one of "
+            f"{[len(g) for g in here]}: resume with the model and the optimizer that wrote it, or "
+            "delete its optimizer.pt to start the optimizer anew"
+        )
+    tensors: dict[str, Tensor] = {}
+    for number, name in zip(chain(*there), chain(*here), strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if name is None:
+                raise CheckpointMismatch(
+                    "the optimizer has parameters that are none of the model's, so their state "
+                    "cannot be taken over on this driver: resume on one that keeps whole weights"
+                )
+            if value is not None:  # an entry of SGD without momentum
+                tensors |= {f"{name}/{stored}": tensor for stored, tensor in flat(key, value)}
+    return tensors
+
+
+def save_optimizer(folder: Path, optimizer: Any, schedule: Any) -> None:
+    """Write both states as transformers does."""
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
+    torch.save(schedule.state_dict(), folder / SCHEDULER_NAME)
+
+
+_SCALER = {"scale": "loss_scale", "_growth_tracker": "loss_scale_good_steps"}
+"""Their names of a loss scaler's state, and drivers' own."""
+
+
+def read_scaler(folder: Path) -> dict[str, Tensor]:
+    """The loss scaler's state as drivers name it; empty where there is none."""
+    path = folder / SCALER_NAME
+    saved = read_pickled(path) if path.is_file() else {}
+    if saved == {}:
+        return {}
+    if not isinstance(saved, dict) or any(
+        not isinstance(saved.get(name), int | float) for name in _SCALER
+    ):
+        raise CheckpointDamaged(f"{path}: holds no loss scaler's state")
+    return {ours: torch.tensor(saved[theirs]) for theirs, ours in _SCALER.items()}
+
+
+def save_scaler(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a driver's loss scaler as transformers does; nothing where there is none."""
+    values = {theirs: state[ours].item() for theirs, ours in _SCALER.items() if ours in state}
+    if values:
+        factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        torch.save({**factors, **values}, folder / SCALER_NAME)
+
+
+def progress_at(step: int, epochs: Any) -> Progress:
+    """The progress of a run after `step` updates of these `Epochs`."""
+    epoch, done = divmod(step, epochs.updates_per_epoch)
+    samples = done * epochs.accumulation * epochs.global_batch
+    batches = epoch * epochs.batches_per_epoch + done * epochs.accumulation
+    return Progress(
+        step=step,
+        applied=step,
+        samples=batches * epochs.global_batch,
+        position=Position(epoch, samples),
+    )
+
+
+# --- random state -----------------------------------------------------------------------------
+
+
+def save_random_state(folder: Path, rank: int, world_size: int) -> None:
+    """Write the state of this rank's generators as transformers does."""
+    import numpy as np
+
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.get_rng_state(),
+    }
+    for device in _available_devices():
+        module = torch.get_device_module(device)
+        states[device] = module.get_rng_state_all() if world_size > 1 else module.get_rng_state()
+    torch.save(states, folder / _random_file(rank, world_size))
+
+
+def load_random_state(folder: Path, rank: int, world_size: int) -> bool:
+    """Give this rank the random state that it had. False, with a line in the log, where there is
+    none: the run goes on with the state that it has.
+    """
+    path = folder / _random_file(rank, world_size)
+    if not path.is_file():
+        _LOG.info(
+            "%s is not there, as after a run on another number of ranks: random numbers will not "
+            "continue where they were",
+            path,
+        )
+        return False
+    states = read_pickled(path, _numpy_globals())
+    try:
+        random.setstate(states["python"])
+        if "numpy" in sys.modules:
+            import numpy as np
+
+            np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["cpu"])
+    except (LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path}: holds no state of generators: {error!r:.200}") from error
+    for device in _available_devices():
+        if device in states:
+            _set_device_state(device, states[device])
+    return True
+
+
+def _set_device_state(device: str, state: Any) -> None:
+    module = torch.get_device_module(device)
+    try:
+        if isinstance(state, list | tuple):
+            module.set_rng_state_all(state)
+        else:
+            module.set_rng_state(state)
+    except Exception as error:  # of whatever kind: the run goes on with other random numbers
+        _LOG.error(
+            "the random state of %s could not be restored, so its random numbers will not "
+            "continue where they were: %s",
+            device,
+            error,
+        )
+
+
+def _available_devices() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [accelerator.type] if accelerator and accelerator.type in _DEVICES else []
+
+
+def _random_file(rank: int, world_size: int) -> str:
+    return "rng_state.pth" if world_size <= 1 else f"rng_state_{rank}.pth"
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _numpy_globals() -> list[Any]:
+    """The classes that arrays of numbers are unpickled with."""
+    import numpy as np
+
+    rebuild: Any = np.zeros(0).__reduce__()[0]
+    names = [(rebuild, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+    dtypes = [type(np.dtype(kind)) for kind in (np.uint32, np.int64, np.float64)]
+    return [*names, np.ndarray, np.dtype, *dtypes]

@@ -1,0 +1,209 @@
+"""A model's files, as `from_pretrained` knows them: weights whole or in shards, and adapters.
+
+Weights are written as safetensors. Pickled ones, which older versions wrote, are read with torch's
+unpickler for weights alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...checkpoint.format.safetensors import Source, TensorFile, write
+from ...checkpoint.storage.local import beside
+from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
+from ..trainer.inspection import is_peft_model
+from .json_state import read_json
+from .unpickling import read_pickled
+
+__all__ = [
+    "adapters_in",
+    "compare_versions",
+    "frozen_names",
+    "has_weights",
+    "is_pretrained",
+    "load_adapters",
+    "load_weights",
+    "read_weights",
+    "unsound",
+    "write_weights",
+]
+
+_LOG = logging.getLogger(__name__)
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_INDEX = tuple(f"{name}.index.json" for name in _WHOLE)
+_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+def is_pretrained(model: Any) -> bool:
+    """Whether the model saves itself as transformers' models do. Imports nothing."""
+    transformers = sys.modules.get("transformers")
+    return is_peft_model(model) or (
+        transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    )
+
+
+# --- what lies in a folder --------------------------------------------------------------------
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds a model's weights, or an adapter's."""
+    names = (*_WHOLE, *_INDEX)
+    return any((folder / name).is_file() for name in names) or bool(adapters_in(folder))
+
+
+def adapters_in(folder: Path) -> list[Path]:
+    """The folder itself, where it holds an adapter, and those of its sub-folders that do."""
+    places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+    return [place for place in places if any((place / name).is_file() for name in _ADAPTER)]
+
+
+def unsound(folder: Path) -> str | None:
+    """The first fault in the safetensors of a folder, by headers and sizes, or None."""
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            TensorFile(path.resolve())
+        for name in _INDEX:
+            if (folder / name).is_file():
+                _files_of_index(folder / name)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _files_of_index(index: Path) -> list[Path]:
+    """The shards of an index. Raises `CheckpointError` when it, or one of them, is not as such."""
+    try:
+        parts = list(dict.fromkeys(read_json(index)["weight_map"].values()))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index}: is no index of weights: {error!r:.200}") from error
+    for part in parts or [None]:
+        named = isinstance(part, str) and Path(part).name == part and len(part) < 256
+        if not named or not (index.parent / part).is_file():
+            raise CheckpointError(f"{index}: its part {part!r:.200} is not beside it")
+    return [index.parent / part for part in sorted(parts)]
+
+
+def compare_versions(folder: Path) -> None:
+    """Warn when another version of transformers wrote the model."""
+    config, transformers = folder / "config.json", sys.modules.get("transformers")
+    if transformers is None or not config.is_file():
+        return
+    stored = read_json(config)
+    written = stored.get("transformers_version") if isinstance(stored, dict) else None
+    if written not in (None, transformers.__version__):
+        _LOG.warning(
+            "%s was written by transformers %s, and this is %s",
+            folder,
+            printable(str(written))[:40],
+            transformers.__version__,
+        )
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights of a model in a folder, on the host. Raises `CheckpointError`."""
+    for name in _WHOLE:
+        if (folder / name).is_file():
+            return _read_file(folder / name)
+    weights: dict[str, Tensor] = {}
+    for index in (folder / name for name in _INDEX):
+        if index.is_file():
+            for path in _files_of_index(index):
+                weights |= _read_file(path)
+            return weights
+    raise CheckpointError(f"{folder}: has none of {', '.join((*_WHOLE, *_INDEX))}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix == ".safetensors":
+        file = TensorFile(path.resolve())
+        return {name: file.read(name) for name in file.entries}
+    weights = read_pickled(path)
+    if not isinstance(weights, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
+        raise CheckpointDamaged(f"{path}: holds no weights by their names")
+    return dict(weights)
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
+    """Load what is there into the model, on any device; the result names the keys that are
+    missing, and those that are unexpected. A parameter with several names needs one of them.
+    """
+    named: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        named.setdefault(id(tensor), []).append(name)
+    whole = dict(weights)
+    for names in named.values():
+        stored = [name for name in names if name in weights]
+        for name in names if stored else ():
+            whole.setdefault(name, weights[stored[0]])
+    return model.load_state_dict(whole, strict=False)
+
+
+def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write `model.safetensors`: tensors that share all their memory once, by the first name."""
+    sources: dict[str, Source] = {}
+    seen: set[Any] = set()
+    for name, tensor in weights.items():
+        place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        sources[name] = Source(tensor.dtype, tuple(tensor.shape), partial(_itself, tensor))
+    path = folder / _WHOLE[0]
+    with beside(path) as temporary:
+        write(temporary, sources, {"format": "pt"})
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# --- adapters ---------------------------------------------------------------------------------
+
+
+def load_adapters(model: Any, folder: Path) -> None:
+    """Load the adapters in a folder and its sub-folders into a PEFT model; the one that was
+    active, the first of several, is the one that trains on.
+    """
+    active = first_adapter(model)
+    places = adapters_in(folder)
+    if [place for place in places if place != folder]:
+        for place in places:
+            name = "default" if place == folder else place.name
+            model.load_adapter(str(place), name, is_trainable=name == active)
+        model.set_adapter(active)
+    elif places:
+        model.load_adapter(str(folder), active, is_trainable=True)
+    else:
+        _LOG.warning(
+            "%s holds no adapter, so the model's adapters stay as they are; was it written by a "
+            "callback of your own?",
+            folder,
+        )
+
+
+def first_adapter(model: Any) -> str:
+    """The active adapter; of several the first, with a warning."""
+    active: list[str] = list(model.active_adapters)
+    if len(active) > 1:
+        _LOG.warning("of several active adapters (%s) only the first counts", ", ".join(active))
+    return active[0]
+
+
+def frozen_names(model: nn.Module) -> frozenset[str]:
+    """The weights that a checkpoint of adapters leaves out: those of the model below them."""
+    if not is_peft_model(model):
+        return frozenset()
+    named = model.named_parameters()
+    return frozenset(name for name, parameter in named if not parameter.requires_grad)

@@ -1,0 +1,282 @@
+"""Saving checkpoints and models.
+
+A `checkpoint-N` folder is a checkpoint of the kernel, which any driver resumes at any world size,
+with the files beside it that `from_pretrained` and readers of HF's folders look for; all of it
+appears at once. `save_only_model` leaves the kernel's part out, and `checkpoint_format="hf"` writes
+HF Trainer's files in its place, for other tools.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...checkpoint import CheckpointStore, save_folder
+from ...checkpoint.optimizer_entries import unsaved
+from ...checkpoint.storage.local import replace_text
+from ...data.indexed import length_of
+from ...kernel.contract import Engine
+from ...kernel.shards import Piece
+from ...trainer.start_checks import json_types
+from ..arguments.backend import settings
+from ..callbacks.reporting import ReportingMixin
+from ..callbacks.state import TrainerState
+from ..enums import SaveStrategy
+from ..errors import ArgumentRefused
+from ..integrations.hub import HubMixin
+from ..integrations.search_libraries import LIBRARIES
+from ..names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from ..optim.layerwise import LayerWiseDummyOptimizer
+from ..profile import profile_of
+from . import hf_folders
+from .json_state import to_plain
+from .model_files import frozen_names, is_pretrained, write_weights
+from .resuming import ResumingMixin, hyper_parameters
+from .rotation import delete, rotate_checkpoints, sort_checkpoints
+
+__all__ = ["CheckpointMixin"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
+    """`save_model` and `_save_checkpoint`, what they call through self, and how runs resume."""
+
+    # --- a model ------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, as `from_pretrained` reads it, the processing class and the arguments.
+
+        All ranks call it; those that `args.should_save` write. Pushed to the hub when
+        `push_to_hub` is set, unless this is a part of a checkpoint.
+        """
+        output_dir = self.args.output_dir if output_dir is None else output_dir
+        with self._whole_model() as whole:
+            if whole is None:
+                self._save(output_dir)
+            else:
+                self._save(output_dir, state_dict=whole.state_dict())
+        if self.args.push_to_hub and not _internal_call:
+            revision = getattr(self.args, "hub_revision", None)
+            self.push_to_hub(commit_message="Model save", revision=revision)
+
+    def _whole_model(self) -> AbstractContextManager[nn.Module | None]:
+        """Where ranks hold parts of the weights, the model made whole; None where it is whole."""
+        if self.driver_session.prepared is None or not self.driver_session.is_sharded():
+            return nullcontext()
+        return self.driver_session.engine.full_params()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the model's files on the ranks that save. `state_dict`: instead of its own."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        if not self.args.should_save:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        _LOG.info("saving the model in %s", folder)
+        if is_pretrained(self.model):
+            self.model.save_pretrained(str(folder), state_dict=state_dict)
+        else:
+            write_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
+        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(str(folder))
+        text = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
+        replace_text(folder / TRAINING_ARGS_NAME, text + "\n")
+
+    # --- a checkpoint -------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Write `checkpoint-<step>`, push it if asked to, and delete those that may go.
+
+        Raises `SaveFailed` when it could not be written; the ones before it are untouched then.
+        """
+        step = self.state.global_step
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_dir = self._get_output_dir(trial=trial)
+        folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        self._note_best_checkpoint(run_dir)
+        if self.args.save_only_model or self._writes_hf_format():
+            save_folder(folder, self.driver_session.session, self._write_hf_files)
+        else:
+            self._write_kernel_checkpoint(folder.parent, step)
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if self.args.should_save:
+            self._rotate_checkpoints(
+                use_mtime=profile_of(self.args).rotates_by_time, output_dir=run_dir
+            )
+
+    def _write_kernel_checkpoint(self, run_dir: Path, step: int) -> None:
+        state, engine = self._running().state(), self.driver_session.engine
+        state["data_length"] = length_of(self.train_dataset)
+        state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
+        if self.lr_scheduler is not None:
+            state["scheduler"] = self.lr_scheduler.state_dict()
+        if unsaved := self._say_unsaved_state():
+            state["optimizer_unsaved"] = unsaved
+        frozen = frozen_names(self.model)
+        saved: Any = _Trained(engine, frozen) if frozen else engine
+        guard = None if self._lock is None else self._lock.check_now
+        CheckpointStore(run_dir, digits=0, guard=guard).save(
+            step,
+            saved,
+            self.driver_session.session,
+            {name: to_plain(value, name) for name, value in state.items()},
+            settings=json_types(settings(self.args)),
+            driver=self.driver_session.driver.name,
+            beside=self._write_beside,
+        )
+
+    def _say_unsaved_state(self) -> list[str]:
+        """The names of optimizer state that the checkpoint will lack, with a warning."""
+        unsaved = unsaved_state(self.optimizer)
+        if unsaved:
+            _LOG.warning(
+                "this checkpoint cannot be resumed from: %s keeps %s where it cannot be saved. Its "
+                "weights can be loaded",
+                type(self.optimizer).__name__,
+                ", ".join(unsaved),
+            )
+        return unsaved
+
+    def _write_beside(self, folder: Path) -> None:
+        """Writes the files beside the kernel's own; all ranks call it."""
+        self.save_model(str(folder), _internal_call=True)
+        if self.args.should_save:
+            self._collect_callback_states()
+            self.state.save_to_json(folder / TRAINER_STATE_NAME)
+
+    def _write_hf_files(self, folder: Path) -> None:
+        self._write_beside(folder)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(str(folder))
+            self._save_scaler(str(folder))
+            self._save_rng_state(str(folder))
+
+    def _writes_hf_format(self) -> bool:
+        if getattr(self.args, "checkpoint_format", "drivetrain") != "hf":
+            return False
+        if self.driver_session.is_sharded():
+            raise ArgumentRefused(
+                "checkpoint_format='hf'",
+                self.driver_session.driver.name,
+                "its optimizer lies in parts on all ranks, and that format holds it whole. Leave "
+                "checkpoint_format='drivetrain': any driver resumes from it, and its "
+                "model.safetensors is whole too",
+            )
+        return True
+
+    def _collect_callback_states(self) -> None:
+        stateful = [
+            each
+            for each in (*self.callback_handler.callbacks, self.control)
+            if callable(getattr(each, "from_state", None)) and callable(each.state)
+        ]
+        self.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
+
+    # --- HF's own files -----------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write `optimizer.pt` and `scheduler.pt`; a part of `checkpoint_format="hf"`."""
+        if self.args.should_save and not self._say_unsaved_state():
+            hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """Write `scaler.pt` where there is a loss scaler; a part of `checkpoint_format="hf"`."""
+        pieces = [piece for piece in self.driver_session.engine.shards() if piece.kind == "state"]
+        if self.args.should_save:
+            hf_folders.save_scaler(Path(output_dir), {piece.name: piece.tensor for piece in pieces})
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write this rank's random state; a part of `checkpoint_format="hf"`."""
+        args = self.args
+        hf_folders.save_random_state(Path(output_dir), args.process_index, args.world_size)
+
+    # --- which checkpoints there are ----------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The folder of checkpoints: in a search, each trial has one in `output_dir`."""
+        output_dir: str = self.args.output_dir
+        if self.hp_search_backend is None or trial is None:
+            return output_dir
+        if self.hp_name is not None:
+            return os.path.join(output_dir, self.hp_name(trial))
+        return os.path.join(output_dir, f"run-{LIBRARIES[self.hp_search_backend].run_id(trial)}")
+
+    def _note_best_checkpoint(self, run_dir: str) -> None:
+        """Notes the path of the best model, which may be this checkpoint, about to be written."""
+        state = self.state
+        if self.args.save_strategy == SaveStrategy.NO or not state.best_global_step:
+            return
+        best = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        if state.best_global_step == state.global_step or os.path.isdir(best):
+            state.best_model_checkpoint = best
+
+    def _sorted_checkpoints(
+        self,
+        output_dir: str | None = None,
+        checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
+        use_mtime: bool = False,
+    ) -> list[str]:
+        """See `sort_checkpoints`."""
+        return sort_checkpoints(
+            output_dir or self.args.output_dir,
+            checkpoint_prefix,
+            use_mtime,
+            self.state.best_model_checkpoint,
+        )
+
+    def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
+        """See `rotate_checkpoints`; by `save_total_limit`."""
+        rotate_checkpoints(
+            output_dir or self.args.output_dir,
+            self.args.save_total_limit,
+            self.state.best_model_checkpoint,
+            use_mtime,
+        )
+
+    def _keep_only_the_best(self, trial: Any) -> None:
+        """At the end, `save_total_limit=1` keeps the best checkpoint and not the last beside it."""
+        best = self.state.best_model_checkpoint
+        if not self.args.should_save or best is None or self.args.save_total_limit != 1:
+            return
+        for path in sort_checkpoints(self._get_output_dir(trial)):
+            if Path(path) != Path(best):
+                delete(path)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """An engine without its frozen weights, as a checkpoint of adapters saves it."""
+
+    engine: Engine
+    frozen: frozenset[str]
+
+    @property
+    def tied(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(group for group in self.engine.tied if group[0] not in self.frozen)
+
+    def shards(self) -> Iterator[Piece]:
+        for piece in self.engine.shards():
+            if piece.kind != "weights" or piece.name not in self.frozen:
+                yield piece
+
+
+def unsaved_state(optimizer: Any) -> list[str]:
+    """What of an optimizer's state, by name, is in no checkpoint: objects that are neither tensor
+    nor number (GaLore's projectors), and all that optimizers inside backward keep to themselves.
+    """
+    if isinstance(optimizer, LayerWiseDummyOptimizer):
+        states = [s for each in optimizer.optimizer_dict.values() for s in each.state.values()]
+        return sorted({key for state in states for key in state})
+    of_adalomo = {name for name in vars(optimizer) if name.startswith("exp_avg")}
+    return sorted({*unsaved(optimizer), *of_adalomo})

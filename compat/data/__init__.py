@@ -1,0 +1,1 @@
+"""Data loaders, samplers and collators with their numbers."""

@@ -1,0 +1,97 @@
+"""Removes the columns that a model's `forward` does not take, and logs them once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+__all__ = ["RemoveColumnsCollator", "is_arrow_dataset", "without_unused_columns"]
+
+
+class RemoveColumnsCollator:
+    """A collator that drops a sample's unused keys before it calls the one inside.
+
+    Samples that are no dicts pass through as they are. `logger` is told once, by name, what was
+    left out; None tells nobody.
+    """
+
+    def __init__(
+        self,
+        data_collator: Callable[[list[Any]], Any],
+        signature_columns: list[str],
+        logger: logging.Logger | None = None,
+        model_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        self.data_collator = data_collator
+        self.signature_columns = signature_columns
+        self.logger = logger
+        self.model_name = model_name
+        self.description = description
+        self.message_logged = False
+
+    def __call__(self, features: list[Any]) -> Any:
+        taken = set(self.signature_columns)
+        return self.data_collator(
+            [
+                # the usual case, for each sample: a copy, since the collator may change it
+                feature.copy()
+                if type(feature) is dict and feature.keys() <= taken
+                else self._remove_columns(feature)
+                for feature in features
+            ]
+        )
+
+    def _remove_columns(self, feature: Any) -> Any:
+        if not isinstance(feature, dict):
+            return feature
+        unused = feature.keys() - set(self.signature_columns)
+        if unused and self.logger and self.model_name and not self.message_logged:
+            tell_unused(self.logger, unused, self.model_name, self.description)
+            self.message_logged = True
+        return {name: value for name, value in feature.items() if name not in unused}
+
+
+def without_unused_columns(
+    dataset: Any,
+    signature_columns: list[str],
+    model_name: str,
+    description: str | None,
+    logger: logging.Logger,
+) -> Any:
+    """A view of a `datasets.Dataset` with the columns that the model takes; it is left as it is.
+
+    Raises ValueError when no column would be left.
+    """
+    unused = [name for name in dataset.column_names if name not in signature_columns]
+    if unused:
+        tell_unused(logger, unused, model_name, description)
+    if len(unused) == len(dataset.column_names):
+        raise ValueError(
+            f"{model_name}.forward takes none of the columns of the {description or 'given'} data"
+            f" set. It takes {', '.join(signature_columns)}; the data set has"
+            f" {', '.join(unused) or 'none'}. Rename the columns, or set"
+            " remove_unused_columns=False if the collator makes the model's inputs of them."
+        )
+    return dataset.remove_columns(unused)
+
+
+def tell_unused(
+    logger: logging.Logger, unused: Iterable[str], model_name: str, description: str | None
+) -> None:
+    """Log, at the level info, which columns are left out."""
+    logger.info(
+        "columns of the %s data set that %s.forward does not take are left out: %s",
+        description or "given",
+        model_name,
+        ", ".join(sorted(unused)),
+    )
+
+
+def is_arrow_dataset(dataset: Any) -> bool:
+    """Whether it is a `datasets.Dataset`; that library is not imported for the question."""
+    import sys
+
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(dataset, datasets.Dataset)

@@ -1,0 +1,249 @@
+"""Shards an order of samples over the feeders of a run, as accelerate does.
+
+A *round* is one batch for each feeder; with `split_batches`, one batch cut into a part for each.
+A feeder takes its own of every round. The last round may be short: then it is dropped, left
+ragged, or filled up with samples from the beginning of the epoch (`even_batches`).
+
+Every feeder walks through the whole order and keeps its share: nothing is sent between ranks. So
+a stream must give the same samples on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain, cycle, islice
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
+
+from ...data.stream import set_epoch
+
+__all__ = [
+    "BatchSharder",
+    "IterableDatasetShard",
+    "LaterBatches",
+    "OneOf",
+    "RankBatches",
+    "RankStream",
+    "SeededSampler",
+    "Share",
+    "chunks",
+]
+
+T = TypeVar("T")
+
+
+class Share(Protocol):
+    """Which feeder this process is: `drivetrain.kernel.World` is one."""
+
+    @property
+    def feeder_index(self) -> int:
+        """From 0."""
+        ...
+
+    @property
+    def num_feeders(self) -> int:
+        """At least 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A `Share` by its numbers; by default all of it."""
+
+    feeder_index: int = 0
+    num_feeders: int = 1
+
+
+class SeededSampler(RandomSampler):
+    """torch's random sampler, whose order is a function of seed and epoch and of nothing else."""
+
+    def __init__(self, like: RandomSampler, seed: int) -> None:
+        super().__init__(
+            like.data_source, like.replacement, like._num_samples, generator=torch.Generator()
+        )
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch's order the next iteration gives."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator.manual_seed(self.seed + self.epoch)
+        yield from super().__iter__()
+
+
+class BatchSharder:
+    """Picks one feeder's batches out of everybody's.
+
+    `batch_size`: of one feeder; None where batches have sizes of their own. `spread`: a short last
+    round is shared out evenly, as accelerate does when rank 0 reads for all; else each feeder's
+    part of it is filled up to a whole batch.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        batch_size: int | None,
+        *,
+        split: bool = False,
+        drop_last: bool = False,
+        even: bool = True,
+        spread: bool = False,
+    ) -> None:
+        self.index, self.size = share.feeder_index, share.num_feeders
+        self.batch_size, self.split = batch_size, split
+        self.drop_last, self.even, self.spread = drop_last, even, spread
+        self.remainder = 0
+        """Number of real samples in the last round; 0: all of them."""
+
+    def own_batches(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
+        """This feeder's batches, out of those of all feeders."""
+        self.remainder = 0
+        first: list[list[T]] = []
+        for turn in self._rounds(batches):
+            first = first or turn
+            if len(turn) == self.size and self.batch_size in (None, len(turn[-1])):
+                yield turn[self.index]
+            elif not self.drop_last:
+                filled = turn
+                if self.even:
+                    self.remainder = sum(map(len, turn))
+                    filled = self._filled(turn, first)
+                if self.index < len(filled):
+                    yield filled[self.index]
+
+    def _rounds(self, batches: Iterable[list[T]]) -> Iterator[list[list[T]]]:
+        batches = iter(batches)
+        if self.split and self.batch_size is not None:
+            yield from (list(chunks(batch, self.batch_size)) for batch in batches)
+        else:
+            yield from chunks(batches, self.size)
+
+    def _filled(self, turn: list[list[T]], first: list[list[T]]) -> list[list[T]]:
+        if self.batch_size is None:
+            return list(islice(chain(turn, cycle(first)), self.size))
+        real = sum(map(len, turn))
+        part = math.ceil(real / self.size) if self.spread else self.batch_size
+        samples = chain(*turn, cycle(list(chain(*first))))
+        return [list(islice(samples, part)) for _ in range(self.size)]
+
+
+def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """The items in lists of `size`; the last may be shorter."""
+    items = iter(items)
+    while chunk := list(islice(items, size)):
+        yield chunk
+
+
+class RankBatches(Sampler[list[int]]):
+    """A batch sampler: one feeder's share of another one."""
+
+    def __init__(self, batch_sampler: Any, sharder: BatchSharder) -> None:
+        self.batch_sampler = batch_sampler
+        self.sharder = sharder
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.sharder.own_batches(self.batch_sampler)
+
+    def __len__(self) -> int:
+        sharder = self.sharder
+        if sharder.split:
+            return len(self.batch_sampler)
+        whole, rest = divmod(len(self.batch_sampler), sharder.size)
+        if rest == 0 or sharder.drop_last:
+            return whole
+        return whole + (sharder.even or sharder.index < rest)
+
+
+class RankStream(IterableDataset[Any]):
+    """A stream: one feeder's share of another one.
+
+    A stream that shuffles must do so equally on all ranks: by a `set_epoch` of its own, which is
+    called, or by a `torch.Generator` named `generator`, which is seeded with `seed + epoch`.
+    """
+
+    def __init__(self, dataset: Any, sharder: BatchSharder, batch_size: int, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.sharder = sharder
+        self.global_batch = batch_size if sharder.split else batch_size * sharder.size
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self.num_examples = 0
+        """Samples that the stream has given in the current pass, for all feeders."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Which epoch comes next; passed on to the stream."""
+        self.epoch = epoch
+        set_epoch(self.dataset, epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+            generator.manual_seed(self.seed + self.epoch)
+        self.num_examples = 0
+        batches = chunks(self._counted(), self.batch_size)
+        yield from chain.from_iterable(self.sharder.own_batches(batches))
+
+    def _counted(self) -> Iterator[Any]:
+        for sample in self.dataset:
+            self.num_examples += 1
+            yield sample
+
+    def __len__(self) -> int:
+        """Samples of this feeder. Raises TypeError when the stream has no length."""
+        rounds = len(self.dataset) / self.global_batch
+        own = self.global_batch // self.sharder.size
+        return own * (math.floor(rounds) if self.sharder.drop_last else math.ceil(rounds))
+
+
+class LaterBatches(Sampler[list[int]]):
+    """A batch sampler without its first `num_skipped` batches; none of their samples is read."""
+
+    def __init__(self, batch_sampler: Any, num_skipped: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_skipped = num_skipped
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        inner = self.batch_sampler
+        if type(inner) is not BatchSampler:
+            return islice(iter(inner), self.num_skipped, None)
+        # its samples are skipped, which is quicker than to make batches of them
+        samples = islice(iter(inner.sampler), self.num_skipped * inner.batch_size, None)
+        batches = chunks(samples, inner.batch_size)
+        return (each for each in batches if len(each) == inner.batch_size or not inner.drop_last)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.num_skipped)
+
+
+class IterableDatasetShard(RankStream):
+    """Deals a stream out over ranks: of each `batch_size * num_processes` samples, this rank's
+    `batch_size`, so that all ranks yield equally many.
+
+    At the end a group that is not full is dropped, or filled up from the first group.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        seed: int = 0,
+    ) -> None:
+        sharder = BatchSharder(OneOf(process_index, num_processes), batch_size, drop_last=drop_last)
+        super().__init__(dataset, sharder, batch_size, seed)
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index

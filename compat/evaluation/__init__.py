@@ -1,0 +1,1 @@
+"""Evaluation and prediction loops, and what they return."""

@@ -1,0 +1,192 @@
+"""Tensors and arrays in lists, tuples and dicts: to map, join, cut and measure as one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..trainer.tree import leaves, nested_map
+
+__all__ = [
+    "EvalLoopContainer",
+    "denumpify_detensorize",
+    "find_batch_size",
+    "map_outputs",
+    "nested_concat",
+    "nested_detach",
+    "nested_gather",
+    "nested_map",
+    "nested_numpify",
+    "nested_truncate",
+    "pad_and_concatenate",
+]
+
+
+def map_outputs(function: Callable[..., Any], *nests: Any) -> Any:
+    """`nested_map` that takes a list for a leaf: one with an item for each sample."""
+    first = nests[0]
+    if isinstance(first, tuple):
+        parts = zip(*nests, strict=True)
+        return tuple(map_outputs(function, *part) for part in parts)
+    if isinstance(first, Mapping):
+        return {key: map_outputs(function, *(nest[key] for nest in nests)) for key in first}
+    return function(*nests)
+
+
+def nested_detach(tensors: Any) -> Any:
+    """The same tensors outside the graph; what is no tensor stays as it is."""
+    return nested_map(_detach, tensors)
+
+
+def _detach(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+
+def nested_numpify(tensors: Any) -> Any:
+    """Arrays on the host; bfloat16, which numpy lacks, becomes float32."""
+    return nested_map(_numpify, tensors)
+
+
+def _numpify(tensor: Any) -> Any:
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def nested_truncate(tensors: Any, limit: int) -> Any:
+    """The first `limit` samples of every leaf."""
+    return nested_map(lambda t: t[:limit], tensors)
+
+
+def nested_concat(tensors: Any, new_tensors: Any, padding_index: float = -100) -> Any:
+    """Both, one after the other along dimension 0; see `pad_and_concatenate`."""
+    return nested_map(
+        lambda *leaves: pad_and_concatenate(leaves, padding_index), tensors, new_tensors
+    )
+
+
+def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> Any:
+    """All tensors, or all arrays, along dimension 0. Where dimension 1 differs, the narrower are
+    padded at its end; a number counts as one sample. Raises TypeError for anything else, or a mix.
+    """
+    join: Callable[..., Any]
+    filled: Callable[..., Any]
+    if all(isinstance(part, torch.Tensor) for part in parts):
+        join, filled = torch.cat, parts[0].new_full
+    elif all(isinstance(part, np.ndarray | np.generic) for part in parts):
+        join, filled = np.concatenate, partial(np.full, dtype=parts[0].dtype)
+    else:
+        kinds = sorted({type(part).__name__ for part in parts})
+        raise TypeError(f"to be joined, all must be tensors or all arrays, not {', '.join(kinds)}")
+    parts = [part if part.ndim else part.reshape(1) for part in parts]
+    if parts[0].ndim == 1 or len({part.shape[1] for part in parts}) == 1:
+        return join(parts)
+    width = max(part.shape[1] for part in parts)
+    whole = filled((sum(map(len, parts)), width, *parts[0].shape[2:]), padding_index)
+    row = 0
+    for part in parts:
+        whole[row : row + len(part), : part.shape[1]] = part
+        row += len(part)
+    return whole
+
+
+def find_batch_size(tensors: Any) -> int | None:
+    """The first dimension of the first leaf that has one, or None."""
+    sized = (leaf for leaf in leaves(tensors) if isinstance(leaf, torch.Tensor | np.ndarray))
+    return next((int(leaf.shape[0]) for leaf in sized if leaf.ndim), None)
+
+
+def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = None) -> Any:
+    """Every rank's tensors along dimension 0, on every rank; sizes must agree over ranks.
+
+    Without a process group, the tensors themselves. `parallel_mode` and `name` are accepted for
+    callers that pass them; whether there are ranks is seen from the process group.
+    """
+    from torch import distributed
+
+    if tensors is None or not (distributed.is_available() and distributed.is_initialized()):
+        return tensors
+
+    def gathered(tensor: torch.Tensor) -> torch.Tensor:
+        mine = tensor.reshape(tensor.shape or 1).contiguous()
+        everyone = [torch.empty_like(mine) for _ in range(distributed.get_world_size())]
+        distributed.all_gather(everyone, mine)
+        return torch.cat(everyone)
+
+    return nested_map(gathered, tensors)
+
+
+def denumpify_detensorize(metrics: Any) -> Any:
+    """numpy scalars and tensors of one element become Python numbers."""
+
+    def number(value: Any) -> Any:
+        single = isinstance(value, torch.Tensor) and value.numel() == 1
+        return value.item() if single or isinstance(value, np.generic) else value
+
+    return nested_map(number, metrics)
+
+
+_JOINED_FIRST = 4 << 20
+"""Bytes of small batches that are joined before they are copied: a copy of few costs its call."""
+
+
+class EvalLoopContainer:
+    """Collects what evaluation yields batch by batch.
+
+    `do_nested_concat`: one nest of arrays over all samples, else a list with one nest a batch.
+    `lists_of_samples`: a list holds one item a sample, else one of several outputs.
+    """
+
+    def __init__(
+        self,
+        do_nested_concat: bool = True,
+        padding_index: float = -100,
+        lists_of_samples: bool = False,
+    ) -> None:
+        self.do_nested_concat = do_nested_concat
+        self.padding_index = padding_index
+        self.lists_of_samples = lists_of_samples
+        self._on_device: deque[Any] = deque()
+        self._on_host: list[Any] = []
+
+    def add(self, tensors: Any) -> None:
+        """Take the tensors of one batch."""
+        self._on_device.append(tensors)
+
+    def to_cpu_and_numpy(self) -> None:
+        """Move what was added to the host, as arrays, and free its device memory."""
+        waiting, size = self._on_device, 1
+        if self.do_nested_concat and waiting:
+            num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(waiting[0]))
+            size = max(1, _JOINED_FIRST // max(1, num_bytes))
+        while waiting:
+            some = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+            self._on_host.append(nested_numpify(self._joined(some)))
+
+    def get_arrays(self) -> Any:
+        """All that was added, as arrays on the host; None if nothing was."""
+        self.to_cpu_and_numpy()
+        if not self.do_nested_concat:
+            return self._on_host or None
+        if self._on_host:  # joined once, so that the cost is linear in the data
+            self._on_host = [self._joined(self._on_host)]
+        return self._on_host[0] if self._on_host else None
+
+    def _joined(self, nests: Sequence[Any]) -> Any:
+        if len(nests) == 1:
+            return nests[0]
+        if self.lists_of_samples:
+            return map_outputs(self._join_samples, *nests)
+        return nested_map(self._join_samples, *nests)
+
+    def _join_samples(self, *parts: Any) -> Any:
+        if all(isinstance(part, list) for part in parts):
+            return list(chain(*parts))
+        return pad_and_concatenate(parts, self.padding_index)

@@ -1,0 +1,1 @@
+"""Other libraries and services that a `Trainer` can use."""

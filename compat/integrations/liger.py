@@ -1,0 +1,43 @@
+"""Liger's Triton kernels in place of a model's layers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+
+import torch
+from torch import nn
+
+from ..trainer.inspection import unwrap_peft
+
+__all__ = ["apply_liger_kernel"]
+
+_log = logging.getLogger(__name__)
+
+
+def apply_liger_kernel(model: nn.Module, kernel_config: Mapping[str, bool] | None = None) -> None:
+    """Replace layers of a transformers model by Liger's; `kernel_config` says which.
+
+    Says so and leaves other models as they are. Raises ImportError without the package,
+    RuntimeError without an accelerator, where Triton has nothing to compile for.
+    """
+    try:
+        liger = import_module("liger_kernel.transformers")
+    except ImportError as error:
+        raise ImportError(
+            f"use_liger_kernel=True needs liger-kernel, which cannot be imported ({error});"
+            " install it: pip install liger-kernel"
+        ) from error
+    if not torch.accelerator.is_available():
+        raise RuntimeError(
+            "use_liger_kernel=True: Liger's kernels are compiled by Triton for a GPU, and there"
+            " is none here; set use_liger_kernel=False"
+        )
+    transformers = sys.modules.get("transformers")
+    base = unwrap_peft(model)
+    if transformers is None or not isinstance(base, transformers.PreTrainedModel):
+        _log.warning("%s is no model of transformers: Liger leaves it as it is", type(base))
+        return
+    liger._apply_liger_kernel_to_instance(model=base, **(kernel_config or {}))

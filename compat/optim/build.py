@@ -1,0 +1,150 @@
+"""The trainer's optimizer and learning rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..profile import profile_of
+from ..trainer.parts import TrainerParts
+from . import optimizer_class_and_kwargs
+from .parameters import decay_groups, decayed_names
+from .plateau import GreedyLR
+from .quantized import keep_embeddings_whole
+from .schedules import get_scheduler
+
+__all__ = ["OptimizationMixin"]
+
+
+class OptimizationMixin(TrainerParts):
+    """Builds the optimizer and the schedule of a trainer. Every method may be overridden."""
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Build both, unless they are there; `num_training_steps` counts updates.
+
+        The trainer calls this, and it calls the two methods below.
+        """
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """The optimizer: the one there is, or a new one over the trained parameters of `model`
+        (by default the trainer's), of which norms and biases do not decay.
+        """
+        if self.optimizer is not None:
+            return self.optimizer
+        model = self.model if model is None else model
+        if self.optimizer_cls_and_kwargs is not None:
+            optimizer_class, kwargs = self.optimizer_cls_and_kwargs
+        else:
+            optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, model)
+        if not _is_optimizer(optimizer_class):  # a factory of one, which looks into the model
+            self.optimizer = optimizer_class()(model, **kwargs)
+            return self.optimizer
+        kwargs = dict(kwargs)
+        targets = [kwargs.pop(key) for key in _TARGETS if key in kwargs]
+        if targets:
+            parameters = targets[-1]
+        else:
+            decayed = self.get_decay_parameter_names(model)
+            parameters = _one_mesh_each(decay_groups(model, decayed, self.args.weight_decay))
+        self.optimizer = optimizer_class(parameters, **kwargs)
+        keep_embeddings_whole(model, optimizer_class, kwargs)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """The schedule: the one there is, or a new one over `num_training_steps` updates for
+        `optimizer` (by default the trainer's, which must be there).
+        """
+        if self.lr_scheduler is None:
+            optimizer = self.optimizer if optimizer is None else optimizer
+            if optimizer is None:
+                raise ValueError("create_scheduler needs an optimizer: call create_optimizer first")
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer=optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: Any, model: nn.Module | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """The class that `args.optim` names, and its keywords, in which `params`, `model` or
+        `optimizer_dict` stand for the two usual groups. See `optim`.
+        """
+        return optimizer_class_and_kwargs(args, model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The names of the parameters that decay: no biases, nothing of norms."""
+        return decayed_names(model, profile_of(self.args).decays_by_name)
+
+    def get_num_trainable_parameters(self) -> int:
+        """The number of trainable parameters, counted in elements."""
+        return sum(one.numel() for one in self.model.parameters() if one.requires_grad)
+
+    def get_learning_rates(self) -> list[float]:
+        """The rate of each parameter group. Raises ValueError before there is an optimizer."""
+        return [group["lr"] for group in self._optimizer_there_is().param_groups]
+
+    def get_optimizer_group(self, param: str | nn.Parameter | None = None) -> Any:
+        """The parameter group that holds `param`; without one, each group's list of parameters.
+
+        Raises ValueError before there is an optimizer, or where no group holds it.
+        """
+        groups = self._optimizer_there_is().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        for group in groups:
+            if any(one is param for one in group["params"]):
+                return group
+        raise ValueError("no parameter group of the optimizer holds this parameter")
+
+    def _get_learning_rate(self) -> float:
+        """The rate of the first group: what the next update will use."""
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+            rate = self._optimizer_there_is().param_groups[0]["lr"]
+        elif self.lr_scheduler is None:
+            raise ValueError("there is no learning rate yet: the trainer has no scheduler")
+        else:
+            rate = self.lr_scheduler.get_last_lr()[0]
+        return float(rate)
+
+
+_TARGETS = ("params", "model", "optimizer_dict")
+"""Keywords that stand for the usual groups; the last one that is there counts."""
+
+
+def _is_optimizer(optimizer_class: Any) -> bool:
+    return isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
+
+
+def _one_mesh_each(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same groups, cut so that none holds tensors of two device meshes: fused and batched
+    kernels cannot span them.
+    """
+    meshes = {id(_mesh(one)) for group in groups for one in group["params"]}
+    if len(meshes) < 2:
+        return groups
+    cut = []
+    for group in groups:
+        by_mesh: dict[int, list[nn.Parameter]] = {}
+        for one in group["params"]:
+            by_mesh.setdefault(id(_mesh(one)), []).append(one)
+        cut += [{**group, "params": parameters} for parameters in by_mesh.values()]
+    return cut
+
+
+def _mesh(tensor: torch.Tensor) -> Callable[..., Any] | None:
+    return getattr(tensor, "device_mesh", None)

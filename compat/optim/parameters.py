@@ -1,0 +1,75 @@
+"""A model's parameters: counted, named, and grouped by whether they decay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["decay_groups", "decayed_names", "get_model_param_count", "get_parameter_names"]
+
+
+def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
+    """Elements of all parameters, each counted once; under ZeRO-3 of the whole ones."""
+    return sum(
+        int(getattr(parameter, "ds_numel", parameter.numel()))
+        for parameter in model.parameters()
+        if parameter.requires_grad or not trainable_only
+    )
+
+
+def get_parameter_names(
+    model: nn.Module,
+    forbidden_layer_types: Iterable[type[nn.Module]],
+    forbidden_layer_names: Iterable[str] | None = None,
+) -> list[str]:
+    """Names of the parameters that lie in no submodule of these types, and match no such pattern.
+
+    `forbidden_layer_names`: regular expressions, searched for in the lower-case name at each
+    level from the parameter's own up to the full one. Tied parameters appear by each name.
+    """
+    types = tuple(forbidden_layer_types)
+    patterns = [re.compile(name) for name in forbidden_layer_names or ()]
+
+    def allowed(name: str) -> bool:
+        return not any(pattern.search(name.lower()) for pattern in patterns)
+
+    def below(module: nn.Module) -> list[str]:
+        names = [
+            f"{child_name}.{name}"
+            for child_name, child in module.named_children()
+            if not isinstance(child, types)
+            for name in below(child)
+        ]
+        return [name for name in (*names, *module._parameters) if allowed(name)]
+
+    return below(model)
+
+
+_NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.|_)norm(?:$|\.)"]
+"""Patterns in names."""
+
+
+def decayed_names(model: nn.Module, by_name: bool = True) -> list[str]:
+    """The names of the parameters that weight decay applies to, frozen ones too.
+
+    Left out are those of `nn.LayerNorm`, and those whose name speaks of a bias or a norm. Unless
+    `by_name`, names do not count but for "bias", and classes called RMSNorm do.
+    """
+    if not by_name:
+        kinds = {type(module) for module in model.modules()}
+        norms = {kind for kind in kinds if kind.__name__.endswith("RMSNorm")}
+        return get_parameter_names(model, {nn.LayerNorm, *norms}, ["bias"])
+    return get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED)
+
+
+def decay_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups of what is trained: with decay, and without."""
+    names = set(decayed)
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    return [
+        {"params": [one for name, one in trained if name in names], "weight_decay": weight_decay},
+        {"params": [one for name, one in trained if name not in names], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,1 @@
+"""`Trainer` and its parts, around the kernel's loop."""

@@ -1,0 +1,122 @@
+"""The loss in a model's outputs, the items that it is divided by, and label smoothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .inspection import unwrap_peft
+
+__all__ = ["LabelSmoother", "count_items", "is_causal_lm", "loss_of", "loss_shifts_labels"]
+
+_IGNORED = -100
+
+
+def count_items(batches: Sequence[Any], shifts_labels: bool) -> Tensor | None:
+    """The labels in the batches of one update that count: those that are not -100.
+
+    `shifts_labels`: each position predicts the next one's label, so the first one's is not
+    counted. Where a batch has `shift_labels`, these are counted as they are. A 0-d int64 tensor
+    where the labels lie; None where there are no batches, no labels, or none that can be counted.
+    """
+    if not batches or "labels" not in batches[0]:
+        return None
+    total: Any = 0
+    for batch in batches:
+        labels = batch["labels"]
+        if "shift_labels" in batch:
+            labels = batch["shift_labels"]
+        elif shifts_labels and isinstance(labels, Tensor):
+            labels = labels[..., 1:]
+        if not isinstance(labels, Tensor):  # lists of dicts, as in object detection
+            return None
+        total = total + (labels != _IGNORED).sum()
+    return total  # type: ignore[no-any-return]
+
+
+def loss_shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss compares each position with the label of the next one.
+
+    True for models of transformers whose loss is the causal one, unless they encode as well.
+    """
+    model = unwrap_peft(model)
+    kind = getattr(model, "loss_type", None)
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if kind is None or encodes or "transformers" not in sys.modules:
+        return False
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    return LOSS_MAPPING.get(kind) is ForCausalLMLoss
+
+
+def is_causal_lm(model: nn.Module) -> bool:
+    """Whether transformers lists the model's class as one that predicts the next token."""
+    if "transformers" not in sys.modules:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return type(unwrap_peft(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """The loss in a model's outputs: `outputs["loss"]` of a mapping, else `outputs[0]`.
+
+    Raises ValueError, naming what came back and what went in, where a mapping has none.
+    """
+    if not isinstance(outputs, Mapping):
+        return outputs[0]  # type: ignore[no-any-return]
+    if "loss" not in outputs:
+        raise ValueError(
+            f"the model returned no loss, but {', '.join(outputs) or 'nothing'}, of the inputs"
+            f" {', '.join(inputs)}. It may need labels: see label_names and"
+            " remove_unused_columns; or give the trainer compute_loss_func="
+        )
+    loss: Tensor = outputs["loss"]
+    return loss
+
+
+@dataclass
+class LabelSmoother:
+    """(1 - epsilon) x the loss against the labels + epsilon x the mean loss against all classes.
+
+    Positions whose label is `ignore_index` do not count.
+    """
+
+    epsilon: float = 0.1
+    ignore_index: int = -100
+
+    def __call__(
+        self,
+        model_output: Any,
+        labels: Tensor,
+        shift_labels: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """The loss, a scalar, float32.
+
+        `model_output`: a mapping with "logits", or a sequence that begins with them; logits of
+        shape (..., classes). `labels`: integers of shape (...). `shift_labels`: each position
+        predicts the label of the next one. `num_items_in_batch`: what the sum is divided by,
+        instead of the number of positions that count.
+        """
+        is_mapping = isinstance(model_output, Mapping)
+        logits: Tensor = model_output["logits"] if is_mapping else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        if labels.dim() == logits.dim():  # a last dimension of one label each
+            labels = labels.squeeze(-1)
+        surprise = -torch.log_softmax(logits, dim=-1)
+        counts = labels != self.ignore_index
+        hit = surprise.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        every = surprise.sum(-1, dtype=torch.float32)
+        items = counts.sum() if num_items_in_batch is None else num_items_in_batch
+        if isinstance(items, Tensor):
+            items = items.to(logits.device)
+        against_labels = hit.masked_fill(~counts, 0.0).sum() / items
+        against_all = every.masked_fill(~counts, 0.0).sum() / (items * logits.shape[-1])
+        return (1 - self.epsilon) * against_labels + self.epsilon * against_all

@@ -1,0 +1,127 @@
+"""The attributes that the parts of a Trainer share.
+
+Each part is a class that derives from the parts whose methods it calls. What lies further up is
+declared here, beside the attributes that all of them see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...kernel.contract import Outcome
+from ...kernel.loop import TrainLoop
+from ...kernel.recipe import Microstep
+from ...trainer.run_lock import RunLock
+from ..accelerate.accelerator import Accelerator
+from ..arguments.driver_session import DriverSession
+from ..callbacks.base import CallbackHandler
+from ..callbacks.state import TrainerControl, TrainerState
+from .loss import LabelSmoother
+from .memory import TrainerMemoryTracker
+
+__all__ = ["TrainerParts"]
+
+
+class TrainerParts:
+    """Attributes of a Trainer, and methods that a part calls of those above it."""
+
+    # --- what it was made with
+    args: Any
+    """`TrainingArguments`, or those of another library that have the same fields."""
+    model: Any
+    """As the user knows it."""
+    model_init: Callable[..., nn.Module] | None
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Callable[[list[Any]], Any]
+    processing_class: Any
+    compute_metrics: Callable[..., dict[str, Any]] | None
+    compute_loss_func: Callable[..., Any] | None
+    preprocess_logits_for_metrics: Callable[..., Any] | None
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+
+    # --- where it runs
+    driver_session: DriverSession
+    accelerator: Accelerator
+    model_wrapped: Any
+    """As the driver calls it."""
+    optimizer: Optimizer | None
+    lr_scheduler: LRScheduler | None
+    is_model_parallel: bool
+    place_model_on_device: bool
+    is_deepspeed_enabled: bool
+
+    # --- what the model is like
+    label_names: list[str]
+    label_smoother: LabelSmoother | None
+    can_return_loss: bool
+    model_accepts_loss_kwargs: bool
+    _loss_shifts_labels: bool
+
+    # --- how far it is
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    is_in_train: bool
+    gather_function: Callable[..., Any]
+    current_flos: float
+    _memory_tracker: TrainerMemoryTracker
+    _train_batch_size: int
+    _created_lr_scheduler: bool
+    _globalstep_last_logged: int
+    _initial_global_step: int
+    _initial_num_input_tokens_seen: int
+    _total_loss_scalar: float
+    _lock: RunLock | None = None
+    """Of its output folder, while `train` runs."""
+    _training: TrainLoop | None = None
+    """While `train` runs."""
+    _interrupted: TrainLoop | None = None
+    """The one that ran out of memory, while another goes on from there."""
+    _microstep: Microstep | None = None
+    _last_outcome: Outcome | None = None
+
+    # --- of a search
+    hp_search_backend: Any = None
+    hp_space: Any = None
+    hp_name: Any = None
+    objective: Any = None
+    compute_objective: Any = None
+    _trial: Any = None
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the first process of all."""
+        raise NotImplementedError
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See `CheckpointMixin`."""
+        raise NotImplementedError
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """See `Trainer`."""
+        raise NotImplementedError
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """See `Trainer`."""
+        raise NotImplementedError
+
+    def _seed(self) -> None:
+        raise NotImplementedError
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        raise NotImplementedError
+
+    def _running(self) -> TrainLoop:
+        """The loop of the call of `train` that is under way."""
+        assert self._training is not None
+        return self._training
+
+    def _optimizer_there_is(self) -> Optimizer:
+        if self.optimizer is None:
+            raise ValueError("the trainer has no optimizer yet: train, or call create_optimizer")
+        return self.optimizer

@@ -1,0 +1,105 @@
+"""Prepares a model for training, and has the driver wrap it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ..integrations.liger import apply_liger_kernel
+from ..integrations.neftune import NeftuneMixin
+from ..optim.build import OptimizationMixin
+from ..profile import profile_of
+from .debugging import OverflowWatch, is_debugged
+from .recompute import enable_recompute
+
+__all__ = ["PreparationMixin"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def align_special_tokens(model: Any, processing_class: Any) -> None:
+    """Give a model's configurations the tokenizer's ids of the padding, begin and end tokens,
+    where they differ: they may have been added for this training.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(tokenizer, "eos_token_id"):
+        return
+    changed = {}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ours = getattr(tokenizer, name, None)
+        for holder in (config, getattr(model, "generation_config", None)):
+            if holder is None or not hasattr(holder, name) or ours is None:
+                continue
+            theirs = getattr(holder, name)
+            if ours != theirs and not (isinstance(theirs, list) and ours in theirs):
+                setattr(holder, name, ours)
+                changed[name] = ours
+    if changed:
+        _LOG.warning("the model's special tokens now are the tokenizer's: %s", changed)
+
+
+class PreparationMixin(OptimizationMixin, NeftuneMixin):
+    """The model as the driver wraps it, with its optimizer and schedule."""
+
+    _overflow_watch: OverflowWatch
+
+    def _make_ready(self) -> None:
+        """Kernels, recomputed activations, noise, watches: what the arguments ask for."""
+        args, model = self.args, self.model
+        if (args.fp16_full_eval or args.bf16_full_eval) and not self.is_model_parallel:
+            self._move_model_to_device(model, args.device)
+        if args.use_liger_kernel:
+            apply_liger_kernel(model, getattr(args, "liger_kernel_config", None))
+        if args.gradient_checkpointing or getattr(args, "activation_checkpointing", None):
+            newer = getattr(args, "activation_checkpointing_kwargs", None)
+            enable_recompute(model, newer or args.gradient_checkpointing_kwargs)
+        align_special_tokens(model, self.processing_class)
+        self._activate_neftune(model)
+        if is_debugged(args, "underflow_overflow"):
+            self._overflow_watch = OverflowWatch(model)
+
+    def _wrap_for_training(self, max_steps: int) -> None:
+        """The model wrapped, with optimizer and schedule."""
+        if self._created_lr_scheduler and self._interrupted is None:
+            self.lr_scheduler, self._created_lr_scheduler = None, False
+        self._max_steps = max_steps
+        self.model_wrapped = self._wrap_model(self.model)
+        if self.optimizer is None:
+            self.optimizer = self.driver_session.wrapped().optimizer
+        if self.lr_scheduler is None:
+            self.create_scheduler(num_training_steps=max_steps)
+        handler = self.callback_handler
+        handler.model, handler.optimizer = self.model, self.optimizer
+        handler.lr_scheduler = self.lr_scheduler
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """The module to call: the driver's wrapper once there is one. Idempotent."""
+        if training or self.driver_session.is_sharded():
+            return self.driver_session.prepare(model, self._build_optimizer).module
+        prepared = self.driver_session.prepared
+        if prepared is not None and prepared.model is model:
+            return prepared.engine.module
+        if self.place_model_on_device:
+            self._move_model_to_device(model, self.args.device)
+        return model
+
+    def _build_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
+        """Called by the driver, when the parameters are where they will be trained."""
+        steps = getattr(self, "_max_steps", 0)
+        if self.optimizer is None and steps and self._builds_both():
+            self.create_optimizer_and_scheduler(num_training_steps=steps)
+        else:
+            self.create_optimizer()
+        return self.optimizer
+
+    def _builds_both(self) -> bool:
+        """Whether a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
+        usual = OptimizationMixin.create_optimizer_and_scheduler
+        overridden = type(self).create_optimizer_and_scheduler is not usual
+        return overridden or profile_of(self.args).builds_optimizer_and_schedule_at_once

@@ -1,0 +1,191 @@
+"""Between the kernel's steps: HF Trainer's events and flags, in its order."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ...kernel.batches import Group
+from ...kernel.contract import Outcome
+from ...kernel.events import Request, StepSkipped
+from ...kernel.loop import NextAction, TrainLoop
+from ...kernel.recipe import Batch, Microstep
+from ...kernel.step import StepResult
+from ..optim.plateau import GreedyLR
+from .between_steps import BetweenStepsMixin
+from .debugging import print_xla_metrics
+from .epochs import Epochs
+
+__all__ = ["TrainerPolicy"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrainerPolicy:
+    """`Recipe.step` and `LoopPolicy` of the kernel, told in callbacks, for one call of `train`."""
+
+    training: TrainLoop
+    """The loop that calls this; set once it is made."""
+
+    def __init__(
+        self,
+        trainer: BetweenStepsMixin,
+        epochs: Epochs,
+        *,
+        trial: Any,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+    ) -> None:
+        self.trainer, self.epochs, self.trial = trainer, epochs, trial
+        self.ignore_keys, self.start_time = ignore_keys_for_eval, start_time
+        self.num_items: Tensor | None = None
+        self.grad_norm: Tensor | None = None
+        self.learning_rate: float | None = None
+        self.preempted = self._stepped = False
+        self.optimizer = trainer._optimizer_there_is()
+        prepared = trainer.driver_session.wrapped()
+        self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
+        self._hooks = [
+            self.optimizer.register_step_pre_hook(self._before_optimizer_step),
+            self.optimizer.register_step_post_hook(self._after_optimizer_step),
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- inside a step ----------------------------------------------------------------------
+
+    def step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
+        """One microbatch by the Trainer's own `training_step`."""
+        trainer = self.trainer
+        if microstep.index == 0:
+            trainer.current_gradient_accumulation_steps = microstep.num_microbatches
+            self.num_items = self._count(microstep)
+            trainer.control = trainer.callback_handler.on_step_begin(
+                trainer.args, trainer.state, trainer.control
+            )
+        trainer._microstep = microstep
+        try:
+            loss: Tensor = trainer.training_step(module, batch, self.num_items)
+        finally:
+            trainer._microstep = None
+        if trainer.args.logging_nan_inf_filter:
+            loss = self._filtered(loss)
+        trainer.current_flos += float(trainer.floating_point_ops(batch))
+        trainer._track_num_input_tokens(batch)
+        if not microstep.last:
+            trainer.control = trainer.callback_handler.on_substep_end(
+                trainer.args, trainer.state, trainer.control
+            )
+        return loss
+
+    def _count(self, microstep: Microstep) -> Tensor | None:
+        """The items of the update, as `training_step` is given them; None where nobody counts."""
+        args = self.trainer.args
+        local: Tensor | None = self.epochs.counts.popleft()
+        if local is None or not args.average_tokens_across_devices:
+            return local
+        return torch.tensor(int(microstep.num_items()), device=args.device)
+
+    def _filtered(self, loss: Tensor) -> Tensor:
+        """The loss; where it is not finite, the mean of those since the last log."""
+        if loss.device.type == "cpu" and math.isfinite(loss.item()):
+            return loss
+        training, state = self.training, self.trainer.state
+        steps = 1 + state.global_step - self.trainer._globalstep_last_logged
+        mean = torch.as_tensor(training.window.loss_sum / steps, device=loss.device)
+        return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
+
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepped, trainer = True, self.trainer
+        trainer.control = trainer.callback_handler.on_pre_optimizer_step(
+            trainer.args, trainer.state, trainer.control
+        )
+
+    def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        trainer = self.trainer
+        trainer.control = trainer.callback_handler.on_optimizer_step(
+            trainer.args, trainer.state, trainer.control
+        )
+
+    # --- between steps (see `LoopPolicy`) ----------------------------------------------------
+
+    def before_update(self) -> None:
+        self._stepped, trainer = False, self.trainer
+        trainer._last_outcome = None
+        self.learning_rate = trainer._get_learning_rate()
+        groups = self.optimizer.param_groups
+        for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
+            theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
+
+    def after_step(self, group: Group, result: StepResult) -> NextAction:
+        trainer = self.trainer
+        training, state = self.training, trainer.state
+        if trainer._lock is not None:
+            trainer._lock.check()
+        if not self._stepped:  # a step that was left out is told like any other
+            self._before_optimizer_step(self.optimizer, (), {})
+            self._after_optimizer_step(self.optimizer, (), {})
+        trainer._last_outcome, self.grad_norm = result.outcome, result.outcome.grad_norm
+        self._advance_schedule(result.outcome)
+        state.global_step = training.progress.step
+        done = self.epochs.batches_done(group)
+        state.epoch = group.position.epoch + done / self.epochs.batches_per_epoch
+        trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
+        if training.agreed(result)[Request.PREEMPT]:
+            self.preempted = trainer.control.should_save = trainer.control.should_training_stop = (
+                True
+            )
+        self.act(group.position.epoch)
+        control = trainer.control
+        ended = group.next.epoch > group.position.epoch
+        if ended or control.should_epoch_stop or control.should_training_stop:
+            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
+            self.act(group.position.epoch)
+            print_xla_metrics(trainer.args, trainer.driver_session)
+        if trainer.control.should_training_stop:
+            return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
+        return (
+            NextAction.NEXT_EPOCH
+            if trainer.control.should_epoch_stop and not ended
+            else NextAction.GO_ON
+        )
+
+    def act(self, epoch: int) -> None:
+        """Log, evaluate and save, as the flags say."""
+        trainer = self.trainer
+        trainer._maybe_log_save_evaluate(
+            torch.as_tensor(self.training.window.loss_sum),
+            self.grad_norm,
+            trainer.model_wrapped,
+            self.trial,
+            epoch,
+            self.ignore_keys,
+            self.start_time,
+            learning_rate=self.learning_rate,
+        )
+
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        _LOG.warning(
+            "step %s was not applied: its loss is %s and its gradient norm %s (%s in a row). The "
+            "weights and the optimizer are as before it",
+            event.step,
+            event.loss,
+            event.grad_norm,
+            event.in_a_row,
+        )
+
+    def _advance_schedule(self, outcome: Outcome) -> None:
+        scheduler: Any = self.trainer.lr_scheduler
+        if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):  # stepped by evaluations
+            return
+        if self._scales_loss and not outcome.applied():
+            return
+        scheduler.step()

@@ -1,0 +1,333 @@
+"""Training: HF Trainer's methods around the kernel's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...kernel.errors import ran_out
+from ...kernel.events import Requests
+from ...kernel.loop import TrainLoop
+from ...trainer.flight_records import flight_records_kept
+from ...trainer.run_lock import RunLock
+from ...trainer.signals import preempt_on_signals
+from ..callbacks.reporting import speed_metrics
+from ..callbacks.state import ExportableState, TrainerState
+from ..data.loading import has_length
+from ..enums import SaveStrategy
+from ..evaluation.outputs import TrainOutput
+from ..integrations.hub import quiet_uploads
+from ..profile import profile_of
+from .between_steps import BetweenStepsMixin
+from .epochs import Epochs, RunLength
+from .step_callbacks import TrainerPolicy
+
+__all__ = ["TrainingMixin"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class TrainingMixin(BetweenStepsMixin):
+    """`train` and what it calls through self."""
+
+    # --- train ------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> TrainOutput:
+        """Train to the end, or from a checkpoint on: a path, or True for the newest in
+        `output_dir`.
+
+        Raises ValueError where there is no such checkpoint.
+        """
+        resume_from_checkpoint = _old_model_path(resume_from_checkpoint, kwargs)
+        self._memory_tracker.start()
+        self.is_in_train = True
+        self._hp_search_setup(trial)  # first: a trial may change the seed
+        if self.model_init is not None:
+            self._build_anew(trial)
+        self._make_ready()
+        quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
+        with self._locked_output(trial), quiet:
+            checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
+            if checkpoint is not None:
+                self._load_from_checkpoint(checkpoint)
+            return self._within_memory(
+                args=self.args,
+                resume_from_checkpoint=checkpoint,
+                trial=trial,
+                ignore_keys_for_eval=ignore_keys_for_eval,
+            )
+
+    @contextlib.contextmanager
+    def _locked_output(self, trial: Any) -> Iterator[None]:
+        """While it is open, no other process trains with checkpoints in the same folder; other
+        Trainers of this one may. Raises `OutputError`, with the process that does.
+        """
+        if self.args.save_strategy == SaveStrategy.NO:
+            yield
+            return
+        lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
+        try:
+            lock.take(self.driver_session.session, _LOG.warning)
+            with flight_records_kept(lock.folder):
+                yield
+        finally:
+            lock.release()
+            self._lock = None
+
+    def _within_memory(self, args: Any, **kwargs: Any) -> TrainOutput:
+        """The training loop; with `auto_find_batch_size`, again with a smaller batch, and more of
+        them an update, each time that memory runs out. What was trained stays.
+        """
+        batch_size, accumulation = self._train_batch_size, args.gradient_accumulation_steps
+        self._training = None
+        if args.auto_find_batch_size and args.train_batch_size % batch_size == 0:
+            # an earlier run may have found it
+            args.gradient_accumulation_steps *= args.train_batch_size // batch_size
+        try:
+            while True:
+                try:
+                    return self._inner_training_loop(
+                        batch_size=self._train_batch_size, args=args, **kwargs
+                    )
+                except RuntimeError as error:
+                    if not args.auto_find_batch_size or not ran_out(error):
+                        raise
+                    size, factor = _smaller_batch(self._train_batch_size, error)
+                    _LOG.warning(
+                        "out of memory with batches of %s: going on with %s, and %s times as many "
+                        "an update, so that the global batch stays",
+                        self._train_batch_size,
+                        size,
+                        factor,
+                    )
+                self._interrupted = self._training
+                self.model.zero_grad()
+                self._train_batch_size = size
+                args.gradient_accumulation_steps *= factor
+        finally:
+            self._interrupted = None
+            args.gradient_accumulation_steps = accumulation
+            if not args.auto_find_batch_size:
+                self._train_batch_size = batch_size
+
+    def _build_anew(self, trial: Any) -> None:
+        """A model that has seen nothing, and no optimizer or schedule."""
+        self._seed()
+        self.model = self.call_model_init(trial)
+        self.optimizer = self.lr_scheduler = None
+        if self.place_model_on_device:
+            self._move_model_to_device(self.model, self.args.device)
+        self.model_wrapped = self.model
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train with batches of that size: everything is made ready, and the kernel runs it."""
+        self._train_batch_size = batch_size or self._train_batch_size
+        loader = self.get_train_dataloader()
+        length = RunLength(*self.set_initial_training_values(args, loader))
+        self._wrap_for_training(length.max_steps)
+        self._fresh_state(length, trial, loader)
+        epochs = self._epochs(loader, length)
+        start_time = time.time()
+        policy = TrainerPolicy(
+            self,
+            epochs,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+            start_time=start_time,
+        )
+        requests = Requests()
+        training = self._training = policy.training = TrainLoop(
+            self._recipe(policy),
+            self.driver_session.session,
+            self.driver_session.engine,
+            epochs,
+            length.max_steps,
+            policy,
+            requests,
+        )
+        try:
+            self._resume(training, epochs, length, resume_from_checkpoint, trial)
+            self._announce(length)
+            self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
+            if args.eval_on_start:
+                self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+            signals = preempt_on_signals(requests) if _catches_signals(args) else None
+            with signals or contextlib.nullcontext():
+                training.run()
+            training.resolve_pending_outcome()
+            return self._finalize_training(trial, length.num_train_samples, start_time)
+        finally:
+            policy.close()
+
+    def _recipe(self, policy: TrainerPolicy) -> Any:
+        return self.driver_session.recipe(self.model, step=policy.step)
+
+    def _epochs(self, loader: Any, length: RunLength) -> Epochs:
+        return Epochs(
+            self,
+            loader,
+            accumulation=self.args.gradient_accumulation_steps,
+            batches_per_epoch=length.batches_per_epoch,
+            updates_per_epoch=length.updates_per_epoch,
+            num_epochs=length.num_epochs,
+            global_batch=length.total_batch // self.args.gradient_accumulation_steps,
+            start_anew=self.args.ignore_data_skip,
+        )
+
+    def _fresh_state(self, length: RunLength, trial: Any, loader: Any) -> None:
+        self.callback_handler.train_dataloader = loader
+        if self._interrupted is not None:
+            self.state.train_batch_size = self._train_batch_size
+            return
+        stateful = [*self.callback_handler.callbacks, self.control]
+        self.state = TrainerState(
+            stateful_callbacks=[each for each in stateful if isinstance(each, ExportableState)]
+        )
+        self.state.is_hyper_param_search = trial is not None
+        self.state.train_batch_size = self._train_batch_size
+        self.state.compute_steps(self.args, length.max_steps)
+
+    def _resume(
+        self,
+        training: TrainLoop,
+        epochs: Epochs,
+        length: RunLength,
+        checkpoint: str | None,
+        trial: Any,
+    ) -> None:
+        """Take over a checkpoint, or what an out-of-memory error left."""
+        left = self._interrupted
+        if left is not None:
+            training.progress, training.window = left.progress, left.window
+        elif checkpoint is not None:
+            self._resume_training(training, checkpoint)
+        if training.progress.position.samples:
+            session = training.session
+            before = session.rng_state()
+            epochs.after_first_fetch = lambda: session.set_rng_state(before)
+        self.state.global_step = training.progress.step
+        self.state.init_training_references(self, length.max_steps, length.num_epochs, trial)
+        if left is not None:
+            return
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._total_loss_scalar = 0.0
+
+    def _announce(self, length: RunLength) -> None:
+        args = self.args
+        _LOG.info("***** Running training *****")
+        for name, value in {
+            "Num examples": length.num_examples,
+            "Num Epochs": length.num_epochs,
+            "Instantaneous batch size per device": args.per_device_train_batch_size,
+            "Total train batch size (with ranks and accumulation)": length.total_batch,
+            "Gradient Accumulation steps": args.gradient_accumulation_steps,
+            "Total optimization steps": length.max_steps,
+            "Number of trainable parameters": self.get_num_trainable_parameters(),
+        }.items():
+            _LOG.info("  %s = %s", name, f"{value:,}")
+
+    def set_initial_training_values(
+        self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
+    ) -> tuple[Any, ...]:
+        """Epochs, updates an epoch, examples, samples in all, samples an update, batches an epoch
+        and updates in all. Raises ValueError when nothing says how long to train.
+        """
+        accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
+        total = self.get_total_train_batch_size(args)
+        length = len(dataloader) if has_length(dataloader) else None
+        if not length and max_steps <= 0:
+            raise ValueError(
+                "the training data has no length, so max_steps has to say how many updates to "
+                f"make; it is {max_steps}"
+            )
+        if not length:
+            samples, batches = max_steps * total, max_steps * accumulation
+            return sys.maxsize, max_steps, samples, samples, total, batches, max_steps
+        whole, rest = divmod(length, accumulation)
+        short = rest > 0 and profile_of(args).ends_epochs_with_short_update
+        updates = max(whole + short, 1)
+        examples = self.num_examples(dataloader)
+        if max_steps > 0:
+            epochs, samples = math.ceil(max_steps / updates), max_steps * total
+        else:
+            max_steps = math.ceil(args.num_train_epochs * updates)
+            epochs, samples = math.ceil(args.num_train_epochs), examples * args.num_train_epochs
+        return epochs, updates, examples, samples, total, length, max_steps
+
+    def _finalize_training(
+        self, trial: Any, num_train_samples: float, start_time: float
+    ) -> TrainOutput:
+        """The summary, the best model, and the last events."""
+        training, state = self._running(), self.state
+        if training.window.has_grown(training.progress):
+            self._total_loss_scalar += self._window_loss()
+        steps = state.global_step - self._initial_global_step
+        loss = self._total_loss_scalar / max(steps, 0.001)
+        metrics = speed_metrics(
+            "train",
+            start_time,
+            num_samples=num_train_samples * steps / max(state.max_steps, 1),
+            num_steps=steps,
+        )
+        self.store_flos()
+        metrics["total_flos"] = state.total_flos
+        metrics["train_loss"] = loss
+        self._memory_tracker.stop_and_update_metrics(metrics)
+        self.log(metrics)
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._load_best_model()
+        self._keep_only_the_best(trial)
+        self.control = self.callback_handler.on_train_end(self.args, state, self.control)
+        self._finish_current_push()
+        self._deactivate_neftune(self.model)
+        self._training = self._mode = None
+        self.is_in_train = False
+        return TrainOutput(state.global_step, loss, metrics)
+
+
+def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:
+    if "model_path" in kwargs:
+        _LOG.warning("train(model_path=...) is the old name of resume_from_checkpoint")
+        resume = kwargs.pop("model_path")
+    if kwargs:
+        raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
+    return resume
+
+
+def _catches_signals(args: Any) -> bool:
+    return bool(getattr(args, "enable_jit_checkpoint", False))
+
+
+def _smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:
+    """The largest batch of at most half the size that divides it, and how many make up one of it.
+
+    Raises RuntimeError when even one sample does not fit.
+    """
+    if batch_size == 1:
+        raise RuntimeError(
+            "out of memory with a batch of one sample: no executable batch size is left. Recompute "
+            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or cut "
+            "the samples shorter"
+        ) from error
+    size = next(n for n in range(batch_size // 2, 0, -1) if batch_size % n == 0)
+    return size, batch_size // size

@@ -1,0 +1,145 @@
+"""One microbatch of training: its loss, what that is divided by, and the backward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.loading import LoadingMixin
+from .loss import count_items, is_causal_lm, loss_of
+
+__all__ = ["StepMixin"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class StepMixin(LoadingMixin):
+    """`training_step` and what it calls through self."""
+
+    loss_is_scaled_for_ga: bool | None = None
+    """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
+    of batches, or of items, of the whole update. None: as the model and the arguments imply."""
+
+    _mode: TrainMode | None = None
+    current_gradient_accumulation_steps = 1
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
+        if self._mode is None or self._mode.model is not model:
+            self._mode = TrainMode(model)
+        self._mode.enter()
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+        inputs = self._prepare_inputs(inputs)
+        with self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        del inputs
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            torch.accelerator.empty_cache()
+        weight = 1.0
+        if not self._loss_is_scaled(num_items_in_batch):
+            weight /= self.current_gradient_accumulation_steps
+        return self._backward(loss, weight)
+
+    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
+        """Whether the loss is already divided by the items of the whole update."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return counted or self.compute_loss_func is not None
+
+    def _backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
+        if self._microstep is None:
+            loss = loss * weight
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+        return self._microstep.backward(loss, weight)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch, and the model's outputs when asked for. Labels are popped from
+        `inputs` for a `compute_loss_func` or label smoothing.
+        """
+        elsewhere = self.label_smoother is not None or self.compute_loss_func is not None
+        labels = inputs.pop("labels") if elsewhere and "labels" in inputs else None
+        if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            if labels is None:
+                _LOG.warning("compute_loss_func is called with labels=None: the batch has none")
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self.label_smoother is not None and labels is not None:
+            loss = self.label_smoother(
+                outputs,
+                labels,
+                shift_labels=is_causal_lm(self.model),
+                num_items_in_batch=num_items_in_batch,
+            )
+        else:
+            loss = loss_of(outputs, inputs)
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        averages = self.args.average_tokens_across_devices and num_items_in_batch is not None
+        if counted and averages and self.model.training:
+            loss = loss * self.driver_session.world.num_feeders
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Around the forward, and around `compute_loss`."""
+        stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
+        if type(precision) is not contextlib.nullcontext:
+            stack.enter_context(precision)
+        return stack
+
+    def autocast_smart_context_manager(
+        self, cache_enabled: bool | None = True
+    ) -> AbstractContextManager[Any]:
+        """The precision of the arguments, around a forward."""
+        return self.driver_session.autocast()
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """The batches of an update, fewer at the end, and the items in them on this rank."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
+        """This rank's labels in these batches; None where the loss is not told of them."""
+        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
+            return None
+        return count_items(batch_samples, self._loss_shifts_labels)
+
+
+class TrainMode:
+    """`model.train()`, which walks through all modules and sets each: here they are looked at, and
+    it is called where one is in another mode. A model with a `train` of its own has it called
+    always. Modules that are added later are not looked at; new ones are in training mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._modules = list(model.modules())
+        self._plain = all(type(part).train is nn.Module.train for part in self._modules)
+
+    def enter(self) -> None:
+        """Put every module into training mode."""
+        if not self._plain or not all(part.training for part in self._modules):
+            self.model.train()

@@ -1,0 +1,106 @@
+"""What a user writes: the model, the loss and the data of a training, and nothing of hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Batch", "Microstep", "Recipe"]
+
+
+Batch = Any
+"""What the collate function returns: a tensor, or a dict, list or tuple of batches."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train. Factories, not objects: the driver decides when and where each is built.
+
+    Only `model` and `loss` are needed to step; `train_data` to fit.
+    """
+
+    model: Callable[[], nn.Module]
+    """Builds the model, on the CPU or on the meta device; called once on every rank, with the
+    same random seed."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    """`loss(module, batch)`: the SUM of the loss over the items of the batch, a scalar. Call the
+    `module` that is passed (it is wrapped), not one kept aside."""
+
+    train_data: Any = None
+    """A map-style data set: `__len__` and `__getitem__` (or `__getitems__`, used when there); a
+    stream: an iterable of samples, or a function without arguments that makes one for each epoch;
+    or ready `Batches` of a loader of your own."""
+
+    lengths: Sequence[int] | None = None
+    """Of each sample of `train_data` (tokens, say), for the setting `data.by_length`."""
+
+    eval_data: Mapping[str, Any] = field(default_factory=dict)
+    """Named data, of any of these kinds, that the model does not train on."""
+
+    collate: Callable[[list[Any]], Batch] | None = None
+    """Makes a batch of a list of samples; by default `torch.utils.data.default_collate`."""
+
+    count_items: Callable[[Batch], int] | None = None
+    """The number of items in a batch, on the host, before it is moved; by default one item a
+    sample. The global sum of it divides the loss."""
+
+    optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None
+    """Builds the optimizer from (FQN, parameter) pairs; by default the one in the settings."""
+
+    measure: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
+    """What evaluation adds up: named tensors, each a SUM over the batch, so that sums of batches
+    and of ranks are exact. By default `{"loss": loss(module, batch)}`; `"items"` and `"samples"`
+    are added by the kernel."""
+
+    summarise: Callable[[Mapping[str, Tensor]], Mapping[str, float]] | None = None
+    """Turns the sums over the whole data set (float64, on the host) into metrics; by default
+    `{"loss": loss / items}`."""
+
+    step: Callable[[nn.Module, Batch, Microstep], Tensor] | None = None
+    """Takes over forward and backward of a microbatch, for a loss that is normalised in another
+    way: `step(module, batch, microstep)` calls `microstep.backward` and returns the detached loss
+    to report. What is given to `backward` is summed over microbatches and averaged over feeders.
+    """
+
+    flops_per_item: float | None = None
+    """Floating point operations that training spends on one item (forward and backward), to
+    report the share of the machine's peak; None reports nothing."""
+
+
+class Microstep(Protocol):
+    """One microbatch of an update, as `Recipe.step` sees it."""
+
+    @property
+    def index(self) -> int:
+        """From 0."""
+        ...
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of this update; the same on every feeder."""
+        ...
+
+    @property
+    def last(self) -> bool:
+        """Whether the update follows."""
+        ...
+
+    def num_items(self) -> float:
+        """Items of the global batch. The first call of an update waits for the other ranks."""
+        ...
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the forward."""
+        ...
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        """Adds the gradient of `weight * loss`, a scalar; returns it detached, and 0 for a
+        microbatch that only keeps its feeder in step with the others.
+        """
+        ...

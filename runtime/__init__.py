@@ -1,0 +1,85 @@
+"""Write the training once; choose the hardware with an argument; resume anywhere.
+
+What a user needs is here, and imported when it is first asked for, so that `import drivetrain`
+costs nothing: not even torch is loaded.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from .data.packing import Pack
+    from .data.prebatched import Batches
+    from .data.stream import ReadAgain
+    from .kernel.errors import DrivetrainError, UsageError
+    from .kernel.recipe import Recipe
+    from .trainer.fit import fit
+    from .trainer.predict import predict
+    from .trainer.predictions import Chunk
+    from .trainer.result import Result
+    from .trainer.settings import (
+        CheckpointSettings,
+        DataSettings,
+        EvaluateSettings,
+        OptimizerSettings,
+        ScheduleSettings,
+        Settings,
+        SpikeSettings,
+    )
+
+    __version__: str
+
+__all__ = [
+    "Batches",
+    "CheckpointSettings",
+    "Chunk",
+    "DataSettings",
+    "DrivetrainError",
+    "EvaluateSettings",
+    "OptimizerSettings",
+    "Pack",
+    "ReadAgain",
+    "Recipe",
+    "Result",
+    "ScheduleSettings",
+    "Settings",
+    "SpikeSettings",
+    "UsageError",
+    "__version__",
+    "fit",
+    "predict",
+]
+
+_HOMES = {
+    "data.packing": ("Pack",),
+    "data.prebatched": ("Batches",),
+    "data.stream": ("ReadAgain",),
+    "kernel.errors": ("DrivetrainError", "UsageError"),
+    "kernel.recipe": ("Recipe",),
+    "trainer.fit": ("fit",),
+    "trainer.predict": ("predict",),
+    "trainer.predictions": ("Chunk",),
+    "trainer.result": ("Result",),
+    "trainer.settings": tuple(name for name in __all__ if name.endswith("Settings")),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> _Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: _Any = version("drivetrain")
+    elif name in _HOME_OF:
+        value = getattr(_import_module(f".{_HOME_OF[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

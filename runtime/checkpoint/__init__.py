@@ -1,0 +1,54 @@
+"""What a checkpoint is: files of tensor pieces, and a manifest that commits them.
+
+`CheckpointStore` saves, `newest` and `list_checkpoints` find, `CheckpointReader` reads any region
+of any tensor whoever wrote it, `export_weights` and `import_weights` speak to other libraries.
+No pickle, in or out.
+"""
+
+from __future__ import annotations
+
+from .catalog import (
+    CHECKPOINTS,
+    Found,
+    Listing,
+    Rejected,
+    checkpoint_path,
+    checkpoints_of,
+    is_checkpoint,
+    list_checkpoints,
+    newest,
+)
+from .export import export_weights, import_weights
+from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .reader import CheckpointReader, WithoutOptimizer
+from .storage.protocol import OpenFile, Storage, read_small, storage_of
+from .store import CheckpointStore, SavingBehind, load_rng, own_random_state, save_folder
+
+__all__ = [
+    "CHECKPOINTS",
+    "MANIFEST",
+    "CheckpointReader",
+    "CheckpointStore",
+    "FileEntry",
+    "Found",
+    "Listing",
+    "Manifest",
+    "OpenFile",
+    "Rejected",
+    "SavingBehind",
+    "Storage",
+    "WithoutOptimizer",
+    "checkpoint_path",
+    "checkpoints_of",
+    "export_weights",
+    "import_weights",
+    "is_checkpoint",
+    "list_checkpoints",
+    "load_rng",
+    "newest",
+    "own_random_state",
+    "read_manifest",
+    "read_small",
+    "save_folder",
+    "storage_of",
+]

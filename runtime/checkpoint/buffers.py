@@ -1,0 +1,64 @@
+"""Tensors as bytes in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..kernel.shards import Piece
+
+__all__ = ["HostCopies", "host_bytes", "memory", "num_bytes"]
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, not a copy; valid as long as the tensor is."""
+    if not tensor.numel():
+        return memoryview(b"")
+    if not tensor.is_cpu or not tensor.is_contiguous():
+        raise ValueError(f"needs a contiguous host tensor, not one on {tensor.device}")
+    raw = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(raw).cast("B")
+
+
+def host_bytes(size: int) -> Tensor:
+    """New host memory, uint8, whatever the default device is, which `torch.empty` would follow."""
+    return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+
+def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """The size of a tensor's data."""
+    return math.prod(shape) * dtype.itemsize
+
+
+class HostCopies:
+    """Copies of pieces in host memory that the next ones overwrite: the n-th takes the place of
+    the n-th before, where it fits. It is never less than the largest share that was copied.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory held."""
+        return sum(place.nbytes for place in self._places)
+
+    def of(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The same pieces; their tensors no longer change with those of the run."""
+        for number, piece in enumerate(pieces):
+            tensor = piece.tensor.detach()
+            place = self._place(number, tensor.nbytes)
+            copy = place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield dataclasses.replace(piece, tensor=copy.copy_(tensor))
+
+    def _place(self, number: int, num_bytes: int) -> Tensor:
+        if number == len(self._places):
+            self._places.append(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        if self._places[number].nbytes < num_bytes:
+            self._places[number] = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return self._places[number]

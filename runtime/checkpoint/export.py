@@ -1,0 +1,177 @@
+"""Weights to and from the folder layout that `from_pretrained` and others read.
+
+Whole tensors in `model.safetensors`, or in several files with an index beside them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from ..kernel.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    OutputError,
+    SettingError,
+)
+from ..kernel.paths import Place, Url, place
+from . import catalog
+from .buffers import num_bytes
+from .format import safetensors, strict_json
+from .format.safetensors import Source, TensorFile
+from .manifest import FileEntry, Manifest, file_name, write_manifest
+from .reader import CheckpointReader
+from .storage.local import LOCAL
+from .storage.protocol import read_small, storage_of
+
+__all__ = ["export_weights", "import_weights"]
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 << 20
+_METADATA = {"format": "pt"}
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def export_weights(
+    checkpoint: str | Path | Url, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
+) -> Path:
+    """Write the weights of a checkpoint, whoever wrote it, as whole tensors; returns `folder`.
+
+    Tied weights are written once. One tensor at a time is in memory (one that is larger than
+    `max_shard_bytes` gets a file of its own). The folder appears complete or not at all. Raises
+    `OutputError` when it exists and is not empty, or cannot be written.
+    """
+    if max_shard_bytes < 1:
+        raise SettingError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
+    reader, folder = CheckpointReader(checkpoint), Path(folder).absolute()
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        raise OutputError(f"{folder}: exists and is not an empty folder; choose another")
+    if not reader.names("weights"):
+        raise CheckpointNotFound(f"{reader.folder}: holds no weights")
+    temporary = folder.with_name(f".{folder.name}.writing")
+    with _building(temporary, folder):
+        shards = _shards(reader, max_shard_bytes)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            name = _SINGLE if len(shards) == 1 else name
+            weight_map |= dict.fromkeys(names, name)
+            safetensors.write(
+                temporary / name, {key: _source(reader, key) for key in names}, _METADATA
+            )
+        if len(shards) > 1:
+            total = sum(_num_bytes(reader, key) for key in weight_map)
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            raw = memoryview(strict_json.dump(index))
+            LOCAL.create(temporary / _INDEX, lambda: [raw])
+        LOCAL.sync_folder(temporary)
+        os.rename(temporary, folder)
+        LOCAL.sync_folder(folder.parent)
+    return folder
+
+
+def import_weights(
+    folder: str | Path, root: str | Path | Url, *, tied: Sequence[Sequence[str]] = ()
+) -> Place:
+    """Make a checkpoint of step 0 in `root` out of such a folder; any driver can start from it.
+
+    `tied`: groups of names that are one parameter, the first of each the one that is stored.
+    Raises `CheckpointNotFound` or `CheckpointDamaged` for the folder, `CheckpointError` when it
+    holds pickles only, `OutputError` when `root` has a step 0 already or cannot be written.
+    """
+    found = _find_weights(Path(folder))
+    target = catalog.checkpoint_path(place(root), 0)
+    if storage_of(target).exists(target):
+        raise OutputError(f"{target}: exists; choose another folder than {root}")
+    temporary = catalog.writing_place(target)
+    with _building(temporary, target):
+        entries = []
+        for number, (file, names) in enumerate(found):
+            name = file_name("weights", number, len(found))
+            tensors = {
+                key: Source(
+                    file.entries[key].dtype, file.entries[key].shape, partial(file.read, key)
+                )
+                for key in names
+            }
+            written = safetensors.write(temporary / name, tensors, _METADATA)
+            entries.append(FileEntry(name, *written))
+        groups = tuple(tuple(group) for group in tied)
+        write_manifest(temporary, Manifest(0, tuple(entries), tied=groups))
+        catalog.publish(target)
+    return target
+
+
+@contextmanager
+def _building(temporary: Place, target: Place) -> Iterator[None]:
+    """An empty folder `temporary`, which the block renames to `target`, or which is deleted."""
+    storage = storage_of(temporary)
+    try:
+        if storage.exists(temporary):
+            storage.remove(temporary)
+        storage.make_folder(temporary)
+        try:
+            yield
+        except Exception:
+            storage.remove(temporary)
+            raise
+    except OSError as error:
+        raise OutputError(f"{target}: cannot be written: {error}") from error
+
+
+def _num_bytes(reader: CheckpointReader, name: str) -> int:
+    info = reader.info("weights", name)
+    return num_bytes(info.dtype, info.shape)
+
+
+def _shards(reader: CheckpointReader, max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name in reader.names("weights"):
+        size = _num_bytes(reader, name)
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _source(reader: CheckpointReader, name: str) -> Source:
+    info = reader.info("weights", name)
+    return Source(info.dtype, info.shape, partial(reader.read, "weights", name))
+
+
+def _find_weights(folder: Path) -> list[tuple[TensorFile, list[str]]]:
+    """The files of a folder, and which names to take from each."""
+    # Resolved, since the hub's cache is made of links; a folder that the user names is trusted.
+    if (single := folder / _SINGLE).exists():
+        file = TensorFile(single.resolve())
+        return [(file, list(file.entries))]
+    if (index := folder / _INDEX).exists():
+        value = strict_json.parse(read_small(index.resolve(), _MAX_INDEX_BYTES), str(index))
+        weight_map = value.get("weight_map") if isinstance(value, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointDamaged(f"{index}: has no weight_map")
+        found: dict[str, tuple[TensorFile, list[str]]] = {}
+        for name, part in weight_map.items():
+            if not isinstance(part, str) or os.path.basename(part) != part or part in ("", ".."):
+                raise CheckpointDamaged(f"{index}: {name!r} is said to be in {part!r:.200}")
+            if part not in found:
+                found[part] = TensorFile((folder / part).resolve()), []
+            if name not in found[part][0].entries:
+                raise CheckpointDamaged(f"{index}: {name!r} is not in {part}")
+            found[part][1].append(name)
+        return list(found.values())
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    if pickles := [name for name in names if name.endswith(_PICKLES)]:
+        raise CheckpointError(
+            f"{folder}: holds {pickles[0]}, a pickle, which can run any code when it is read and "
+            "is refused; where you trust it, load it and save it again as safetensors"
+        )
+    raise CheckpointNotFound(f"{folder}: has neither {_SINGLE} nor {_INDEX}")

@@ -1,0 +1,57 @@
+"""The index of a checkpoint of many parts, joined in a tree while the checkpoint is written.
+
+At the first level, every rank whose number is a multiple of `FEW` reads the headers of its own and
+the next ranks' files; at the next one, every multiple of `FEW` squared reads what these wrote; and
+so on, until rank 0 has it all, as few lines. Each handles no more than `FEW` indexes at a time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from ...kernel.paths import Place
+from ..gc_paused import gc_paused
+from ..manifest import FileEntry
+from ..storage.protocol import storage_of
+from ..writer import RNG
+from .entries import FEW, INDEX, Index
+from .piece_locator import index_of, read_index
+
+__all__ = ["join_level", "num_levels"]
+
+
+def num_levels(num_parts: int) -> int:
+    """How often indexes are joined until there is one; 0 where no index is needed."""
+    levels = 0
+    while num_parts > FEW**levels:
+        levels += 1
+    return levels if levels > 1 else 0
+
+
+def join_level(
+    place: Place, below: Sequence[FileEntry], level: int, rank: int, num_parts: int
+) -> tuple[str, int, int] | None:
+    """What this rank does at a level, once all have done the one before: the name, the size and
+    the sum of what it wrote, if it is its turn. `below`: what all ranks wrote at the level before,
+    at the first one the files of tensors.
+    """
+    width = FEW**level
+    if rank % width:
+        return None
+    mine = sorted(
+        (entry for entry in below if rank <= entry.part < rank + width),
+        key=lambda entry: entry.part,
+    )
+    with gc_paused():
+        if level == 1:
+            index = index_of(place, mine, leave_out=f"{RNG}/")
+        else:
+            index = Index()
+            for entry in mine:
+                index.join(read_index(place, entry, num_parts))
+                storage_of(place).remove(place / entry.name)
+    last = level == num_levels(num_parts)
+    name, raw = INDEX if last else f"index-{rank:05d}-{level}.json", index.to_bytes()
+    storage_of(place).create(place / name, lambda: [memoryview(raw)])
+    return name, len(raw), zlib.crc32(raw)

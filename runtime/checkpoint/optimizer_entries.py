@@ -1,0 +1,132 @@
+"""How a checkpoint holds what an optimizer keeps: names and values that all drivers share.
+
+What is no tensor says in its name what it was: `<key>:int`, `:float` and `:bool` are 0-d (float64,
+or int64 where that is not exact), `:none` is a 0, and `:list` and `:tuple` hold a length; their
+items are `<key>.0`, `<key>.1` and so on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..kernel.errors import CheckpointDamaged
+
+__all__ = ["GROUP", "can_be_stored", "copied", "flat", "nested", "unsaved"]
+
+
+GROUP = "group."
+
+
+_NUMBERS: dict[type, str] = {bool: ":bool", int: ":int", float: ":float", type(None): ":none"}
+
+
+_SEQUENCES: dict[type, str] = {list: ":list", tuple: ":tuple"}
+
+
+def _kind(value: Any, kinds: Iterable[type]) -> type | None:
+    """The first of these types that it is of: a bool is an int, too."""
+    return next((kind for kind in kinds if isinstance(value, kind)), None)
+
+
+def can_be_stored(value: Any) -> bool:
+    """Whether it is a tensor, a number, None, or a list or tuple of these."""
+    if _kind(value, _SEQUENCES):
+        return all(map(can_be_stored, value))
+    return isinstance(value, Tensor) or _kind(value, _NUMBERS) is not None
+
+
+def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """An entry as it is stored; nothing of what cannot be (see `unsaved`)."""
+    if isinstance(value, Tensor):
+        narrow = value.is_floating_point() and value.element_size() < 4
+        yield key, value.detach().float() if narrow else value.detach()
+    elif not can_be_stored(value):
+        return
+    elif kind := _kind(value, _SEQUENCES):
+        yield key + _SEQUENCES[kind], torch.tensor(len(value), dtype=torch.float64)
+        for index, item in enumerate(value):
+            yield from flat(f"{key}.{index}", item)
+    elif kind := _kind(value, _NUMBERS):
+        exact = kind is not int or abs(value) <= 2**53
+        dtype = torch.float64 if exact else torch.int64
+        yield key + _NUMBERS[kind], torch.tensor(value or 0, dtype=dtype)
+
+
+def nested(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What `flat` made these entries of. Raises `CheckpointDamaged`, naming the entry (`where` is
+    put before its key), for what it cannot have made."""
+    left = dict(entries)
+
+    def take(key: str) -> Any:
+        for kind, mark in _NUMBERS.items():
+            if key + mark in left:
+                return _number(f"{where}{key}{mark}", left.pop(key + mark), kind)
+        for kind, mark in _SEQUENCES.items():
+            if key + mark in left:
+                length = _number(f"{where}{key}{mark}", left.pop(key + mark), int)
+                if not 0 <= length <= len(left):
+                    raise CheckpointDamaged(f"optimizer {where + key + mark!r} is {length}")
+                return kind(take(f"{key}.{index}") for index in range(length))
+        if key not in left:
+            raise CheckpointDamaged(f"optimizer {where + key!r} is missing in the checkpoint")
+        tensor = left.pop(key)
+        if key == "step" and not 0 <= tensor.max() < math.inf:
+            raise CheckpointDamaged(f"optimizer {where + key!r} is {tensor} in the checkpoint")
+        return tensor
+
+    sequences = [key for key in left if key.endswith(tuple(_SEQUENCES.values()))]
+    outer_first = [key.rpartition(":")[0] for key in sorted(sequences, key=len)]
+    result = {key: take(key) for key in outer_first if _is_left(key, left)}
+    while left:
+        key = next(iter(left)).partition(":")[0]
+        result[key] = take(key)
+    return result
+
+
+def _is_left(key: str, left: Mapping[str, Any]) -> bool:
+    return any(key + mark in left for mark in _SEQUENCES.values())
+
+
+def _number(name: str, stored: Tensor, kind: type) -> Any:
+    value = stored.item() if stored.numel() == 1 else math.nan
+    whole = float(value).is_integer()
+    if stored.dim() or (kind is not float and not whole):
+        shown = f"shape {tuple(stored.shape)}" if stored.dim() else value
+        raise CheckpointDamaged(f"optimizer {name!r} is {shown}, which is no {kind.__name__}")
+    return None if kind is type(None) else kind(value)
+
+
+def unsaved(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of what an optimizer keeps and no checkpoint can hold: objects that are no tensors
+    or numbers, and state that is of no parameter."""
+    states: dict[Any, Mapping[str, Any]] = dict(optimizer.state)
+    found = {str(key) for key in states if not isinstance(key, Tensor)}
+    for parameter, state in states.items():
+        if isinstance(parameter, Tensor):
+            found |= {key for key, value in state.items() if not can_be_stored(value)}
+    return sorted(found)
+
+
+def copied(value: Any) -> Any:
+    """A copy that shares no memory."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    kind = _kind(value, _SEQUENCES)
+    return kind(copied(item) for item in value) if kind else value
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if kind := _kind(a, _SEQUENCES):
+        if not isinstance(b, kind) or len(a) != len(cast(Any, b)):
+            return False
+        return all(_same(x, y) for x, y in zip(a, cast(Any, b), strict=True))
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,390 @@
+"""Saves checkpoints so that every rank's share is on disk, or nothing is.
+
+A save is four acts, agreed by all ranks one after the other: collect the pieces, prepare the
+folder, write the files, commit. A save behind training is the same acts at other times: the first
+copies, a thread writes, and the commit waits until all ranks have written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import errno
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..kernel.contract import Engine, Session
+from ..kernel.errors import CheckpointDamaged, SaveFailed, SettingError, UsageError
+from ..kernel.paths import Place, Url, place
+from ..kernel.shards import Piece
+from . import catalog
+from .background import remove_behind, removed, write_behind
+from .buffers import HostCopies
+from .index.tree import join_level, num_levels
+from .manifest import FileEntry, Manifest, write_manifest
+from .reader import CheckpointReader
+from .storage import local
+from .storage.protocol import storage_of
+from .writer import RNG, collect, write_pieces
+
+__all__ = ["CheckpointStore", "SavingBehind", "load_rng", "own_random_state", "save_folder"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of one run, in one folder, or at one URL, that all ranks see.
+
+    One run writes to a folder at a time. See `Retention` for what is kept.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Url,
+        *,
+        keep_last: int | None = None,
+        keep_best: int = 1,
+        best_metric: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
+        keep_every: int | None = None,
+        digits: int = 6,
+        guard: Callable[[], None] | None = None,
+    ) -> None:
+        """`guard`: called on the first rank before it changes anything; raises to end a save."""
+        self.root, self.digits = place(root), digits
+        self._guard = guard or (lambda: None)
+        self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
+        self._copies = HostCopies()
+
+    def save(
+        self,
+        step: int,
+        engine: Engine,
+        session: Session,
+        state: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        driver: str = "",
+        beside: Callable[[Path], None] | None = None,
+    ) -> Place:
+        """Write the checkpoint of `step`; all ranks call it, and return once it is committed. Those
+        that are not kept are off the list then, and deleted behind training.
+
+        `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
+        called on all ranks with the folder that is being written, to put other files there: they
+        appear with the checkpoint, and resuming does not read them (paths only, no URLs). Raises
+        `SaveFailed` on all ranks when any of them fails, with that rank, the file and the reason;
+        then nothing is left of it and the checkpoints before it are untouched.
+        """
+        manifest = _manifest(step, engine, session, state, settings, driver)
+        with self._swept_on_failure(session):
+            saving = self._begin(manifest, session, lambda: collect(engine, session))
+            written = _together(session, saving.folder, saving.write)
+            if beside is not None:  # once all have written: it may call what ranks do together
+                _together(session, saving.folder, lambda: beside(_local(saving.place)))
+            saving.commit(written, tidy=beside is None)
+        if session.world.rank == 0 and (retired := self._retire(saving.folder)):
+            remove_behind(lambda: _remove(retired))
+        return saving.folder
+
+    def save_behind(
+        self,
+        step: int,
+        engine: Engine,
+        session: Session,
+        state: Mapping[str, Any],
+        *,
+        settings: Mapping[str, Any] | None = None,
+        driver: str = "",
+    ) -> SavingBehind:
+        """Begin such a save, and let training go on: what this rank saves is copied into host
+        memory, which is used again by the next save, and a thread writes it.
+
+        One may be under way: finish it before any other. Raises `SaveFailed` as `save` does.
+        """
+        state = copy.deepcopy(dict(state))  # training goes on, and may change what is in it
+        manifest = _manifest(step, engine, session, state, settings, driver)
+        with self._swept_on_failure(session):
+            saving = self._begin(
+                manifest, session, lambda: list(self._copies.of(collect(engine, session)))
+            )
+        return SavingBehind(saving, self, write_behind(saving.write), self._copies.num_bytes)
+
+    def finish(self, behind: SavingBehind) -> Place:
+        """Commit what `save_behind` began, once all ranks have written; all ranks call it, when
+        none has a reason to wait (`SavingBehind.written`) or they have to. Raises `SaveFailed`.
+        """
+        saving = behind.saving
+        with self._swept_on_failure(saving.session):
+            saving.commit(_together(saving.session, saving.folder, behind.writing.result))
+        if saving.session.world.rank == 0:
+            remove_behind(lambda: _remove(self._retire(saving.folder)))
+        return saving.folder
+
+    def wait(self) -> None:
+        """Until nothing is going on behind training any more. What was begun is to be finished."""
+        removed()
+
+    def tidy(self) -> None:
+        """Remove what a save that failed has left, if that can be done by now; any rank may call
+        it, while nobody saves."""
+        with contextlib.suppress(OSError):
+            catalog.sweep(self.root)
+
+    def _begin(
+        self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
+    ) -> _Saving:
+        folder = catalog.checkpoint_path(self.root, manifest.step, self.digits)
+        saving = _Saving(folder, manifest, session, self._guard)
+
+        def num_bytes() -> int:
+            saving.pieces = gather()
+            return sum(piece.tensor.nbytes for piece in saving.pieces)
+
+        sizes = _together(session, folder, num_bytes)
+        _on_first(session, folder, lambda: self._prepare(saving.folder, sum(sizes)))
+        return saving
+
+    @contextlib.contextmanager
+    def _swept_on_failure(self, session: Session) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed:
+            if session.world.rank == 0:
+                with contextlib.suppress(OSError, UsageError):
+                    removed()
+                    self._guard()
+                    catalog.sweep(self.root)
+            raise
+
+    def best(self) -> Place | None:
+        """The complete checkpoint with the best metric; None when none has it."""
+        ranked = self.retention.best(catalog.list_checkpoints(self.root).complete)
+        return ranked[0].folder if ranked else None
+
+    def _prepare(self, folder: Place, num_bytes: int) -> None:
+        removed()
+        self._guard()
+        storage = storage_of(self.root)
+        storage.make_folder(self.root)
+        catalog.sweep(self.root)
+        free = storage.free_bytes(self.root)
+        if free is not None and num_bytes > free:
+            raise OSError(
+                errno.ENOSPC, f"{num_bytes} bytes to write and {free} free", str(self.root)
+            )
+        catalog.begin(folder)
+
+    def _retire(self, folder: Place) -> list[Place]:
+        """Take off the list what need not stay now that `folder` is there, to be removed."""
+        try:
+            replaced = catalog.hidden_path(folder, "replaced")
+            retired = [replaced] if storage_of(folder).exists(replaced) else []
+            complete = catalog.list_checkpoints(self.root).complete
+            return retired + [catalog.put_away(f.folder) for f in self.retention.surplus(complete)]
+        except OSError as error:
+            _cannot_remove(error)
+            return []
+
+
+class _Saving:
+    """The acts of one save; what ranks agree on in between is the store's."""
+
+    def __init__(
+        self, folder: Place, manifest: Manifest, session: Session, guard: Callable[[], None]
+    ) -> None:
+        self.folder, self.manifest, self.session = folder, manifest, session
+        self.guard = guard
+        self.place = catalog.writing_place(folder)
+        self.pieces: list[Piece] = []
+
+    def write(self) -> list[tuple[str, int, int]]:
+        """This rank's files: names, sizes, sums. Talks to nobody."""
+        world = self.session.world
+        pieces, self.pieces = self.pieces, []
+        written = write_pieces(self.place, pieces, world.rank, world.size)
+        return [(file.name, file.num_bytes, file.crc32) for file in written]
+
+    def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
+        """Make it the checkpoint of its step; `tidy`: nothing but these files lies there."""
+        entries = tuple(FileEntry(*file) for files_of_rank in written for file in files_of_rank)
+        entries += self._indexed(entries)
+
+        def act() -> None:
+            self.guard()
+            if not tidy:
+                local.sync_tree(_local(self.place))
+            write_manifest(self.place, dataclasses.replace(self.manifest, files=entries))
+            catalog.publish(self.folder)
+
+        _on_first(self.session, self.folder, act)
+
+    def _indexed(self, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """The index of these files, if they are many: ranks join what others have joined."""
+        world, below = self.session.world, entries
+        for level in range(1, num_levels(world.size) + 1):
+            act = functools.partial(join_level, self.place, below, level, world.rank, world.size)
+            made = _together(self.session, self.folder, act)
+            below = tuple(FileEntry(*each) for each in made if each is not None)
+        return () if below is entries else below
+
+
+@dataclasses.dataclass(frozen=True)
+class SavingBehind:
+    """A save that a thread of this rank is writing."""
+
+    saving: _Saving
+    store: CheckpointStore
+    writing: Future[Any]
+    buffer_bytes: int
+    """Host memory that holds the copy on this rank."""
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its share, or failed to."""
+        return self.writing.done()
+
+    def finish(self) -> Place:
+        """See `CheckpointStore.finish`."""
+        return self.store.finish(self)
+
+
+def _manifest(
+    step: int,
+    engine: Engine,
+    session: Session,
+    state: Mapping[str, Any],
+    settings: Mapping[str, Any] | None,
+    driver: str,
+) -> Manifest:
+    """Without the files, which are not written yet."""
+    size = session.world.size
+    return Manifest(step, (), dict(state), dict(settings or {}), driver, size, engine.tied)
+
+
+def _remove(retired: list[Place]) -> None:
+    try:
+        for folder in retired:
+            storage_of(folder).remove(folder)
+    except OSError as error:
+        _cannot_remove(error)
+
+
+def _cannot_remove(error: OSError) -> None:
+    # The save has succeeded: what cannot be deleted is a nuisance, and no reason to stop.
+    _LOG.warning("an old checkpoint could not be removed: %s", error)
+
+
+def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) -> None:
+    """Write a folder that is no checkpoint by itself, as safely as one; called by all ranks.
+
+    `fill` is called on all of them with a folder that takes its name when all are done. Raises
+    `SaveFailed` on all ranks when any of them fails.
+    """
+    temporary = _local(catalog.writing_place(folder))
+
+    def prepare() -> None:
+        removed()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        catalog.sweep(folder.parent)
+        catalog.begin(folder)
+
+    def commit() -> None:
+        local.sync_tree(temporary)
+        catalog.publish(folder)
+        catalog.sweep(folder.parent)
+
+    _on_first(session, folder, prepare)
+    try:
+        _together(session, folder, lambda: fill(temporary))
+        _on_first(session, folder, commit)
+    except SaveFailed:
+        if session.world.rank == 0:
+            with contextlib.suppress(OSError):
+                catalog.sweep(folder.parent)
+        raise
+
+
+def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> list[str]:
+    """Give this rank the random state that it saved. Returns the names of the generators that the
+    checkpoint holds no state of, which stay as they are: all of them, when it is of another world
+    size, or of a driver with other generators. Raises `CheckpointDamaged` before anything is
+    changed. `driver`: the session's, whose own checkpoints hold what it knows.
+    """
+    rank, size, manifest = session.world.rank, session.world.size, reader.manifest
+    current = session.rng_state()
+    if manifest.world_size != size:
+        return list(current)
+    stored = reader.own("state", rank, f"{RNG}/{rank}/")
+    if driver and manifest.driver == driver:
+        if current and not stored:
+            raise CheckpointDamaged(
+                f"{reader.folder}: random state {RNG}/{rank}/{next(iter(current))} is missing, and "
+                f"all others of rank {rank}"
+            )
+    else:
+        stored = {name: tensor for name, tensor in stored.items() if name in current}
+        if any(_form(current[name]) != _form(tensor) for name, tensor in stored.items()):
+            return list(current)
+    if stored:
+        session.set_rng_state(stored)
+    return [name for name in current if name not in stored]
+
+
+@contextlib.contextmanager
+def own_random_state(
+    reader: CheckpointReader, session: Session, driver: str
+) -> Iterator[list[str]]:
+    """Around taking over that checkpoint: `load_rng`, undone where the block raises."""
+    before = session.rng_state()
+    unknown = load_rng(reader, session, driver)
+    try:
+        yield unknown
+    except Exception:
+        session.set_rng_state(before)
+        raise
+
+
+def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+def _local(folder: Place) -> Path:
+    if isinstance(folder, Url):
+        raise SettingError(f"{folder}: other files than tensors can be saved to a folder only")
+    return folder
+
+
+def _on_first(session: Session, folder: Place, act: Callable[[], None]) -> None:
+    _together(session, folder, act if session.world.rank == 0 else lambda: None)
+
+
+def _together(session: Session, folder: Place, act: Callable[[], Any]) -> list[Any]:
+    """Everyone's result (JSON types), once all ranks have acted; `SaveFailed` on all if one failed.
+
+    Every `Exception` is told to the others: a rank that left without a word would stop them all.
+    """
+    cause: Exception | None = None
+    answer: dict[str, Any] = {"rank": session.world.rank}
+    try:
+        answer["result"] = act()
+    except Exception as error:
+        cause, answer["error"] = error, f"{type(error).__name__}: {error}"
+    answers = session.exchange(answer)
+    failures = [f"rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
+    if failures:
+        raise SaveFailed(
+            f"{folder} was not saved, the checkpoints before it are untouched; "
+            + "; ".join(failures[:3])
+            + (f"; and {len(failures) - 3} more ranks" if len(failures) > 3 else "")
+        ) from cause
+    return [a["result"] for a in answers]

@@ -1,0 +1,84 @@
+"""From pieces to files: which file a piece goes to, and how a part of a tensor is labelled.
+
+A whole tensor is stored under its own name, so the weights of a driver that does not cut tensors
+are a file that anything can read. A part is stored under a key of its own, and the header's
+metadata says what it is: `{"drivetrain": {key: {"name", "shape", "box" or "flat"}}}`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
+
+from torch import Tensor
+
+from ..kernel.contract import Engine, Session
+from ..kernel.paths import Place
+from ..kernel.shards import Kind, Piece
+from .format import regions, safetensors
+from .manifest import FileEntry, file_name
+
+__all__ = ["PARTS", "RNG", "collect", "write_pieces"]
+
+PARTS = "drivetrain"
+"""The key of a header's metadata under which the parts are described."""
+RNG = "rng"
+"""State tensors `rng/<rank>/<name>` are the random state of that rank."""
+
+
+def collect(engine: Engine, session: Session) -> list[Piece]:
+    """What this rank has to save, still on its devices; nothing is copied."""
+    pieces = list(engine.shards())
+    for name, tensor in session.rng_state().items():
+        name = f"{RNG}/{session.world.rank}/{name}"
+        pieces.append(Piece("state", name, tensor, tuple(tensor.shape)))
+    return pieces
+
+
+def write_pieces(
+    folder: Place, pieces: Sequence[Piece], part: int, num_parts: int
+) -> list[FileEntry]:
+    """Write one file for each kind that there are pieces of, synced, through host memory for one
+    tensor. Raises `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""
+    entries = []
+    for kind in get_args(Kind):
+        chosen = [piece for piece in pieces if piece.kind == kind]
+        if chosen:
+            name = file_name(kind, part, num_parts)
+            sources, metadata = _lay_out(chosen)
+            entries.append(FileEntry(name, *safetensors.write(folder / name, sources, metadata)))
+    return entries
+
+
+def _lay_out(pieces: Sequence[Piece]) -> tuple[dict[str, safetensors.Source], dict[str, str]]:
+    names = {piece.name for piece in pieces} | {safetensors.RESERVED}
+    sources: dict[str, safetensors.Source] = {}
+    parts: dict[str, Any] = {}
+    for piece in pieces:
+        regions.check(piece.region, piece.shape)
+        shape = regions.result_shape(piece.region, piece.shape)
+        if tuple(piece.tensor.shape) != shape:
+            raise ValueError(
+                f"{piece.name!r}: {piece.region} needs {shape}, not {piece.tensor.shape}"
+            )
+        key = piece.name
+        if regions.is_whole(piece.region, piece.shape) and key != safetensors.RESERVED:
+            shape = piece.shape
+            if key in sources and piece.tensor.numel():
+                raise ValueError(f"{key!r}: two pieces are all of this tensor")
+        else:
+            numbered = (f"{piece.name}#{number}" for number in itertools.count())
+            key = next(k for k in numbered if k not in names and k not in sources)
+            region = piece.region or next(regions.boxes(None, piece.shape))[0]
+            parts[key] = {"name": piece.name, "shape": piece.shape} | regions.to_json(region)
+        load = _loader(piece.tensor, shape)
+        sources[key] = safetensors.Source(piece.tensor.dtype, shape, load)
+    # transformers asks every file for this entry before it loads it.
+    metadata = {"format": "pt"}
+    return sources, metadata | ({PARTS: json.dumps(parts)} if parts else {})
+
+
+def _loader(tensor: Tensor, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    return lambda: tensor.detach().reshape(shape)

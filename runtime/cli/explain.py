@@ -1,0 +1,230 @@
+"""`drivetrain explain`: what a run would do, and what it would take, before it is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ..data.indexed import Loader, is_indexed
+from ..data.prebatched import Batches
+from ..data.stream import StreamLoader
+from ..kernel.batches import Position
+from ..kernel.contract import Driver, EstimatesLayout
+from ..kernel.errors import CapabilityRefused, DrivetrainError
+from ..kernel.plan import Layout
+from ..kernel.recipe import Batch, Recipe
+from ..kernel.registry import find_driver, known_backends, refuse_unpromised, usable_driver
+from ..trainer.settings import OptimizerSettings, Settings
+from .quoted import quoted
+from .recipe_file import DEFAULT_RECIPE, load_recipe_file
+from .resolve_settings import resolve
+from .tables import table
+
+__all__ = ["activation_bytes", "explain", "show_explanation", "state_bytes"]
+
+Record = dict[str, Any]
+
+
+def explain(
+    recipe_path: Path | None,
+    backends: Sequence[str] | None,
+    given: Mapping[str, Any],
+    num_ranks: int,
+) -> list[Record]:
+    """One record for each backend (None: all known ones): values, layout, and whether it fits.
+
+    The model is built once, on the host. Raises `UsageError` for what cannot be resolved; a
+    backend that refuses the plan, or cannot be used here, says so in its record.
+    """
+    recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
+    names = known_backends() if backends is None else backends
+    first = resolve(recipe_file, find_driver(names[0]), {}, _without_backend(given, backends))
+    recipe = recipe_file.build(first.config)
+    model = recipe.model()
+    states = state_bytes(recipe, first.settings.optimizer, model)
+    activations = activation_bytes(recipe, first.settings, model, num_ranks)
+    records = []
+    for name in names:
+        driver = usable_driver(name) if name == "auto" else find_driver(name)
+        resolved = resolve(recipe_file, driver, {}, _without_backend(given, backends))
+        values = {
+            key: {"value": value, "source": resolved.sources[key]}
+            for key, value in resolved.values.items()
+        }
+        record: Record = {"backend": driver.name, "ranks": num_ranks, "settings": values}
+        try:
+            options = type(driver.options_type())(
+                **{
+                    key.removeprefix("backend."): value
+                    for key, value in resolved.values.items()
+                    if key.startswith("backend.")
+                }
+            )
+            record |= _outlook(
+                driver, resolved.settings, options, model, states, activations, num_ranks
+            )
+        except DrivetrainError as error:
+            record["refused"] = str(error)
+        records.append(record)
+    return records
+
+
+def _without_backend(given: Mapping[str, Any], backends: Sequence[str] | None) -> Mapping[str, Any]:
+    """With several backends, no option can be meant for all of them."""
+    if backends is not None:
+        return given
+    return {key: value for key, value in given.items() if not key.startswith("backend.")}
+
+
+def _outlook(
+    driver: Driver,
+    settings: Settings,
+    options: Any,
+    model: nn.Module,
+    states: Mapping[str, int],
+    activations: int,
+    num_ranks: int,
+) -> Record:
+    plan = settings.plan(options)
+    refuse_unpromised(driver, plan)
+    if num_ranks > 1 and not driver.capabilities(plan).multi_process:
+        raise CapabilityRefused(
+            "more than one process", driver.name, "set --nproc 1", "multi_process"
+        )
+    probe = driver.probe()
+    memory = probe.memory_bytes // num_ranks if probe.usable else 0
+    record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
+    if not isinstance(driver, EstimatesLayout):
+        return {**record, "layout": None, "fits": None}
+    layout = driver.layout(plan, model, states, num_ranks)
+    needed = _total(layout) + activations
+    shown = {**asdict(layout), "activation_bytes": activations, "total_bytes": needed}
+    return {**record, "layout": shown, "fits": needed <= memory if memory else None}
+
+
+def _total(layout: Layout) -> int:
+    return (
+        layout.parameter_bytes
+        + layout.gradient_bytes
+        + layout.optimizer_bytes
+        + layout.transient_bytes
+    )
+
+
+def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) -> dict[str, int]:
+    """The bytes of optimizer state of each trained parameter by FQN.
+
+    Measured: one step on a parameter of that shape alone, so that no more than one parameter's
+    state is in memory at a time.
+    """
+    build = recipe.optimizer or optimizer.build
+    known: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        key = (tuple(parameter.shape), parameter.dtype)
+        if key not in known:
+            twin = nn.Parameter(torch.zeros(key[0], dtype=key[1]))
+            twin.grad = torch.zeros_like(twin)
+            trial = build([(name, twin)])
+            trial.step()
+            values = trial.state[twin].values()
+            known[key] = sum(v.nbytes if isinstance(v, Tensor) else 8 for v in values)
+        found[name] = known[key]
+    return found
+
+
+def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_ranks: int) -> int:
+    """What autograd keeps for the backward of one microbatch, measured on the host in float32.
+
+    Weights are not counted; storage that several operations keep is counted once.
+    """
+    batch = _first_batch(recipe, settings, num_ranks)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no storage is freed and its address used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        recipe.loss(model, batch)
+    return sum(kept.values())
+
+
+def _first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
+    if isinstance(recipe.train_data, Batches):
+        return next(iter(recipe.train_data.loader))
+    part = math.ceil(settings.global_batch / num_ranks)
+    kind = Loader if is_indexed(recipe.train_data) else StreamLoader
+    loader = kind(
+        recipe.train_data,
+        global_batch=max(settings.global_batch, num_ranks),
+        micro_batch=min(settings.micro_batch or part, part),
+        collate=recipe.collate,
+        num_feeders=num_ranks,
+    )
+    with closing(loader.groups(Position(), 1)) as groups:
+        return next(next(groups).microbatches).batch
+
+
+def show_explanation(records: Sequence[Record], console: Console) -> None:
+    """A table of the values for one backend, and one of the layouts, side by side."""
+    if len(records) == 1:
+        _show_values(records[0], console)
+    sizes = ("weights", "grads", "optim.", "at times", "activ.", "total", "of", "fits")
+    shown = table("backend", *sizes, figures=sizes)
+    remarks = []
+    for record in records:
+        name = record["backend"]
+        if "refused" in record:
+            remarks.append(f"{name}: {record['refused']}")
+            continue
+        if not record["usable"]:
+            remarks.append(f"{name}: not usable here: {record['reason']}")
+        layout = record["layout"]
+        if layout is None:
+            remarks.append(f"{name}: this driver does not estimate memory")
+            continue
+        parts = [
+            _size(layout[f"{part}_bytes"])
+            for part in ("parameter", "gradient", "optimizer", "transient", "activation", "total")
+        ]
+        fits = {True: "yes", False: "NO", None: "?"}[record["fits"]]
+        memory = _size(record["memory_bytes"]) if record["memory_bytes"] else "?"
+        shown.add_row(name, *parts, memory, fits)
+        remarks += [f"{name}: {note}" for note in layout["notes"]]
+        if layout["units"]:
+            remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
+    console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
+    console.print(shown)
+    for remark in remarks:
+        console.print(quoted(remark))
+
+
+def _show_values(record: Record, console: Console) -> None:
+    shown = table("setting", "value", "from")
+    for key, entry in record["settings"].items():
+        shown.add_row(*(quoted(str(each)) for each in (key, entry["value"], entry["source"])))
+    console.print(shown)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if num_bytes < 999.5:  # what is more is rounded to 1000
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} TB"

@@ -1,0 +1,54 @@
+"""The command that goes on with a run, ready to paste."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ..kernel.contract import Driver
+from ..kernel.errors import DrivetrainError
+from ..kernel.paths import Place
+from ..kernel.plan import Plan
+from ..kernel.registry import find_driver, known_backends
+from .program import program
+
+__all__ = ["onward"]
+
+
+def onward(folder: Place, started: Mapping[str, Any], reason: str) -> str:
+    """For a run that finished, the same run on another driver, and longer; else the same again."""
+    words = ["--resume", str(folder)]
+    backend, ranks, total = started["backend"], started["world"]["size"], started["total_steps"]
+    if reason == "finished":
+        batch = started["settings"]["global_batch"]
+        backend, ranks = _another(backend, ranks, batch) or (backend, ranks)
+    words += ["--backend", backend]
+    if ranks > 1:
+        words += ["--nproc", str(ranks)]
+    if reason == "finished" and total is not None:
+        words += ["--steps", str(total + max(1, total // 5))]
+    return shlex.join([*program(), "train", *words])
+
+
+def _another(backend: str, ranks: int, global_batch: int) -> tuple[str, int] | None:
+    """A usable driver of the other sort: of several ranks after one rank, of one after several."""
+    wanted = 2 if ranks == 1 else 1
+    if wanted > global_batch:
+        return None
+    for name in known_backends():
+        try:
+            driver = find_driver(name)
+        except DrivetrainError:
+            continue
+        if name != backend and _can_run(driver, wanted):
+            return name, wanted
+    return None
+
+
+def _can_run(driver: Driver, ranks: int) -> bool:
+    probe = driver.probe()
+    accelerators = [device for device in probe.devices if not device.startswith("cpu")]
+    if not probe.usable or (accelerators and ranks > len(accelerators)):
+        return False
+    return ranks == 1 or driver.capabilities(Plan()).multi_process

@@ -1,0 +1,122 @@
+"""`report.html`: one page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from .curves import curves
+from .format import amount, duration, figure, of_total
+from .records import Record
+
+__all__ = ["Outcome", "render"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the run stands."""
+
+    text: str
+    mood: str = ""
+    """`good`, `bad` or empty: how it is coloured."""
+    command: str = ""
+    """What to type to go on with it."""
+    sample: str = ""
+
+
+def render(records: Sequence[Record], config: Mapping[str, Any], outcome: Outcome) -> str:
+    """The page. `records`: the history that led here; `config`: what `config.json` holds."""
+    drawn = [
+        f"<figure><figcaption>{escape(title)}</figcaption>{svg}</figure>"
+        for title, svg in curves(records).items()
+    ]
+    sections = [
+        _section("Curves", f'<div class="curves">{"".join(drawn)}</div>' if drawn else ""),
+        _section("Evaluation", _evaluation_table(records)),
+        _section("Sample", _pre(outcome.sample)),
+        _section("Go on with this run", _pre(outcome.command)),
+        _section("Started with", _pre(" ".join(config.get("command", ())))),
+        _section("Settings", _settings_table(config)),
+    ]
+    page = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(str(config.get("name", "run"))),
+        mood=outcome.mood,
+        outcome=escape(outcome.text),
+        subtitle=escape(_subtitle(config)),
+        facts="".join(
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in _facts(records).items()
+        ),
+        sections="".join(sections),
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+
+
+def _pre(text: str) -> str:
+    return f'<pre class="wrap">{escape(text)}</pre>' if text else ""
+
+
+def _subtitle(config: Mapping[str, Any]) -> str:
+    ranks = config.get("world_size", 1)
+    backend = config.get("backend", "?") + (f" on {ranks} ranks" if ranks > 1 else "")
+    recipe = config.get("recipe") or "gpt (the default)"
+    return f"backend {backend}, torch {config.get('torch', '?')}, recipe {recipe}"
+
+
+def _last(records: Sequence[Record], event: str) -> Record | None:
+    return next((record for record in reversed(records) if record["event"] == event), None)
+
+
+def _facts(records: Sequence[Record]) -> dict[str, str]:
+    facts: dict[str, str] = {}
+    if (logged := _last(records, "logged")) is not None:
+        facts["Step"] = of_total(logged["step"], logged["total_steps"])
+        facts["Training loss"] = figure(logged["loss"])
+    if (evaluated := _last(records, "evaluated")) is not None:
+        for name, value in evaluated["metrics"].items():
+            facts[f"{evaluated['name']}: {name}"] = figure(value)
+    if logged is not None:
+        facts[f"{logged['item_name'].capitalize()} a second"] = amount(logged["items_per_second"])
+        if logged.get("mfu") is not None:
+            facts["MFU"] = f"{logged['mfu']:.0%}"
+    if (started := _last(records, "run_started")) is not None:
+        facts["Parameters"] = amount(started["num_parameters"])
+    if (ended := _last(records, "run_ended")) is not None:
+        facts["Time"] = duration(ended["seconds"])
+    return facts
+
+
+def _evaluation_table(records: Sequence[Record]) -> str:
+    rows = [record for record in records if record["event"] == "evaluated"]
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    body = [
+        [str(row["step"]), row["name"]]
+        + [figure(row["metrics"][name]) if name in row["metrics"] else "" for name in names]
+        for row in rows
+    ]
+    return _table(["step", "data", *names], body) if rows else ""
+
+
+def _settings_table(config: Mapping[str, Any]) -> str:
+    settings = config.get("settings", {})
+    rows = [[key, str(entry["value"]), entry["source"]] for key, entry in settings.items()]
+    chosen = [row[2] != "default" for row in rows]
+    return _table(["setting", "value", "from"], rows, chosen) if rows else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[bool] = ()) -> str:
+    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
+    marks = [*chosen, *[False] * (len(rows) - len(chosen))]
+    body = "".join(
+        f"<tr{' class=chosen' * mark}>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
+        for row, mark in zip(rows, marks, strict=True)
+    )
+    return f'<div class="scroll"><table><tr>{heads}</tr>{body}</table></div>'

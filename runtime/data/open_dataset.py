@@ -1,0 +1,146 @@
+"""Which kind of data a recipe has, and the source that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from ..kernel.batches import ENDLESS, Group, Position
+from ..kernel.contract import Session
+from ..kernel.errors import DataError, SettingError
+from ..kernel.recipe import Batch
+from .indexed import Loader, is_indexed
+from .order import ByLength, OrderFunction, sequential, shuffled
+from .prebatched import Batches, PrebatchedLoader
+from .stream import StreamLoader
+
+__all__ = ["once", "open_dataset"]
+
+
+def open_dataset(
+    data: Any,
+    session: Session,
+    *,
+    seed: int,
+    workers: int,
+    drop_last: bool = False,
+    num_epochs: int | None = None,
+    shuffle: bool | None = False,
+    by_length: int | None = None,
+    lengths: Sequence[int] | None = None,
+    isolate_random: bool | None = None,
+    count_items: Callable[[Batch], int] | None = None,
+    **dealing: Any,
+) -> Source:
+    """The source of samples that can be indexed, of a stream, or of ready `Batches`; called by all
+    ranks.
+
+    `shuffle`: None shuffles what can be indexed. `by_length`: steps in a stretch of samples that is
+    sorted by `lengths`. `num_epochs`: where a stream or ready batches
+    end. `dealing`: others of `Dealing`. Raises `DataError` for data, and `SettingError` for
+    numbers, that cannot be trained with.
+    """
+    if shuffle and not is_indexed(data):
+        raise SettingError(
+            f"data.shuffle is {shuffle}, and {type(data).__name__} comes in an order of its own: "
+            "shuffle it there, and leave data.shuffle out"
+        )
+    if by_length is not None and (lengths is None or not is_indexed(data) or shuffle is False):
+        raise SettingError(
+            f"data.by_length is {by_length}, which needs recipe.lengths, the length of each sample "
+            "of data that can be indexed, and data.shuffle"
+        )
+    if isinstance(data, Batches):
+        if workers:
+            raise SettingError(
+                f"data.workers is {workers}, and ready batches are fetched by their own loader: "
+                "give the workers to that one, and set data.workers=0"
+            )
+        return PrebatchedLoader(
+            data,
+            session,
+            seed=seed,
+            num_epochs=num_epochs,
+            drop_last=drop_last,
+            count_items=count_items,
+        )
+    if isinstance(data, DataLoader) and data.batch_sampler is not None:
+        raise DataError(
+            "a DataLoader makes batches of its own: hand it over as Batches(loader) to train on "
+            "them as they come, or give its data set and let the kernel make the batches"
+        )
+    dealing |= {
+        "seed": seed,
+        "workers": workers,
+        "drop_last": drop_last,
+        "feeder_index": session.world.feeder_index,
+        "num_feeders": session.world.num_feeders,
+    }
+    if is_indexed(data):
+        order: OrderFunction = sequential if shuffle is False else shuffled
+        if by_length is not None and lengths is not None:
+            batch = dealing["global_batch"]
+            order = ByLength(lengths, batch, by_length * batch)
+        return Loader(data, order=order, isolate_random=isolate_random, **dealing)
+    return StreamLoader(data, num_epochs=num_epochs, **dealing)
+
+
+def once(source: Source) -> Generator[Group, None, None]:
+    """All groups of its first epoch, where that is not shuffled: what evaluation wants."""
+    return source.groups(Position(), source.steps_per_epoch or ENDLESS)
+
+
+class Source(Protocol):
+    """Data of one kind, in the order of training, as one feeder sees it. The loop knows no more."""
+
+    @property
+    def num_samples(self) -> int | None:
+        """In an epoch, over all feeders; None where only reading tells."""
+        ...
+
+    @property
+    def epoch_length(self) -> int | None:
+        """What `Position.samples` comes to in an epoch; None where only reading tells."""
+        ...
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where only reading tells."""
+        ...
+
+    def begun(self, position: Position) -> dict[str, Any]:
+        """What the epoch of `position` was begun with, for a checkpoint (JSON types)."""
+        ...
+
+    def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
+        """Finish the epoch of `position` as it was `begun`. Raises `ValueError` for what `begun`
+        did not return, and `DataError` for data that are not those.
+        """
+        ...
+
+    def going_on(self, position: Position) -> str:
+        """How a begun epoch goes on where the data have another length, in words."""
+        ...
+
+    def length_at(self, position: Position) -> int | None:
+        """What `samples` comes to in that epoch; None where only reading tells."""
+        ...
+
+    def steps_left(self, position: Position, part: float = 1.0) -> int | None:
+        """In its epoch, or that part of it; None where only reading tells."""
+        ...
+
+    def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
+        """The next `num_steps` groups, across epochs; fewer where the data ends. Close it, or drop
+        it, to end its workers.
+
+        Raises `DataError` for data that cannot be trained on, `DataFailed` where reading it raised,
+        `WorkerFailed` with workers.
+        """
+        ...
+
+    def where(self, position: Position, num_samples: int) -> str:
+        """Where the samples of a group are to be found, in words."""
+        ...

@@ -1,0 +1,140 @@
+"""Sequences of uneven length without padding: many in one row, none seeing another.
+
+A row holds as many whole sequences as fit. Positions start again with each, attention stays
+within each, and no sequence predicts the first token of the next, so the loss of a batch is the
+sum that it is when each sequence stands in a row of its own. Packing is within a microbatch: which
+samples train together, in what order, and the gradient of a step (law 1) are as without it.
+
+Krell et al., "Efficient Sequence Packing without Cross-contamination",
+https://arxiv.org/abs/2107.02027.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..kernel.errors import DataError, SettingError
+
+__all__ = ["IGNORED", "Pack", "rows_of"]
+
+IGNORED = -100
+"""The label of what is not predicted, as `torch.nn.functional.cross_entropy` has it."""
+
+POSITIONS, MASK, SEQUENCES = "position_ids", "attention_mask", "sequence_ids"
+
+
+def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which sequences go into which row of `capacity` tokens: the longest first, each into the
+    first row where it fits. Never more than 11/9 of the fewest rows possible, and one.
+
+    Johnson et al., https://doi.org/10.1137/0203025. Raises `DataError` for one that is longer than
+    a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
+        if length > capacity:
+            raise DataError(
+                f"a sequence of {length} tokens does not fit into a row of {capacity}: cut it, or "
+                "raise the capacity"
+            )
+        row = next((row for row, free in enumerate(room) if free >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(capacity)
+        rows[row].append(index)
+        room[row] -= length
+    return rows
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A `Recipe.collate`: samples, dicts of one-dimensional sequences, become packed rows.
+
+    The batch holds, beside each key of the samples as (rows, capacity):
+
+    - `position_ids`, int64 (rows, capacity): from 0 in each sequence, 0 in what is left of a row;
+    - `sequence_ids`, int64 (rows, capacity): 1, 2, ... in each row, 0 in what is left of it;
+    - with `mask="dense"`, `attention_mask`, bool (rows, 1, capacity, capacity): true where a token
+      (third dimension) may look (fourth): at its own sequence, and with `causal` not ahead. What is
+      left of a row looks at itself, since a softmax over nothing is not a number.
+
+    `labels` that are missing are made of `input_ids`. The first of each sequence are ignored, for
+    models that predict the next token shift them, and nothing may predict across a boundary.
+    """
+
+    capacity: int
+    """Tokens in a row."""
+    mask: Literal["dense", "none"] = "dense"
+    """`none` for kernels that tell sequences apart by `position_ids` or `sequence_ids`."""
+    causal: bool = True
+    padding: Mapping[str, int] = field(default_factory=dict)
+    """What fills the rest of a row, by key; 0 where nothing is said, and ignored labels."""
+
+    def __post_init__(self) -> None:
+        if self.capacity < 1:
+            raise SettingError(f"capacity is {self.capacity}; it must be at least 1")
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """See the class. Raises `DataError` for samples that cannot be packed."""
+        whole = [self._sample(sample) for sample in samples]
+        lengths = [len(sample["input_ids"]) for sample in whole]
+        rows = rows_of(lengths, self.capacity)
+        batch = {
+            key: self._filled(rows, [sample[key] for sample in whole], self._padding(key))
+            for key in whole[0]
+        }
+        positions = [torch.arange(length) for length in lengths]
+        batch[POSITIONS] = self._filled(rows, positions, 0)
+        places = {index: place for row in rows for place, index in enumerate(row, 1)}
+        numbers = [torch.full((length,), places[index]) for index, length in enumerate(lengths)]
+        batch[SEQUENCES] = self._filled(rows, numbers, 0)
+        if self.mask == "dense":
+            batch[MASK] = self._mask(batch[SEQUENCES])
+        return batch
+
+    @staticmethod
+    def count_items(batch: Mapping[str, Tensor]) -> int:
+        """A `Recipe.count_items`: the tokens that are predicted."""
+        return int((batch["labels"] != IGNORED).sum())
+
+    def _sample(self, sample: Any) -> dict[str, Tensor]:
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            raise DataError(f"a sample to pack is a dict with 'input_ids', not {sample!r:.200}")
+        # the mask of one sequence says nothing: it is all ones, or its padding would be packed
+        tensors = {k: torch.as_tensor(v) for k, v in sample.items() if k not in (MASK, POSITIONS)}
+        shapes = {key: tuple(value.shape) for key, value in tensors.items()}
+        if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 1:
+            raise DataError(f"what is packed together must be of one length: {shapes}")
+        if not len(tensors["input_ids"]):
+            raise DataError("a sample to pack has no tokens")
+        labels = tensors.get("labels", tensors["input_ids"]).clone()
+        labels[0] = IGNORED
+        return {**tensors, "labels": labels}
+
+    def _padding(self, key: str) -> int:
+        return self.padding.get(key, IGNORED if key == "labels" else 0)
+
+    def _filled(
+        self, rows: Sequence[Sequence[int]], values: Sequence[Tensor], padding: int
+    ) -> Tensor:
+        out = values[0].new_full((len(rows), self.capacity), padding)
+        for row, members in enumerate(rows):
+            joined = torch.cat([values[index] for index in members])
+            out[row, : len(joined)] = joined
+        return out
+
+    def _mask(self, sequences: Tensor) -> Tensor:
+        same = sequences[:, :, None] == sequences[:, None, :]
+        if self.causal:
+            same = same.tril()
+        rest = sequences == 0
+        same &= ~(rest[:, :, None] | rest[:, None, :])
+        same |= torch.eye(self.capacity, dtype=torch.bool) & rest[:, :, None]
+        return same[:, None]

@@ -1,0 +1,242 @@
+"""Ready batches: the microbatches of a loader that is the user's own, taken as they come.
+
+Each feeder brings its own loader, `torch.utils.data.DataLoader` for instance, which must have been
+given this feeder's part of the data. A position is the number of batches taken, and is found again
+by reading so many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import Any
+
+from torch import Tensor
+
+from ..kernel.batches import Group, Microbatch, Position
+from ..kernel.contract import Session
+from ..kernel.errors import DataError, DataFailed, SettingError
+from ..kernel.recipe import Batch
+from .indexed import InOwnOrder, length_of, through_epochs
+from .order import mix
+from .partition import steps_per_epoch
+from .stream import OPENING, tell_epoch
+from .user_frames import last_line
+from .workers import generators_kept, seed_generators
+
+__all__ = ["Batches", "PrebatchedLoader", "count_rows"]
+
+
+def count_rows(batch: Batch) -> int:
+    """The first dimension of the first tensor of a batch. Raises `DataError` without one."""
+    for tensor in _tensors(batch):
+        if tensor.dim():
+            return len(tensor)
+    raise DataError(
+        f"a batch of type {type(batch).__name__} holds no tensor with a row for each sample: say "
+        "how many samples it has with Batches(count_samples=...)"
+    )
+
+
+def _tensors(batch: Batch) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from _tensors(part)
+    elif isinstance(batch, (list, tuple)):
+        for part in batch:
+            yield from _tensors(part)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Says that data of a recipe are batches already: `Recipe(train_data=Batches(loader), ...)`.
+
+    The settings' `global_batch` and `micro_batch` then only tell a driver what to expect.
+    """
+
+    loader: Any
+    """An iterable of this feeder's batches; `set_epoch` of it, or of its sampler or data set, is
+    called before an epoch is read."""
+    accumulation: int = 1
+    """Batches of each feeder in one update."""
+    count_samples: Callable[[Batch], int] = count_rows
+    isolate_random: bool = True
+    """Opening an epoch, and each batch, get random numbers of their own, by (seed, epoch, batch),
+    so that a resumed run draws the same. False: they are the process's, and resuming is exact only
+    if the loader does not depend on them."""
+
+    def __post_init__(self) -> None:
+        if self.accumulation < 1:
+            raise SettingError(f"accumulation is {self.accumulation}; it must be at least 1")
+
+
+class PrebatchedLoader(InOwnOrder):
+    """The groups of ready batches, from any position on, as one feeder sees them.
+
+    Feeders may have unequally many batches: who has none left runs its last one again, counted 0.
+    Made, and read, by all ranks together.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        session: Session,
+        *,
+        seed: int = 0,
+        num_epochs: int | None = None,
+        drop_last: bool = False,
+        count_items: Callable[[Batch], int] | None = None,
+    ) -> None:
+        self.batches, self.session, self.seed = batches, session, seed
+        self.num_epochs, self.drop_last = num_epochs, drop_last
+        self._count_items = count_items or batches.count_samples
+        lengths = session.exchange(length_of(batches.loader))
+        self.num_samples = None
+        self.epoch_length = None
+        self.steps_per_epoch: int | None = None
+        if None not in lengths:
+            self.epoch_length = max(lengths) * session.world.num_feeders
+            self.steps_per_epoch = steps_per_epoch(max(lengths), batches.accumulation, drop_last)
+
+    @property
+    def _group_length(self) -> int:
+        return self.batches.accumulation * self.session.world.num_feeders
+
+    def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
+        """See `Source`."""
+        yield from islice(through_epochs(start, self.num_epochs, self._epoch), num_steps)
+
+    def where(self, position: Position, num_samples: int) -> str:
+        """See `Source`."""
+        first = position.samples // self.session.world.num_feeders
+        return (
+            f"the {num_samples} samples of batches {first} to "
+            f"{first + self.batches.accumulation - 1} of each rank in epoch {position.epoch}"
+        )
+
+    def _epoch(self, start: Position) -> Iterator[Group]:
+        """What is left of an epoch."""
+        size, feeders = self.batches.accumulation, self.session.world.num_feeders
+        if start.samples % feeders:
+            raise DataError(
+                f"{start.samples} ready batches were taken, which {feeders} feeders cannot have "
+                "shared equally: resume with a number of processes that divides it, or hand over "
+                "the data set itself, which resumes with any"
+            )
+        reading = _Pass(self.batches, self.seed, start.epoch, self.session.world.feeder_index)
+        reading.skip(start.samples // feeders)
+        position, first_row = start, 0
+        while True:
+            taken = reading.take(size)
+            rows, over = self._compare(taken, reading.over)
+            num_microbatches = sum(map(any, zip(*rows, strict=True)))
+            if num_microbatches < (size if self.drop_last else 1):
+                return
+            num_samples = sum(map(sum, rows))
+            after = (
+                Position(start.epoch + 1)
+                if over
+                else Position(start.epoch, position.samples + size * feeders)
+            )
+            spares = [reading.spare()] * (num_microbatches - len(taken))
+            microbatches = self._microbatches([*taken, *spares], rows, first_row)
+            num_items = float(sum(map(self._count_items, taken)))
+            yield Group(position, after, num_samples, num_microbatches, microbatches, num_items)
+            position, first_row = after, first_row + num_samples
+
+    def _compare(self, taken: Sequence[Batch], over: bool) -> tuple[list[list[int]], bool]:
+        """The rows of each feeder's next batches (0: no batch), and whether all are at the end."""
+        world, size = self.session.world, self.batches.accumulation
+        mine = [self.batches.count_samples(batch) for batch in taken]
+        if not all(mine):
+            raise DataError("a ready batch holds no samples")
+        told = [0] * (world.num_feeders * size)
+        first = world.feeder_index * size
+        told[first : first + len(mine)] = mine
+        not_over, *counts = self.session.tally([float(not over), *told])()
+        rows = [int(count) for count in counts]
+        return [rows[i : i + size] for i in range(0, len(rows), size)], not not_over
+
+    def _microbatches(
+        self, batches: Sequence[Batch], rows: Sequence[Sequence[int]], first_row: int
+    ) -> Iterator[Microbatch]:
+        """Samples are numbered through the first batch of each feeder, then the second ones."""
+        feeder, feeders = self.session.world.feeder_index, len(rows)
+        by_turn = [own[number] for number in range(len(batches)) for own in rows]
+        starts = list(accumulate(by_turn, initial=first_row))
+        for number, batch in enumerate(batches):
+            yield Microbatch(batch, rows[feeder][number], starts[number * feeders + feeder])
+
+
+class _Pass:
+    """One epoch of a feeder's loader, with one batch read ahead to know when it is over."""
+
+    def __init__(self, batches: Batches, seed: int, epoch: int, feeder: int) -> None:
+        self._isolated = batches.isolate_random
+        self._seed, self._epoch, self._feeder = seed, epoch, feeder
+        self._number, self._ended = 0, False
+        self._ahead: list[Batch] = []
+        self._last: list[Batch] = []
+        with self._random_numbers(mix(seed, epoch, OPENING)):
+            tell_epoch(batches.loader, epoch)
+            self._iterator = iter(batches.loader)
+
+    def skip(self, num_batches: int) -> None:
+        """Read so many and drop them; the process's random numbers stay where they are."""
+        with generators_kept():
+            for _ in range(num_batches):
+                self._read()
+                self._ahead.clear()
+        if self._ended:
+            raise DataError(
+                f"{num_batches} batches of epoch {self._epoch} were taken by this feeder, and its "
+                f"loader ends after {self._number}: it is not the one that was trained on, or an "
+                "iterator of which a part was read before"
+            )
+
+    def take(self, num_batches: int) -> list[Batch]:
+        """The next ones, fewer at the end of the epoch."""
+        while len(self._ahead) <= num_batches and not self._ended:
+            self._read()
+        taken, self._ahead = self._ahead[:num_batches], self._ahead[num_batches:]
+        self._last = taken[-1:] or self._last
+        return taken
+
+    @property
+    def over(self) -> bool:
+        """Whether `take` has nothing more to give."""
+        return not self._ahead
+
+    def spare(self) -> Batch:
+        """A batch that keeps this feeder busy while others have more."""
+        if not self._last:
+            raise DataError(
+                f"feeder {self._feeder} was given no batch in epoch {self._epoch}, and others were"
+            )
+        return self._last[0]
+
+    def _read(self) -> None:
+        try:
+            with self._random_numbers(mix(self._seed, self._epoch, self._number, self._feeder)):
+                self._ahead.append(next(self._iterator))
+            self._number += 1
+        except StopIteration:
+            self._ended = True
+        except (Exception, SystemExit) as error:
+            raise DataFailed(
+                f"batch {self._number} of epoch {self._epoch} could not be read from the loader: "
+                f"{last_line(error)}"
+            ) from error
+
+    @contextmanager
+    def _random_numbers(self, seed: int) -> Iterator[None]:
+        if not self._isolated:
+            yield
+            return
+        with generators_kept():
+            seed_generators(seed)
+            yield

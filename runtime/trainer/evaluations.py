@@ -1,0 +1,95 @@
+"""The evaluations of one run: each data set measured, within memory, and told once a step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..data.open_dataset import Source, once
+from ..kernel.contract import Engine, Session
+from ..kernel.errors import ran_out
+from ..kernel.evaluate import evaluate
+from ..kernel.events import Evaluated, Event
+from ..kernel.recipe import Recipe
+from .out_of_memory import OutOfMemoryPolicy
+
+__all__ = ["Evaluations"]
+
+
+class Evaluations:
+    """Every method is called by all ranks in the same order. `open_data`: `open_dataset` with what
+    all data of the run have in common."""
+
+    def __init__(
+        self,
+        session: Session,
+        engine: Engine,
+        recipe: Recipe,
+        open_data: Callable[..., Source],
+        micro_batch: int,
+        memory: OutOfMemoryPolicy,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.session, self.engine, self.recipe = session, engine, recipe
+        self.open_data, self.micro_batch = open_data, micro_batch
+        self.memory, self.emit = memory, emit
+        self.metrics: dict[str, dict[str, float]] = {}
+        """The last ones of each data set."""
+        self._step = -1
+
+    def run(self, step: int) -> float:
+        """Measure all data sets, unless that step was; returns the seconds that it took."""
+        took = 0.0
+        for name, data in self.recipe.eval_data.items() if step != self._step else ():
+            started = time.perf_counter()
+            metrics = self.metrics[name] = self._measured(name, data)
+            seconds = time.perf_counter() - started
+            took += seconds
+            self.emit(Evaluated(step, name, metrics, seconds))
+        self._step = step
+        return took
+
+    def to_json(self, step: int) -> dict[str, float]:
+        """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
+        if step != self._step:
+            return {}
+        named: dict[str, float] = {}
+        for name, metrics in reversed(self.metrics.items()):
+            named |= {f"{name}.{key}": value for key, value in metrics.items()}
+        first = next(iter(self.metrics.values()), {})
+        return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
+
+    def restore(self, metrics: Mapping[str, float], step: int) -> None:
+        """Go on from what `to_json` gave at that step."""
+        if not metrics:
+            return
+        self._step = step
+        self.metrics = {
+            name: {
+                key.removeprefix(f"{name}."): value
+                for key, value in metrics.items()
+                if key.startswith(f"{name}.")
+            }
+            for name in self.recipe.eval_data
+        }
+
+    def _measured(self, name: str, data: Any) -> dict[str, float]:
+        while True:
+            size = self.micro_batch
+            source = self.open_data(
+                data,
+                seed=0,
+                global_batch=size * self.session.world.num_feeders,
+                micro_batch=size,
+                num_epochs=1,
+            )
+            try:
+                return evaluate(self.session, self.engine, self.recipe, once(source))
+            except Exception as error:
+                if not ran_out(error):
+                    raise
+                cause = str(error)
+            doing = f"the evaluation {name!r}"
+            self.micro_batch = self.memory.less(doing, "evaluate.micro_batch", size, cause, data)

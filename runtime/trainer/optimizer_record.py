@@ -1,0 +1,150 @@
+"""What a run remembers of its optimizer: to refuse what cannot be saved, and to tell another run
+what has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import CheckpointReader, WithoutOptimizer
+from ..checkpoint.optimizer_entries import unsaved
+from ..kernel.errors import CheckpointMismatch, RecipeError
+
+__all__ = ["OptimizerRecord"]
+
+_Build = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+class OptimizerRecord:
+    """A recipe's `optimizer` that remembers what it built. `saved`: the run saves checkpoints."""
+
+    def __init__(self, build: _Build, saved: bool) -> None:
+        self._build, self._saved = build, saved
+        self._bases: set[str] = set()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.noted: dict[str, Any] = {}
+        """Its name, the settings of its groups, and what it does not train; JSON types."""
+
+    def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        """What the recipe builds; refused in its first step if it cannot be saved."""
+        pairs = list(named)
+        self.optimizer = optimizer = self._build(pairs)
+        if not hasattr(optimizer, "param_groups"):
+            return optimizer  # the driver says what is wrong with it
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._bases = {base.__qualname__ for base in type(optimizer).__mro__}
+        self.noted = {
+            "name": type(optimizer).__qualname__,
+            "groups": [_settings(group) for group in optimizer.param_groups],
+            "frozen": sorted(name for name, parameter in pairs if id(parameter) not in trained),
+        }
+
+        def after_first_step(*_: Any) -> None:
+            handle.remove()
+            self.refuse_unsaved()
+
+        handle = optimizer.register_step_post_hook(after_first_step)
+        return optimizer
+
+    def refuse_unsaved(self) -> None:
+        """Raises `RecipeError`, naming it, for state that no checkpoint of this run can hold."""
+        if self._saved and self.optimizer is not None and (names := unsaved(self.optimizer)):
+            raise RecipeError(
+                f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(names)}, which no "
+                "checkpoint can hold: it would not go on as it was. Tensors, numbers and None of a "
+                "parameter can be saved, and lists and tuples of these. Take another optimizer, or "
+                "train without a run folder (out)"
+            )
+
+    def is_another(self, stored: Any) -> bool:
+        """Than the one that a checkpoint's run had, whose `noted` that is."""
+        return bool(_mapping(stored)) and stored.get("name") != self.noted.get("name")
+
+    def refuse_another(self, stored: Any) -> None:
+        """Raises `CheckpointMismatch` for an optimizer of another name, where none but the names
+        can tell: of torch's own drivers know what they keep."""
+        own = isinstance(self.optimizer, torch.optim.Optimizer) and (
+            getattr(torch.optim, type(self.optimizer).__name__, None) is type(self.optimizer)
+        )
+        if self.is_another(stored) and not own and stored.get("name") not in self._bases:
+            raise CheckpointMismatch(
+                f"the checkpoint's optimizer is {stored.get('name')!r:.80}, this run's "
+                f"{self.noted.get('name')!r}: take that one, or start this one anew with "
+                "resume.optimizer=fresh"
+            )
+
+    def taken_from(
+        self, reader: CheckpointReader, own_recipe: bool, keep: bool
+    ) -> tuple[CheckpointReader, tuple[str, ...]]:
+        """What is read of a checkpoint: all, or, unless the optimizer is to `keep` its state, all
+        but that; and what has changed. It starts anew once: a run that is started again goes on.
+        Raises `CheckpointMismatch`."""
+        manifest = reader.manifest
+        stored = manifest.state.get("optimizer")
+        notes = tuple(self.differences(stored, own_recipe))
+        began_so = manifest.settings.get("resume.optimizer") == "fresh"
+        if keep or (began_so and not self.is_another(stored)):
+            self.refuse_another(stored)
+            return reader, notes
+        note = "the optimizer starts anew (resume.optimizer=fresh)"
+        return WithoutOptimizer(reader.folder), (*notes, note)
+
+    def differences(self, stored: Any, own_recipe: bool) -> list[str]:
+        """What is not as in the run whose `noted` that is, in words. `own_recipe`: the recipe built
+        it; the settings of any other are told as such."""
+        then, now = _mapping(stored), self.noted
+        if not then or not now:
+            return []
+        told = []
+        if own_recipe and then.get("name") != now["name"]:
+            told.append(f"the optimizer was {then.get('name')!r:.80}, is {now['name']!r}")
+        frozen = {str(name) for name in _listing(then.get("frozen"))}
+        told += _named("frozen now", set(now["frozen"]) - frozen)
+        told += _named("trained now", frozen - set(now["frozen"]))
+        groups = [_mapping(group) for group in _listing(then.get("groups"))]
+        if len(groups) != len(now["groups"]):
+            return [*told, f"the optimizer had {len(groups)} groups, has {len(now['groups'])}"]
+        for number, (before, after) in enumerate(zip(groups, now["groups"], strict=True)):
+            told += [
+                f"{key} of the optimizer's group {number} was {before.get(key)!r:.80}, is {value}"
+                for key, value in after.items()
+                if (own_recipe or key == "parameters") and before.get(key, value) != value
+            ]
+        return told
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's numbers and words, and how many parameters it has."""
+    settings: dict[str, Any] = {"parameters": len(group["params"])}
+    for key, value in group.items():
+        parts = list(value) if isinstance(value, (list, tuple)) else [value]
+        plain = [_plain(part) for part in parts]
+        if key not in ("params", "param_names") and None not in plain:
+            settings[key] = plain if isinstance(value, (list, tuple)) else plain[0]
+    return settings
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it; None for what it has not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, (bool, int, float, str)) else None
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _listing(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _named(what: str, names: set[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return [f"{what}: {', '.join(sorted(names)[:10])}{more}"]

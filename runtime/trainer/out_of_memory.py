@@ -1,0 +1,139 @@
+"""Memory that runs out: what says so, and with what the run goes on.
+
+A step does the same with microbatches of half the size and twice as many of them (law 1), so
+that is what a run goes on with: in this process where it is the only one; else in the next start,
+since the other ranks wait in a call that this one will never make.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..checkpoint import read_small, storage_of
+from ..data.prebatched import Batches
+from ..kernel.contract import Engine, Session, World
+from ..kernel.errors import CheckpointDamaged, OutOfMemory, OutputError, ran_out
+from ..kernel.events import Event, Warned
+from ..kernel.paths import Place
+from ..kernel.recipe import Recipe
+from .setting_values import flatten, override
+from .settings import Settings
+
+__all__ = ["MEMORY", "OutOfMemoryPolicy", "with_remembered"]
+
+MEMORY = "memory.json"
+"""In a run folder: the settings that memory forced on the run, by their names."""
+
+_MAX_BYTES = 1 << 20
+
+
+class OutOfMemoryPolicy:
+    """What one rank does when memory runs out.
+
+    `saves_memory`: what its driver offers (`Capabilities`).
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        world: World,
+        out: Place | None,
+        saves_memory: str,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.settings, self.world, self.out = settings, world, out
+        self.saves_memory, self.emit = saves_memory, emit
+
+    def prepare(self, session: Session, recipe: Recipe) -> Engine:
+        """The engine. Raises `OutOfMemory`, with what would help, where there is too little."""
+        try:
+            return session.prepare(recipe)
+        except Exception as error:
+            if ran_out(error):
+                raise OutOfMemory(f"no memory for the model: {error}; {self.advice()}") from error
+            raise
+
+    def less(self, doing: str, key: str, size: int, cause: str, data: Any) -> int:
+        """The size of microbatches to go on with in this process, told and remembered.
+
+        Called outside of the `except` block, so that nothing holds what the failed step held.
+        Raises `OutOfMemory` where this process cannot go on: others may wait in a call of the step
+        that failed here, `data` are made by somebody else, or a single sample does not fit.
+        """
+        own = isinstance(data, Batches)
+        less = -(-size // 2) if size > 1 and not own else None
+        where = f"{doing} on rank {self.world.rank}" if self.world.size > 1 else doing
+        found = f"out of memory in {where} with {key}={size} ({cause})"
+        if less is None or self.settings.out_of_memory == "stop":
+            to_do = "let your loader make smaller batches. Or " if own else ""
+            if less is not None:
+                to_do = f"set {key}={less}, the global batch stays as it is. Or "
+            raise OutOfMemory(f"{found}: {to_do}{self.advice()}")
+        remembered = self._remember(key, less)
+        if self.world.size > 1:
+            next_start = "goes on with" if remembered else "should set"
+            raise OutOfMemory(
+                f"{found}: start again with --resume auto, which {next_start} {key}={less}; the "
+                f"global batch stays as it is. Or {self.advice()}"
+            )
+        self.emit(Warned(f"{found}: going on with {key}={less}; the global batch stays as it is"))
+        gc.collect()
+        return less
+
+    def advice(self) -> str:
+        """What else needs less memory."""
+        advice = []
+        if not self.settings.activation_checkpointing:
+            advice.append("recompute activations (activation_checkpointing)")
+        if self.settings.precision == "fp32":
+            advice.append("compute in 16 bits (precision=bf16)")
+        if self.saves_memory:
+            advice.append(self.saves_memory)
+        return "; ".join(advice) or "use a smaller model, or a machine with more memory"
+
+    def _remember(self, key: str, value: int) -> bool:
+        """Let later starts of this run set `key` to that at most. False where they cannot know."""
+        if self.out is None:
+            return False
+        storage = storage_of(self.out)
+        try:
+            storage.make_folder(self.out)
+            known = {**_remembered(self.out), key: value}
+            storage.replace(self.out / MEMORY, (json.dumps(known, indent=1) + "\n").encode())
+        except (OSError, OutputError):
+            return False
+        return True
+
+
+def with_remembered(settings: Settings, out: Place | None) -> Settings:
+    """The settings as memory has allowed them so far. Raises `OutputError`."""
+    if out is None or settings.out_of_memory == "stop":
+        return settings
+    now = flatten(settings)
+    smaller = {
+        key: value
+        for key, value in _remembered(out).items()
+        if now[key] is None or now[key] > value
+    }
+    return override(settings, smaller)
+
+
+def _remembered(out: Place) -> Mapping[str, int]:
+    path = out / MEMORY
+    if not storage_of(path).exists(path):
+        return {}
+    try:
+        value = json.loads(read_small(path, _MAX_BYTES))
+    except (OSError, ValueError, RecursionError, CheckpointDamaged) as error:
+        raise OutputError(f"{path} cannot be read: {error}; delete it to forget it") from error
+    keys = {"micro_batch", "evaluate.micro_batch"}
+    if not (
+        isinstance(value, dict)
+        and value.keys() <= keys
+        and all(type(size) is int and size >= 1 for size in value.values())
+    ):
+        raise OutputError(f"{path} holds {value!r:.200}; delete it to forget it")
+    return value

@@ -1,0 +1,113 @@
+"""How many steps a run comes to: planned at its start, and anew when the data or the batch changed.
+
+A run of three epochs is three passes over its data, however long these were. So what a run has
+planned is kept in its checkpoints: while nothing has changed it stands, and else the steps that are
+done count, and what is left of the data at the position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..data.open_dataset import Source
+from ..kernel.batches import LARGEST, Position
+from ..kernel.errors import CheckpointDamaged, DataError, SettingError
+from ..kernel.progress import Progress
+from .settings import Settings
+
+__all__ = ["Planned"]
+
+
+class Planned:
+    """The steps of one run. `total`: None until the data ends."""
+
+    def __init__(self, settings: Settings, source: Source) -> None:
+        self.settings, self.source = settings, source
+        self.total = _total(settings, source.steps_per_epoch)
+
+    @property
+    def _made_from(self) -> dict[str, Any]:
+        source, settings = self.source, self.settings
+        return {
+            "epochs": settings.epochs,
+            "global_batch": settings.global_batch,
+            "length": source.epoch_length,
+            "steps_per_epoch": source.steps_per_epoch,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """What `restore` takes."""
+        total = None if self.settings.steps else self.total
+        return {**self._made_from, "total": total}
+
+    def resume(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
+        """Go on with a begun epoch, and with what was planned then; what changed, in words. Raises
+        `CheckpointDamaged`, naming `where`."""
+        progress = Progress.from_json(state, where) if state else Progress()
+        try:
+            self.source.resume(progress.position, state.get("begun", {}))
+        except ValueError as error:
+            raise CheckpointDamaged(f"{where}: {error}") from error
+        return self.restore(state.get("planned"), progress, where)
+
+    def restore(self, value: Any, progress: Progress, where: str) -> tuple[str, ...]:
+        """Go on from there; what the data's other length means, in words. `value`: None in
+        checkpoints that do not say it. Raises `CheckpointDamaged`, naming `where`.
+        """
+        self.total = _total(self.settings, self.source.steps_per_epoch)
+        if value is None:
+            return ()
+        then = _checked(value, where)
+        if self.settings.steps is None:
+            as_planned = then["total"] is not None and self._made_from.items() <= then.items()
+            self.total = then["total"] if as_planned else self._from(progress)
+        return self._told(then["length"], progress.position)
+
+    def _from(self, progress: Progress) -> int | None:
+        """The steps that are done, and those that are left."""
+        epochs, position = self.settings.epochs - progress.position.epoch, progress.position
+        per_epoch = self.source.steps_per_epoch
+        left = self.source.steps_left(position, min(1, epochs)) if epochs > 0 else 0
+        if left is None or per_epoch is None:
+            return None
+        return progress.step + left + math.ceil(max(0, epochs - 1) * per_epoch)
+
+    def _told(self, then: int | None, position: Position) -> tuple[str, ...]:
+        now = self.source.epoch_length
+        if None in (then, now) or then == now:
+            return ()
+        note = f"the length of train_data was {then}, is {now}"
+        if position.samples:
+            note += f": {self.source.going_on(position)}"
+        return (note,)
+
+
+def _checked(value: Any, where: str) -> Mapping[str, Any]:
+    names = ("epochs", "global_batch", "length", "steps_per_epoch", "total")
+    if isinstance(value, dict) and all(
+        name in value and (value[name] is None or _is_count(value[name])) for name in names
+    ):
+        return value
+    raise CheckpointDamaged(f"{where}: its planned steps are malformed: {value!r:.200}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < LARGEST
+
+
+def _total(settings: Settings, steps_per_epoch: int | None) -> int | None:
+    """Of a run from its beginning."""
+    if settings.steps is not None:
+        return settings.steps
+    if steps_per_epoch == 0:
+        raise DataError("train_data holds no samples, or none that fill a global batch")
+    if steps_per_epoch is not None:
+        return math.ceil(settings.epochs * steps_per_epoch)
+    if settings.epochs % 1:
+        raise SettingError(
+            f"epochs is {settings.epochs}, and the data has no length to take a part of: set "
+            "whole epochs, or steps"
+        )
+    return None

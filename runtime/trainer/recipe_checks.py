@@ -1,0 +1,69 @@
+"""What the parts of a recipe may be, looked at before anything is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.indexed import length_of
+from ..kernel.errors import DataError, RecipeError
+from ..kernel.recipe import Recipe
+
+__all__ = ["check_recipe"]
+
+_FUNCTIONS = ("collate", "count_items", "optimizer", "measure", "summarise", "step")
+
+
+def check_recipe(recipe: Any) -> None:
+    """Raises `RecipeError`, naming the part, or `DataError`. Calls none of them."""
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"the recipe is of type {_name(recipe)}; it must be a Recipe")
+    for part in ("model", "loss", "train_data"):
+        if getattr(recipe, part) is None:
+            raise RecipeError(f"the recipe has no {part}; training needs one")
+    for part, built in (("model", nn.Module), ("optimizer", torch.optim.Optimizer)):
+        value = getattr(recipe, part)
+        if isinstance(value, built):
+            raise RecipeError(
+                f"recipe.{part} is a {_name(value)}, already built; give a function that builds "
+                "it: the driver decides when and where"
+            )
+    for part in ("model", "loss", *_FUNCTIONS):
+        value = getattr(recipe, part)
+        if value is not None and not callable(value):
+            raise RecipeError(f"recipe.{part} is of type {_name(value)}; it must be a function")
+    _check_data(recipe)
+    flops = recipe.flops_per_item
+    if flops is not None and not _is_finite(flops):
+        raise RecipeError(f"recipe.flops_per_item is {flops!r:.100}; it must be a number")
+
+
+def _check_data(recipe: Recipe) -> None:
+    data: Any = recipe.eval_data
+    if not isinstance(data, Mapping) or not all(isinstance(name, str) for name in data):
+        raise RecipeError(
+            f"recipe.eval_data is of type {_name(data)}; it must name its data sets, as in "
+            'eval_data={"held_out": data}'
+        )
+    for name, held in data.items():
+        if length_of(held) == 0:
+            raise DataError(f"evaluation data set {name!r} is empty; leave it out or fill it")
+    lengths = recipe.lengths
+    if lengths is not None and not (
+        hasattr(lengths, "__len__") and hasattr(lengths, "__getitem__")
+    ):
+        raise RecipeError(
+            f"recipe.lengths is of type {_name(lengths)}; it must hold a number for each sample"
+        )
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _name(value: object) -> str:
+    return type(value).__name__

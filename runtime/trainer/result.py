@@ -1,0 +1,40 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernel.paths import Place
+from .settings import Settings
+
+__all__ = ["Result", "RetryWithSmallerBatch"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    step: int
+    reason: str
+    """`finished`, `stopped` or `preempted`."""
+    loss: float
+    """The last one logged; NaN when none was."""
+    metrics: Mapping[str, Mapping[str, float]]
+    """The last ones of each evaluation data set."""
+    checkpoint: Place | None
+    """The newest that this run saved or resumed from."""
+    finish: Any = None
+    """What `finish` returned."""
+    save_error: str = ""
+    """Why the last checkpoint that was to be saved is not there."""
+
+
+@dataclass(frozen=True)
+class RetryWithSmallerBatch:
+    """How to go on where memory ran out."""
+
+    settings: Settings
+    resume: Place | None
+    """From what the run itself saved; None: as it began."""

@@ -1,0 +1,136 @@
+"""The checkpoints of one run, saved while training stands still, or behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..checkpoint import CheckpointStore, SavingBehind
+from ..checkpoint.catalog import as_metric
+from ..kernel.errors import CheckpointDamaged, SaveFailed
+from ..kernel.events import Event, Request, Saved
+from ..kernel.paths import Place, Url
+from .settings import CheckpointSettings
+
+__all__ = ["Saves", "checkpoint_store", "stored_metrics"]
+
+T = TypeVar("T")
+
+
+class Saves:
+    """Every method is called by all ranks in the same order, and is a matter of microseconds where
+    there is nothing to do.
+
+    `what()`: the arguments of `CheckpointStore.save` for the present step. `stood_still(seconds)`
+    hears for how long training did.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        what: Callable[[], Mapping[str, Any]],
+        emit: Callable[[Event], None],
+        stood_still: Callable[[float], None],
+        stop_on_error: bool,
+    ) -> None:
+        self.store, self.what, self.emit = store, what, emit
+        self.stood_still, self.stop_on_error = stood_still, stop_on_error
+        self.newest: Place | None = None
+        """The last one that was completed."""
+        self.error = ""
+        """Why the last that was to be saved was not."""
+        self._step = -1
+        self._behind: SavingBehind | None = None
+        self._seconds = self._num_written = 0.0
+        self._told = False
+
+    def is_saved(self, step: int) -> None:
+        """The run begins there, and need not save it again."""
+        self._step = step
+
+    def save(self, step: int, behind: bool) -> None:
+        """Save this step, if that has not been done; `behind`: begin to."""
+        self.finish()
+        if self._step == step:
+            return
+        self._step, self._seconds = step, 0.0
+        if not behind:
+            self._attempt(lambda: self.store.save(**self.what()))
+            return
+        self._told, self._num_written = False, 0.0
+        self._behind = self._attempt(lambda: self.store.save_behind(**self.what()))
+
+    def after_step(self, requests: Sequence[float]) -> Request | None:
+        """Commit what all ranks have written by now. Returns what this rank has to tell."""
+        if self._behind is None:
+            return None
+        self._num_written += requests[Request.WRITTEN]
+        if self._num_written >= self._behind.saving.session.world.size:
+            self.finish()
+        elif self._behind.written and not self._told:
+            self._told = True
+            return Request.WRITTEN
+        return None
+
+    def finish(self) -> None:
+        """Wait for the save that is under way, if there is one, and commit it."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            self._attempt(behind.finish, behind.buffer_bytes)
+
+    def close(self) -> None:
+        """`finish`, and wait until what need not stay has been removed."""
+        self.finish()
+        self.store.wait()
+        if self.error:
+            self.store.tidy()
+
+    def _attempt(self, act: Callable[[], T], buffer_bytes: int = 0) -> T | None:
+        """None where it failed, which is told, and may end the run."""
+        started, result, error = time.perf_counter(), None, ""
+        try:
+            result = act()
+        except SaveFailed as failed:
+            if self.stop_on_error:
+                raise
+            error = str(failed)
+        seconds = time.perf_counter() - started
+        self.stood_still(seconds)
+        self._seconds += seconds
+        step, self.error = self._step, error
+        if error:
+            self._step = -1
+            self.emit(Saved(step, self.store.root, self._seconds, error))
+        elif isinstance(result, Path | Url):  # and no save that has only begun
+            self.newest = result
+            self.emit(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
+        return result
+
+
+def checkpoint_store(
+    folder: Place, keep: CheckpointSettings, guard: Callable[[], None] | None
+) -> CheckpointStore:
+    """Where a run saves, and what it keeps there."""
+    return CheckpointStore(
+        folder,
+        keep_last=keep.keep_last,
+        keep_best=keep.keep_best,
+        best_metric=keep.best_metric,
+        best_mode=keep.best_mode,
+        keep_every=keep.keep_every,
+        guard=guard,
+    )
+
+
+def stored_metrics(state: Mapping[str, Any], where: str) -> dict[str, float]:
+    """The metrics of a checkpoint's step. Raises `CheckpointDamaged`, naming `where`, for what are
+    none."""
+    metrics = state.get("metrics", {})
+    if isinstance(metrics, dict):
+        found = {name: as_metric(value) for name, value in metrics.items()}
+        numbers = {name: value for name, value in found.items() if value is not None}
+        if len(numbers) == len(metrics):
+            return numbers
+    raise CheckpointDamaged(f"{where}: its metrics are malformed: {metrics!r:.200}")

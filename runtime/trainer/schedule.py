@@ -1,0 +1,96 @@
+"""Learning-rate schedules: pure functions from the number of applied updates to a factor.
+
+The learning rate of an update is its group's base rate times `factor(applied)`, where `applied`
+counts the updates that really changed the weights before it, so that a skipped step does not move
+the clock and resuming needs no scheduler state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from ..kernel.errors import SettingError
+
+__all__ = ["SCHEDULES", "Schedule", "build_schedule"]
+
+Schedule = Callable[[int], float]
+
+
+def _constant(progress: float, final: float, decay: float) -> float:
+    return 1.0
+
+
+def _linear(progress: float, final: float, decay: float) -> float:
+    return 1.0 - (1.0 - final) * progress
+
+
+def _cosine(progress: float, final: float, decay: float) -> float:
+    # Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, without restarts
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _warmup_stable_decay(progress: float, final: float, decay: float) -> float:
+    # Hu et al., https://arxiv.org/abs/2404.06395
+    if progress <= 1.0 - decay:
+        return 1.0
+    return max(final, 1.0 - (1.0 - final) * (progress - (1.0 - decay)) / decay)
+
+
+_SHAPES: dict[str, Callable[[float, float, float], float]] = {
+    "constant": _constant,
+    "cosine": _cosine,
+    "linear": _linear,
+    "warmup_stable_decay": _warmup_stable_decay,
+}
+
+_WITHOUT_END = ("constant", "inverse_sqrt")
+
+SCHEDULES: tuple[str, ...] = (*sorted((*_SHAPES, "inverse_sqrt")),)
+"""The names that `build_schedule` knows."""
+
+
+def build_schedule(
+    name: str,
+    *,
+    total_steps: int | None,
+    warmup: float = 0.0,
+    final: float = 0.0,
+    decay: float = 0.2,
+) -> Schedule:
+    """A schedule over `total_steps` updates; None: so many as there will be, which constant and
+    inverse_sqrt need not know.
+
+    `warmup`: linear from near 0 to 1; a number of steps if at least 1, else a share of
+    `total_steps`. `final`: the factor at the end (linear, cosine, warmup_stable_decay). `decay`:
+    the share of the steps after warmup in which warmup_stable_decay decays. `inverse_sqrt` falls
+    with the square root of the step from the end of the warmup on (Vaswani et al.,
+    https://arxiv.org/abs/1706.03762). Raises `SettingError`.
+    """
+    if name not in SCHEDULES:
+        raise SettingError(f"schedule.name is {name!r}; it must be one of {', '.join(SCHEDULES)}")
+    if warmup < 0:
+        raise SettingError(f"schedule.warmup is {warmup}; it must be 0 or more")
+    if not 0.0 < decay <= 1.0:
+        raise SettingError(f"schedule.decay is {decay}; it must be above 0 and at most 1")
+    if total_steps is None:
+        if name not in _WITHOUT_END or 0 < warmup < 1:
+            raise SettingError(
+                f"schedule.name is {name!r} with warmup {warmup}, which needs to know the number "
+                "of steps, and the data has no length: set steps; or one of "
+                f"{', '.join(_WITHOUT_END)} with a warmup of whole steps"
+            )
+        total_steps = 0
+    warmup_steps = round(warmup) if warmup >= 1 else round(warmup * total_steps)
+    rest = max(1, total_steps - warmup_steps)
+    shape = _SHAPES.get(name)
+    timescale = max(1, warmup_steps)
+
+    def factor(applied: int) -> float:
+        if applied < warmup_steps:
+            return (applied + 1) / warmup_steps
+        if shape is None:
+            return math.sqrt(timescale / max(timescale, applied + 1))
+        return shape(min(1.0, (applied - warmup_steps) / rest), final, decay)
+
+    return factor
