@@ -28,15 +28,14 @@ from ...kernel.shards import Piece, Reader
 from ..common import layouts, model_state, models, stepping
 from ..common.optimizer_state import GroupNumbers
 from ..process_group.buffers import Buffers
+from ..process_group.collectives import naming_collectives, refusing_together
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
     joined_ranks,
-    naming_collectives,
     num_launched,
     probe_devices,
     process_group,
-    refusing_together,
 )
 from . import initialize, loss_scaler, zero_config, zero_state
 

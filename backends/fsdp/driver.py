@@ -26,15 +26,13 @@ from ..common import model_state, models, stepping
 from ..common.optimizer_state import OptimizerState
 from ..process_group.buffers import Buffers
 from ..process_group.carried import Carried
+from ..process_group.collectives import keep_for_a_while, naming_collectives, refusing_together
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
-    keep_for_a_while,
-    naming_collectives,
     num_launched,
     probe_devices,
     process_group,
-    refusing_together,
 )
 from . import dtensor, meta_init, sharding, wrap_units
 from .sharding import FsdpOptions

@@ -18,7 +18,7 @@ from ...kernel.contract import World
 from ...kernel.shards import Piece, Reader
 from ..common import model_state
 from ..common.buffers import write_unseen
-from .session import keep_for_a_while, naming_collectives
+from .collectives import keep_for_a_while, naming_collectives
 
 
 class Buffers:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...kernel.contract import World
-from .session import keep_for_a_while, naming_collectives
+from .collectives import keep_for_a_while, naming_collectives
 
 
 class Carried:

@@ -24,7 +24,7 @@ from ...kernel.shards import Piece, Reader
 from ..common import model_state, models, stepping
 from ..common.optimizer_state import OptimizerState
 from .buffers import Buffers
-from .session import naming_collectives
+from .collectives import naming_collectives
 
 SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed cut it over ranks"
 

@@ -1,0 +1,182 @@
+"""Calls to other ranks: what they are given is kept, and how they fail is said by name."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...kernel import errors
+from ...kernel.errors import CheckpointError, CollectiveFailed
+from ..common import models
+from . import stall_watch
+
+
+class _Naming(AbstractContextManager[None]):
+    """Makes `CollectiveFailed` of the errors that `is_meant` picks. A class, since it is entered a
+    few times in a step, and a generator takes three times as long."""
+
+    __slots__ = ("_call", "_inside", "_is_meant", "_rank", "_waiting")
+
+    def __init__(
+        self,
+        call: str,
+        rank: int,
+        patient: bool,
+        is_meant: Callable[[BaseException], bool],
+        inside: AbstractContextManager[Any] = models.NO_CONTEXT,
+        mixed: bool = True,
+    ) -> None:
+        self._call, self._rank, self._is_meant, self._inside = call, rank, is_meant, inside
+        self._waiting = stall_watch.waiting(call, patient, mixed)
+
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+        self._inside.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._inside.__exit__(kind, error, trace)
+        self._waiting.__exit__(kind, error, trace)
+        if error is not None and self._is_meant(error):
+            raise _collective_failed(self._call, self._rank, error) from error
+
+
+def naming_call(call: str, rank: int, patient: bool = False) -> AbstractContextManager[None]:
+    """Around a call that does nothing but talk to other ranks; `patient`: they may idle."""
+    return _Naming(call, rank, patient, _is_any, mixed=False)
+
+
+def _is_any(error: BaseException) -> bool:
+    return isinstance(error, (RuntimeError, ValueError))
+
+
+def naming_collectives(
+    call: str,
+    rank: int,
+    patient: bool = False,
+    inside: AbstractContextManager[Any] = models.NO_CONTEXT,
+) -> AbstractContextManager[None]:
+    """Around work that also talks to other ranks: failures of that become `CollectiveFailed`, all
+    others stay as they are. `inside`: entered too.
+    """
+    return _Naming(call, rank, patient, _is_of_a_collective, inside)
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo reports a peer that is gone as a plain RuntimeError."""
+    if not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
+
+
+def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
+    """The error that names the rank and the call, and the ranks that are to blame."""
+    blamed, missing = stall_watch.verdict()
+    if not blamed:
+        missing, gone = _missing_ranks(rank)
+        if gone:
+            blamed = f"this rank came late: others had given up waiting ({_listed(gone)})"
+        elif missing:
+            blamed = f"ranks that did not arrive: {_listed(missing)}"
+    first = str(error).strip().splitlines()[0].rstrip(".")
+    return CollectiveFailed(
+        f"rank {rank} on {socket.gethostname()}: {call} failed: {first}. "
+        f"{blamed[:1].upper()}{blamed[1:]}{'. ' if blamed else ''}Look at the output of those "
+        "ranks first; `--resume auto` continues from the newest checkpoint",
+        tuple(missing),
+        _flight_records(),
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _flight_records() -> str:
+    """What the libraries noted of their last calls; each kind of records that this torch has."""
+    library, found = torch._C._distributed_c10d, {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        with suppress(AttributeError, RuntimeError, ValueError, TypeError):
+            records = json.loads(getattr(library, name)())
+            if records.get("entries"):
+                found[name.strip("_").removeprefix("dump_")] = records
+    return json.dumps(found, indent=1) if found else ""
+
+
+_TOGETHER_SECONDS = 3.0
+"""Within which all ranks notice that a call has failed."""
+
+
+def _missing_ranks(rank: int) -> tuple[list[int], list[int]]:
+    """Ranks that do not report a failed collective within a few seconds; and those that did long
+    before this one."""
+    if not dist.is_initialized():
+        return [], []
+    store, keys = default_store(), [f"drivetrain/failed/{r}" for r in range(dist.get_world_size())]
+    others = [other for other in range(len(keys)) if other != rank]
+    try:
+        told = {o: float(store.get(keys[o])) for o in others if store.check([keys[o]])}
+        now = time.time()
+        store.set(keys[rank], str(now))
+        gone = [other for other, then in told.items() if now - then > _TOGETHER_SECONDS]
+        with suppress(RuntimeError):  # out of time
+            store.wait(keys, timedelta(seconds=_TOGETHER_SECONDS))
+        return [other for other in others if not store.check([keys[other]])], gone
+    except RuntimeError:
+        return [], []  # the store's own process is gone
+
+
+@contextmanager
+def refusing_together(rank: int, size: int) -> Iterator[None]:
+    """Around what reads a checkpoint: an error of one rank's part is raised on all of them, so that
+    none goes on alone. Before anything is changed, since what others have read is dropped."""
+    refusal: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        refusal = error
+    with naming_collectives("agreeing that the checkpoint can be read", rank, patient=True):
+        first = keep_for_a_while(torch.tensor([size if refusal is None else rank]))
+        dist.all_reduce(first, dist.ReduceOp.MIN)
+        if int(first) == size:
+            return
+        told = json.dumps([type(refusal).__name__, str(refusal)]).encode()
+        length = keep_for_a_while(torch.tensor([len(told)]))
+        dist.broadcast(length, src=int(first))
+        text = torch.zeros(int(length), dtype=torch.uint8)
+        if int(first) == rank:
+            text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        dist.broadcast(keep_for_a_while(text), src=int(first))
+    if refusal is not None:
+        raise refusal
+    name, message = json.loads(bytes(text.tolist()))
+    raise getattr(errors, name)(f"rank {int(first)}: {message}")
+
+
+def default_store() -> Any:
+    """Where the ranks of the default process group have met."""
+    return dist.distributed_c10d._get_default_store()
+
+
+_recent: deque[Tensor] = deque(maxlen=64)
+
+
+def keep_for_a_while(tensor: Tensor) -> Tensor:
+    """Call it on each tensor that a collective on the host is given from Python.
+
+    A thread of gloo that frees the last reference to such a tensor waits for the interpreter,
+    which waits for the thread while it takes the process group down, for ever. Delete when torch
+    2.8 is no longer supported.
+    """
+    if tensor.nbytes < 2**20:
+        _recent.append(tensor)
+    return tensor
