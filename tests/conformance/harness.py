@@ -193,9 +193,9 @@ _pools: dict[tuple[str, int, str | None], Pool] = {}
 
 
 @contextmanager
-def lend(kind: str, size: int, python: str | None = None) -> Iterator[Pool]:
+def lend(kind: str, size: int, python: str | None = None, last: bool = False) -> Iterator[Pool]:
     """The living pool of that kind (driver and options), world size and interpreter (None: this
-    one); an exception ends it.
+    one). An exception ends it, and so does a borrower who is to be the `last`.
     """
     key = kind, size, python
     ranks = _pools.pop(key, None)
@@ -207,8 +207,11 @@ def lend(kind: str, size: int, python: str | None = None) -> Iterator[Pool]:
     try:
         yield ranks
     except BaseException:
-        _pools.pop(key).close()
+        last = True
         raise
+    finally:
+        if last:
+            _pools.pop(key).close()
 
 
 @atexit.register

@@ -80,7 +80,7 @@ def timeout_seconds(subject: Subject) -> Refused | None:
         asked = {"timeout_seconds": 2.0}
         return refuses(subject, "timeout_seconds", "timeout_seconds=2.0", asked, world=2)
     waiting, late = subject.at(2).run(
-        late_ranks_blamed, naps=10.0, timeout_seconds=2.0, stall_seconds=None
+        late_ranks_blamed, last=True, naps=10.0, timeout_seconds=2.0, stall_seconds=None
     )
     require(waiting["late"] is not None, "a rank that others wait for in vain is waited for on")
     require_same("the ranks that it names who has waited", waiting["late"], [LATE])

@@ -66,10 +66,17 @@ class Subject:
     """The interpreter of the ranks, when it is of another environment than this one."""
 
     def run(
-        self, job: Callable[..., T], /, *, world: int | None = None, **arguments: Any
+        self,
+        job: Callable[..., T],
+        /,
+        *,
+        world: int | None = None,
+        last: bool = False,
+        **arguments: Any,
     ) -> list[T]:
         """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
-        default). `job` must be importable, its arguments JSON. Raises `WorkerFailure`."""
+        default). `job` must be importable, its arguments JSON. `last`: it leaves these processes
+        unfit for another, as after a collective that failed. Raises `WorkerFailure`."""
         message = {
             "function": f"{job.__module__}:{job.__qualname__}",
             "bench": {"backend": self.backend, "options": dict(self.options)},
@@ -77,7 +84,7 @@ class Subject:
         }
         # some options are fixed for the life of a process: how many devices XLA makes, for one
         kind = " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(self.options.items()))])
-        with lend(kind, world or self.world, self.python) as ranks:
+        with lend(kind, world or self.world, self.python, last) as ranks:
             return ranks.call(message, self.timeout_seconds)
 
     @functools.cached_property
