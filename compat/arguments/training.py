@@ -8,6 +8,7 @@ hold what else an instance can do, and `old_names.py` what became of older names
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from ..enums import (
@@ -23,16 +24,21 @@ from .old_names import OldNames
 from .resolve import resolve
 from .serialize import Serialization
 from .setters import Setters
-from .validate import validate
+from .validate import CHOICES, validate
 
 __all__ = ["Seq2SeqTrainingArguments", "TrainingArguments", "says"]
 
 
-def says(default: Any, text: str) -> Any:
-    """A field with a default and the line that `--help` shows."""
+def says(default: Any, text: str, **parsed: Any) -> Any:
+    """A field with a default, the line that `--help` shows, and how a command line is parsed."""
+    metadata = {"help": text, **parsed}
     if isinstance(default, list):
-        return field(default_factory=list, metadata={"help": text})
-    return field(default=default, metadata={"help": text})
+        return field(default_factory=list, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+_FLAG = {"nargs": "?", "const": True}
+"""Of a command line: the name without a value is True."""
 
 
 @dataclass(repr=False)
@@ -96,12 +102,14 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
 
     # --- memory and speed
     activation_checkpointing: bool | None = says(
-        None, "Compute activations again in the backward pass instead of keeping them"
+        None, "Compute activations again in the backward pass instead of keeping them", **_FLAG
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = says(
         None, "Arguments of activation checkpointing"
     )
-    gradient_checkpointing: bool | None = says(None, "Old name of activation_checkpointing")
+    gradient_checkpointing: bool | None = says(
+        None, "Old name of activation_checkpointing", **_FLAG
+    )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = says(
         None, "Old name of activation_checkpointing_kwargs"
     )
@@ -128,8 +136,12 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     include_num_input_tokens_seen: str | bool = says(
         "no", "Count input tokens: no, all or non_padding"
     )
-    log_level: str = says("passive", "Level of log messages of the main process")
-    log_level_replica: str = says("warning", "Level of log messages of the other processes")
+    log_level: str = says(
+        "passive", "Level of log messages of the main process", choices=CHOICES["log_level"]
+    )
+    log_level_replica: str = says(
+        "warning", "Level of log messages of the others", choices=CHOICES["log_level_replica"]
+    )
     disable_tqdm: bool | None = says(None, "Print logs instead of showing a progress bar")
     report_to: None | str | list[str] = says("none", "Trackers to report to; none, all or names")
     run_name: str | None = says(None, "Name of the run for trackers")
@@ -204,13 +216,17 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     dataloader_persistent_workers: bool = says(False, "Keep loader processes between epochs")
     dataloader_prefetch_factor: int | None = says(None, "Batches that each worker loads ahead")
     dataloader_multiprocessing_context: str | None = says(
-        None, "How workers are started: fork, spawn or forkserver"
+        None,
+        "How workers are started: fork, spawn or forkserver",
+        choices=CHOICES["dataloader_multiprocessing_context"],
     )
     dataloader_in_order: bool = says(True, "Yield batches in the order of the sampler")
     remove_unused_columns: bool = says(True, "Drop columns that the model's forward does not take")
     label_names: list[str] | None = says(None, "Keys of a batch that are labels")
     train_sampling_strategy: str = says(
-        "random", "Order of samples: random, sequential, group_by_length or batch_rebalance"
+        "random",
+        "Order of samples: random, sequential, group_by_length or batch_rebalance",
+        choices=CHOICES["train_sampling_strategy"],
     )
     length_column_name: str = says("length", "Column that holds the lengths of samples")
 
@@ -221,9 +237,15 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     ddp_bucket_cap_mb: int | None = says(None, "Size of the buckets that gradients travel in")
     ddp_broadcast_buffers: bool | None = says(None, "Send process 0's buffers to all in a forward")
     ddp_static_graph: bool | None = says(None, "Every update uses the same parameters")
-    ddp_backend: str | None = says(None, "Library that processes talk over: nccl, gloo, xccl")
+    ddp_backend: str | None = says(
+        None,
+        "Library that processes talk over: nccl, gloo, xccl",
+        choices=("nccl", "gloo", "mpi", "xccl", "hccl", "cncl", "mccl"),
+    )
     ddp_timeout: int = says(1800, "Seconds after which a collective call has failed")
-    fsdp: str | None = says(None, "Shard weights, gradients and optimizer state over processes")
+    fsdp: str | None = says(
+        None, "Shard weights, gradients and optimizer state over processes", **_FLAG
+    )
     fsdp_config: dict[str, Any] | str | None = says(None, "How: a dict or a JSON file")
     deepspeed: dict[str, Any] | str | None = says(None, "DeepSpeed's configuration, dict or JSON")
 
@@ -265,4 +287,6 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     predict_with_generate: bool = says(False, "Compute metrics on generated texts")
     generation_max_length: int | None = says(None, "Longest text to generate in evaluation")
     generation_num_beams: int | None = says(None, "Beams to generate with in evaluation")
-    generation_config: Any = says(None, "GenerationConfig, its path or id; replaces the model's")
+    generation_config: str | Path | Any | None = says(
+        None, "GenerationConfig, its path or id; replaces the model's"
+    )

@@ -9,7 +9,7 @@ from ..enums import IntervalStrategy, SaveStrategy, SchedulerType
 from ..errors import ArgumentError
 from ..profile import PROFILES, profile_of
 
-__all__ = ["validate"]
+__all__ = ["CHOICES", "LOG_LEVELS", "validate"]
 
 LOG_LEVELS = {
     "detail": 10,
@@ -22,15 +22,16 @@ LOG_LEVELS = {
 }
 """Levels of `logging` by name; passive leaves them as they are."""
 
-_CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "log_level": tuple(LOG_LEVELS),
     "log_level_replica": tuple(LOG_LEVELS),
     "include_num_input_tokens_seen": ("no", "all", "non_padding"),
     "train_sampling_strategy": ("random", "sequential", "group_by_length", "batch_rebalance"),
-    "dataloader_multiprocessing_context": (None, "fork", "spawn", "forkserver"),
+    "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
     "profile": tuple(PROFILES),
     "checkpoint_format": ("drivetrain", "hf"),
 }
+"""The words that an argument may be; besides, its default."""
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -42,8 +43,8 @@ _AT_LEAST = {
 
 def validate(args: Any) -> None:
     """Raises `ArgumentError` for the first value or combination that cannot be."""
-    for name, allowed in _CHOICES.items():
-        if getattr(args, name) not in allowed:
+    for name, allowed in CHOICES.items():
+        if getattr(args, name) not in (*allowed, getattr(type(args), name)):
             listed = ", ".join(map(repr, allowed))
             raise ArgumentError(f"{name} is {getattr(args, name)!r}; allowed: {listed}")
     for name, bound in _AT_LEAST.items():

@@ -20,6 +20,7 @@ from ..callbacks.reporting import set_verbosity
 from ..callbacks.state import ExportableState, TrainerControl, TrainerState
 from ..data.collators import collator_for
 from ..data.loading import has_length
+from ..enums import SaveStrategy
 from ..errors import ArgumentError
 from ..integrations.trackers import all_callbacks
 from ..profile import profile_of
@@ -185,6 +186,8 @@ class Trainer(TrainingMixin):
                 f"eval_strategy is {args.eval_strategy!r} and there is no eval_dataset: give one, "
                 "or set eval_strategy='no'"
             )
+        if args.save_strategy == SaveStrategy.BEST:
+            _check_best(args)
         if self.optimizer_cls_and_kwargs is not None and self.optimizer is not None:
             raise RuntimeError("give `optimizers` or `optimizer_cls_and_kwargs`, not both")
         if self.model_init is not None and (self.optimizer or self.lr_scheduler):
@@ -293,6 +296,20 @@ def _one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
         raise ValueError("give processing_class or its old name tokenizer, not both")
     _LOG.warning("Trainer(tokenizer=...) is the old name of processing_class")
     return tokenizer
+
+
+def _check_best(args: Any) -> None:
+    """Raises ValueError where nothing says what is best; warns where nothing asks for it."""
+    if args.metric_for_best_model is None:
+        raise ValueError(
+            "save_strategy is 'best' and metric_for_best_model is None: nothing would say what is "
+            "best, and nothing be saved; name a metric ('loss', say)"
+        )
+    if args.eval_strategy in (None, "no"):
+        _LOG.warning(
+            "save_strategy is 'best' and eval_strategy is 'no': only a callback that sets "
+            "control.should_evaluate brings a checkpoint about"
+        )
 
 
 def _takes_result(compute_metrics: Callable[..., Any] | None) -> bool:

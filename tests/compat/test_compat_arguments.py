@@ -195,6 +195,61 @@ def test_a_command_line_is_read(tmp_path: Path) -> None:
     assert args.eval_steps == 3.0
 
 
+REFUSED_LATER = ["adamw_hf", "adamw_apex_fused"]
+"""Optimizers of old that a command line may name: they are refused with what to use instead."""
+NOT_IN_A_LINE = "parallelism_config"
+"""An object, which no word of a command line is: either parser ends with an error."""
+
+
+@pytest.mark.row("C28")
+@pytest.mark.parametrize("pair", PAIRS, ids=["plain", "seq2seq"])
+def test_a_command_line_is_parsed_as_theirs(pair: tuple[type, type]) -> None:
+    """Every option: how it is spelled, how many values it takes and which, what it is without."""
+
+    def options(arguments: type) -> dict[tuple[str, ...], list[Any]]:
+        return {
+            tuple(action.option_strings): [
+                type(action),
+                action.dest,
+                getattr(action.type, "__name__", action.type),
+                action.nargs,
+                action.const,
+                None if action.choices is None else [*action.choices],
+                plain(action.default),
+                action.required,
+            ]
+            for action in transformers.HfArgumentParser(arguments)._actions
+            if action.dest != NOT_IN_A_LINE
+        }
+
+    ours, theirs = options(pair[0]), options(pair[1])
+    added = [name for name in ours if name not in theirs]
+    assert {ours[name][1] for name in added} == set(OURS)
+    for name, wanted in theirs.items():
+        if "--optim" in name:
+            wanted[5] += REFUSED_LATER
+        assert ours[name] == wanted, name
+
+
+@pytest.mark.row("C28", "X11")
+def test_an_option_without_a_value_is_true() -> None:
+    line = ["--output_dir", "o", "--gradient_checkpointing", "--fsdp", "--use_cpu"]
+    (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+    assert args.gradient_checkpointing is True and args.activation_checkpointing is True
+    assert args.fsdp is True
+
+
+@pytest.mark.row("C28")
+@pytest.mark.parametrize("given", ["--log_level loud", "--parallelism_config 2", "--fsdp_config"])
+def test_a_wrong_command_line_ends_the_program(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in PAIRS[0]:
+        with pytest.raises(SystemExit):
+            transformers.HfArgumentParser(arguments).parse_args_into_dataclasses(given.split())
+        assert given.split(maxsplit=1)[0] in capsys.readouterr().err
+
+
 @pytest.mark.row("C28")
 def test_subclasses_are_dataclasses_too() -> None:
     @dataclasses.dataclass

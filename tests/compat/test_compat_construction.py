@@ -81,7 +81,7 @@ def test_the_parameters_are_theirs_and_nothing_is_trained(tmp_path: Path) -> Non
     assert torch.equal(model.head.weight, net().head.weight)
 
 
-@pytest.mark.row("C2", "C6", "C7", "C21", "C22", "C24")
+@pytest.mark.row("C2", "C6", "C7", "C21", "C22", "C24", "K31")
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -99,8 +99,17 @@ def test_the_parameters_are_theirs_and_nothing_is_trained(tmp_path: Path) -> Non
             ValueError,
             "compute_result",
         ),
+        ({"save_strategy": "best"}, ValueError, "metric_for_best_model"),
     ],
-    ids=["no model", "optimizer of no model", "two optimizers", "no data", "no end", "metrics"],
+    ids=[
+        "no model",
+        "optimizer of no model",
+        "two optimizers",
+        "no data",
+        "no end",
+        "metrics",
+        "no metric",
+    ],
 )
 def test_what_contradicts_itself_is_refused(
     tmp_path: Path, library: Any, changes: dict[str, Any], error: type[Exception], words: str
@@ -224,6 +233,13 @@ def test_a_headless_model_is_refused_by_its_first_batch(tmp_path: Path, library:
     made = trainer(library, tmp_path, model=llama().model, train_dataset=data)
     with pytest.raises(ValueError, match=r"loss.*last_hidden_state"):
         made.train()
+
+
+def test_the_best_of_no_evaluation_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer(compat, tmp_path, save_strategy="best", metric_for_best_model="loss")
+    assert "eval_strategy is 'no': only a callback" in caplog.text
 
 
 @pytest.mark.row("C15")
