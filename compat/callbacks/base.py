@@ -242,7 +242,7 @@ class CallbackHandler(TrainerCallback):
                 f"{made!r} is no callback, it lacks {', '.join(lacking)}: derive it from "
                 "drivetrain.compat.TrainerCallback"
             )
-        if type(made) in [type(present) for present in self.callbacks]:
+        if any(_same(type(present), type(made)) for present in self.callbacks):
             _log.warning(
                 "a second %s joins the callbacks:\n%s", type(made).__name__, self.callback_list
             )
@@ -251,7 +251,7 @@ class CallbackHandler(TrainerCallback):
     def pop_callback(self, callback: Any) -> Any:
         """Take out and return the first that is `callback`, or an instance of it; None if none."""
         for index, present in enumerate(self.callbacks):
-            if isinstance(present, callback) if isinstance(callback, type) else present == callback:
+            if _is_a(present, callback) if isinstance(callback, type) else present == callback:
                 return self.callbacks.pop(index)
         return None
 
@@ -264,6 +264,20 @@ class CallbackHandler(TrainerCallback):
 def _is_default_flow(callback: Any) -> bool:
     """Ours, or transformers' own, which does the same."""
     return any(parent.__name__ == "DefaultFlowCallback" for parent in type(callback).__mro__)
+
+
+def _is_a(callback: Any, kind: type) -> bool:
+    """Whether it is an instance of that class, or of its namesake: a script that takes out
+    transformers' own ProgressCallback means the one that is here in its place.
+    """
+    return isinstance(callback, kind) or any(_same(each, kind) for each in type(callback).__mro__)
+
+
+def _same(kind: type, other: type) -> bool:
+    """Whether the classes are one, or one is transformers' and the other ours, by one name."""
+    homes = {each.__module__.partition(".")[0] for each in (kind, other)}
+    namesakes = kind.__name__ == other.__name__ and homes == {"transformers", "drivetrain"}
+    return kind is other or namesakes
 
 
 def _obey(answer: Any, control: TrainerControl, event: str) -> TrainerControl:

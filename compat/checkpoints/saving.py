@@ -126,7 +126,8 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         frozen = frozen_names(self.model)
         saved: Any = _Trained(engine, frozen) if frozen else engine
         guard = None if self._lock is None else self._lock.check_now
-        CheckpointStore(run_dir, digits=0, guard=guard).save(
+        store = CheckpointStore(run_dir, digits=0, guard=guard)
+        store.save(
             step,
             saved,
             self.driver_session.session,
@@ -135,6 +136,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             driver=self.driver_session.driver.name,
             beside=self._write_beside,
         )
+        store.wait()  # what it replaced is gone when callbacks hear of it
 
     def _say_unsaved_state(self) -> list[str]:
         """The names of optimizer state that the checkpoint will lack, with a warning."""

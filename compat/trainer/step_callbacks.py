@@ -48,6 +48,8 @@ class TrainerPolicy:
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
         self.optimizer = trainer._optimizer_there_is()
+        self._gradients: dict[nn.Parameter, Tensor | None] = {}
+        """Of the last update, for a schedule that is not torch's or ours: it may read them."""
         prepared = trainer.driver_session.wrapped()
         self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
         self._hooks = [
@@ -111,6 +113,9 @@ class TrainerPolicy:
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         trainer = self.trainer
+        if type(trainer.lr_scheduler).__module__.partition(".")[0] not in ("torch", "drivetrain"):
+            groups = self.optimizer.param_groups
+            self._gradients |= {p: p.grad for group in groups for p in group["params"]}
         trainer.control = trainer.callback_handler.on_optimizer_step(
             trainer.args, trainer.state, trainer.control
         )
@@ -186,6 +191,11 @@ class TrainerPolicy:
         scheduler: Any = self.trainer.lr_scheduler
         if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):  # stepped by evaluations
             return
+        gradients, self._gradients = self._gradients, {}
         if self._scales_loss and not outcome.applied():
             return
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
         scheduler.step()
+        for parameter in gradients:
+            parameter.grad = None

@@ -252,8 +252,12 @@ class Trainer(TrainingMixin):
 
     @property
     def tokenizer(self) -> Any:
-        """The old name of `processing_class`."""
+        """The old name of `processing_class`, which may be set by it, too."""
         return self.processing_class
+
+    @tokenizer.setter
+    def tokenizer(self, value: Any) -> None:
+        self.processing_class = value
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, or make one of a class."""

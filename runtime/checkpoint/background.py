@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["remove_behind", "removed", "write_behind"]
+__all__ = ["nothing_behind", "remove_behind", "removed", "write_behind"]
 
 
 class _Behind:
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.removal: Future[None] | None = None
+        self.newest: list[Future[Any]] = []
+
+    def submit(self, act: Callable[[], Any]) -> Future[Any]:
+        self.newest = [self.thread.submit(act)]
+        return self.newest[0]
 
 
 def _give_way() -> None:
@@ -31,12 +37,12 @@ if hasattr(os, "register_at_fork"):  # a thread is not forked, and nobody would 
 
 def write_behind(act: Callable[[], Any]) -> Future[Any]:
     """Its result, or what it raised, is the caller's to ask for."""
-    return _BEHIND.thread.submit(act)
+    return _BEHIND.submit(act)
 
 
 def remove_behind(act: Callable[[], None]) -> None:
     """What it raises is raised by the next `removed`."""
-    _BEHIND.removal = _BEHIND.thread.submit(act)
+    _BEHIND.removal = _BEHIND.submit(act)
 
 
 def removed() -> None:
@@ -46,3 +52,12 @@ def removed() -> None:
             _BEHIND.removal.result()
         finally:
             _BEHIND.removal = None
+
+
+@contextmanager
+def nothing_behind() -> Iterator[None]:
+    """Around a run: when it is left, by an error too, nothing that it began goes on any more."""
+    try:
+        yield
+    finally:
+        wait(_BEHIND.newest)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from built_alike import both
 from transformers import trainer_callback as theirs
 
 from drivetrain import compat as ours
@@ -144,6 +146,29 @@ def test_adding_and_taking_out(caplog: pytest.LogCaptureFixture) -> None:
         chain.remove_callback(first)
     chain.remove_callback(DefaultFlowCallback)
     assert chain.callbacks == []
+
+
+@pytest.mark.row("B4", "B5", "B26")
+@pytest.mark.parametrize("name", ["ProgressCallback", "PrinterCallback", "DefaultFlowCallback"])
+def test_their_classes_name_what_stands_here(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = getattr(theirs, name)
+    bars = {"disable_tqdm": name == "PrinterCallback"}
+    for side in both(tmp_path):
+        trainer = side.trainer(**bars)
+        assert type(trainer.pop_callback(kind)).__name__ == name
+        assert trainer.pop_callback(kind) is None
+        before = trainer.callback_handler.callback_list
+        trainer = side.trainer(**bars)
+        trainer.remove_callback(kind)
+        assert trainer.callback_handler.callback_list == before
+        assert name not in before
+    trainer = both(tmp_path)[0].trainer(**bars)
+    trainer.add_callback(kind)
+    assert f"a second {name}" in caplog.text
+    with pytest.raises(ValueError, match="not among the callbacks"):
+        trainer.remove_callback(kind())
 
 
 @pytest.mark.row("B6")

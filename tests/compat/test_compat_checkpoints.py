@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import transformers
 from built_alike import Classifier, both, losses, samples
 from torch import nn
 
-from drivetrain.checkpoint import CheckpointReader
+from drivetrain.checkpoint import CheckpointReader, store
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
 from drivetrain.trainer.run_lock import LOCK
 
@@ -126,6 +127,28 @@ def test_files_for_other_tools(runs: dict[str, Any], tmp_path: Path) -> None:
     fresh = ours.trainer(runs["model"], **{**keywords, "save_strategy": "no"})
     fresh.train(resume_from_checkpoint=str(folder))
     assert losses(fresh)[:2] == losses(writer)[:2] and losses(fresh) != losses(writer)
+
+
+@pytest.mark.row("B31")
+def test_nothing_goes_on_behind_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a checkpoint replaced is gone when `on_save` and the caller hear of it."""
+    remove, seen = store._remove, []
+
+    def slowly(retired: list[Any]) -> None:
+        time.sleep(0.3)
+        remove(retired)
+
+    class Lister(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(files(Path(args.output_dir)))
+
+    monkeypatch.setattr(store, "_remove", slowly)
+    steps = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    trainer = both(tmp_path)[0].trainer(callbacks=[Lister], **steps)
+    for _ in range(2):
+        trainer.train()
+    shutil.rmtree(trainer.args.output_dir)
+    assert seen == [{"checkpoint-1"}, {"checkpoint-1"}]
 
 
 @pytest.mark.row("K4", "K16", status="differs", note="a run past max_steps makes no more step")

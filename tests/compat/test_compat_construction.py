@@ -203,6 +203,8 @@ def test_the_old_name_tokenizer_is_taken(tmp_path: Path, caplog: pytest.LogCaptu
     made = compat.Trainer(net(), args, tokenizer=tokenizer)
     assert made.processing_class is made.tokenizer is tokenizer
     assert "processing_class" in caplog.text
+    made.tokenizer = other = Tokenizer()  # as scripts do that add tokens
+    assert made.processing_class is made.tokenizer is other
     with pytest.raises(ValueError, match="not both"):
         compat.Trainer(net(), args, tokenizer=tokenizer, processing_class=tokenizer)
     with pytest.raises(TypeError, match="tokenizer"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from built_alike import Classifier, both, losses
 from torch.optim import SGD
 from transformers import get_scheduler as theirs
+from transformers.optimization import Adafactor, AdafactorSchedule
 from transformers.optimization import GreedyLR as TheirGreedy
 
 from drivetrain.compat.optim.plateau import GreedyLR, Plateau
@@ -185,3 +188,20 @@ def test_constant_schedules_say_that_they_have_no_options(
 def test_missing_numbers_of_steps_are_errors(name: str, missing: str) -> None:
     with pytest.raises(ValueError, match=f"num_{missing}_steps"):
         get_scheduler(name, optimizer(), None if missing == "warmup" else 0)
+
+
+@pytest.mark.row("O2", "O22")
+def test_a_schedule_reads_the_gradients_of_the_update(tmp_path: Path) -> None:
+    """Adafactor's shows the rate that the optimizer chose, of parameters that had a gradient."""
+    logged = []
+    for side in both(tmp_path):
+        model = Classifier()
+        model.load_state_dict({n: torch.full_like(p, 0.1) for n, p in model.state_dict().items()})
+        optimizer = Adafactor(model.parameters(), lr=None)
+        schedule = AdafactorSchedule(optimizer)
+        trainer = side.trainer(lambda: model, optimizers=(optimizer, schedule), max_steps=4)  # noqa: B023
+        trainer.train()
+        rates = [entry.get("learning_rate") for entry in trainer.state.log_history[:-1]]
+        assert rates[1] > 0 and all(p.grad is None for p in model.parameters())
+        logged.append((rates, losses(trainer)))
+    assert logged[0] == logged[1]

@@ -138,3 +138,24 @@ def test_copies_are_made_in_the_same_place() -> None:
     assert copies.num_bytes == 24 + 1
     copy(torch.ones(100))
     assert copies.num_bytes == 400 + 1
+
+
+def test_nothing_goes_on_behind_a_run_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, at_end = store.write_pieces, list[str]()
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)  # the failure comes before
+        written = write(*arguments)
+        at_end.append("written")
+        return written
+
+    def fail(event: Event) -> None:
+        if isinstance(event, StepEnded) and event.step == 4:
+            raise RuntimeError("an observer's")
+
+    monkeypatch.setattr(store, "write_pieces", slow)
+    with pytest.raises(RuntimeError, match="an observer's"):
+        run(tmp_path, SETTINGS, fail)
+    assert at_end == ["written"]
