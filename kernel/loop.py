@@ -1,7 +1,5 @@
-"""The loop: groups of samples -> steps, and what is decided between steps.
-
-`TrainLoop` runs the steps. A `LoopPolicy` decides what happens between them: when to log, evaluate,
-save and stop: that of `fit` follows the settings.
+"""The loop: `TrainLoop` runs the steps. A `LoopPolicy` decides what happens between them: when to
+log, evaluate, save and stop: that of `fit` follows the settings.
 """
 
 from __future__ import annotations
@@ -44,15 +42,15 @@ class NextAction(Enum):
 class LoopPolicy(Protocol):
     """Decides what happens between steps. Every rank must decide alike."""
 
-    def before_update(self) -> None:
+    def before_update(self, loop: TrainLoop) -> None:
         """Right before an update: set learning rates."""
         ...
 
-    def after_step(self, group: Group, result: StepResult) -> NextAction:
+    def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
         """After an update. `TrainLoop.agreed` tells what ranks asked for."""
         ...
 
-    def skipped(self, event: StepSkipped, group: Group) -> None:
+    def skipped(self, loop: TrainLoop, event: StepSkipped, group: Group) -> None:
         """A step was not applied; told at the latest before the next update. May raise. `group`:
         its data, of which the microbatches are used up.
         """
@@ -131,7 +129,7 @@ class TrainLoop:
 
         def before_update() -> None:
             self.resolve_pending_outcome()
-            self.policy.before_update()
+            self.policy.before_update(self)
 
         with closing(groups):  # type: ignore[type-var]
             for first in microbatches:
@@ -150,10 +148,14 @@ class TrainLoop:
                 progress.items += int(result.items)
                 self._pending_outcome = result.outcome, result.loss, group
                 self.window.add(result.loss, result.outcome.grad_norm)
-                then = self.policy.after_step(group, result)
+                then = self.policy.after_step(self, group, result)
                 if then is not NextAction.GO_ON:
                     return then
         return NextAction.GO_ON
+
+    def start_window(self) -> None:
+        """From here on are the steps of the next log."""
+        self.window = Window(self.progress)
 
     def agreed(self, result: StepResult) -> Sequence[float]:
         """For each `Request`, how many ranks had made it when this step began."""
@@ -215,5 +217,4 @@ class TrainLoop:
         step = progress.applied + progress.skipped
         value = float(self.session.reduce(loss)) / self.session.world.num_feeders
         norm = float(outcome.grad_norm)
-        skipped = StepSkipped(step, self._skipped_in_a_row, value, norm)
-        self.policy.skipped(skipped, group)
+        self.policy.skipped(self, StepSkipped(step, self._skipped_in_a_row, value, norm), group)

@@ -16,7 +16,6 @@ from ...data.indexed import length_of
 from ...kernel.batches import Position
 from ...kernel.errors import CheckpointMismatch, printable
 from ...kernel.loop import TrainLoop
-from ...kernel.progress import Window
 from ...trainer.resume import differences
 from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
@@ -195,7 +194,7 @@ class ResumingMixin(TrainerParts):
             self._say_other_length(training.progress.position, state)
         else:
             training.progress = hf_folders.progress_at(self.state.global_step, training.data)
-            training.window = Window(training.progress)
+            training.start_window()
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
         self._load_rng_state(checkpoint)

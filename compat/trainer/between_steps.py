@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import SaveFailed, ran_out
-from ...kernel.progress import Window
 from ..enums import SaveStrategy
 from ..evaluation.loop import EvaluationMixin
 from ..integrations.search import SearchMixin
@@ -73,7 +72,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         logs["learning_rate"] = learning_rate
         self._total_loss_scalar += total
         self._globalstep_last_logged = state.global_step
-        training.window = Window(training.progress)
+        training.start_window()
         self.store_flos()
         self.log(logs, start_time)
 

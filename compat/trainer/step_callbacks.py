@@ -29,9 +29,6 @@ _LOG = logging.getLogger(__name__)
 class TrainerPolicy:
     """`Recipe.step` and `LoopPolicy` of the kernel, told in callbacks, for one call of `train`."""
 
-    training: TrainLoop
-    """The loop that calls this; set once it is made."""
-
     def __init__(
         self,
         trainer: BetweenStepsMixin,
@@ -100,7 +97,7 @@ class TrainerPolicy:
         """The loss; where it is not finite, the mean of those since the last log."""
         if loss.device.type == "cpu" and math.isfinite(loss.item()):
             return loss
-        training, state = self.training, self.trainer.state
+        training, state = self.trainer._running(), self.trainer.state
         steps = 1 + state.global_step - self.trainer._globalstep_last_logged
         mean = torch.as_tensor(training.window.loss_sum / steps, device=loss.device)
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
@@ -122,7 +119,7 @@ class TrainerPolicy:
 
     # --- between steps (see `LoopPolicy`) ----------------------------------------------------
 
-    def before_update(self) -> None:
+    def before_update(self, loop: TrainLoop) -> None:
         self._stepped, trainer = False, self.trainer
         trainer._last_outcome = None
         self.learning_rate = trainer._get_learning_rate()
@@ -130,9 +127,8 @@ class TrainerPolicy:
         for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
 
-    def after_step(self, group: Group, result: StepResult) -> NextAction:
-        trainer = self.trainer
-        training, state = self.training, trainer.state
+    def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
+        trainer, state = self.trainer, self.trainer.state
         if trainer._lock is not None:
             trainer._lock.check()
         if not self._stepped:  # a step that was left out is told like any other
@@ -140,20 +136,20 @@ class TrainerPolicy:
             self._after_optimizer_step(self.optimizer, (), {})
         trainer._last_outcome, self.grad_norm = result.outcome, result.outcome.grad_norm
         self._advance_schedule(result.outcome)
-        state.global_step = training.progress.step
+        state.global_step = loop.progress.step
         done = self.epochs.batches_done(group)
         state.epoch = group.position.epoch + done / self.epochs.batches_per_epoch
         trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
-        if training.agreed(result)[Request.PREEMPT]:
+        if loop.agreed(result)[Request.PREEMPT]:
             self.preempted = trainer.control.should_save = trainer.control.should_training_stop = (
                 True
             )
-        self.act(group.position.epoch)
+        self.act(loop, group.position.epoch)
         control = trainer.control
         ended = group.next.epoch > group.position.epoch
         if ended or control.should_epoch_stop or control.should_training_stop:
             trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
-            self.act(group.position.epoch)
+            self.act(loop, group.position.epoch)
             print_xla_metrics(trainer.args, trainer.driver_session)
         if trainer.control.should_training_stop:
             return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
@@ -163,11 +159,11 @@ class TrainerPolicy:
             else NextAction.GO_ON
         )
 
-    def act(self, epoch: int) -> None:
+    def act(self, loop: TrainLoop, epoch: int) -> None:
         """Log, evaluate and save, as the flags say."""
         trainer = self.trainer
         trainer._maybe_log_save_evaluate(
-            torch.as_tensor(self.training.window.loss_sum),
+            torch.as_tensor(loop.window.loss_sum),
             self.grad_norm,
             trainer.model_wrapped,
             self.trial,
@@ -177,7 +173,7 @@ class TrainerPolicy:
             learning_rate=self.learning_rate,
         )
 
-    def skipped(self, event: StepSkipped, group: Group) -> None:
+    def skipped(self, loop: TrainLoop, event: StepSkipped, group: Group) -> None:
         _LOG.warning(
             "step %s was not applied: its loss is %s and its gradient norm %s (%s in a row). The "
             "weights and the optimizer are as before it",

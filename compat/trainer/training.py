@@ -155,7 +155,7 @@ class TrainingMixin(BetweenStepsMixin):
             start_time=start_time,
         )
         requests = Requests()
-        training = self._training = policy.training = TrainLoop(
+        training = self._training = TrainLoop(
             self._recipe(policy),
             self.driver_session.session,
             self.driver_session.engine,

@@ -30,11 +30,11 @@ class Evaluations:
         open_data: Callable[..., Source],
         micro_batch: int,
         memory: OutOfMemoryPolicy,
-        emit: Callable[[Event], None],
+        announce: Callable[[Event], None],
     ) -> None:
         self.session, self.engine, self.recipe = session, engine, recipe
         self.open_data, self.micro_batch = open_data, micro_batch
-        self.memory, self.emit = memory, emit
+        self.memory, self.announce = memory, announce
         self.metrics: dict[str, dict[str, float]] = {}
         """The last ones of each data set."""
         self._step = -1
@@ -47,7 +47,7 @@ class Evaluations:
             metrics = self.metrics[name] = self._measured(name, data)
             seconds = time.perf_counter() - started
             took += seconds
-            self.emit(Evaluated(step, name, metrics, seconds))
+            self.announce(Evaluated(step, name, metrics, seconds))
         self._step = step
         return took
 

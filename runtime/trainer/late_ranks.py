@@ -17,13 +17,13 @@ def hear_of_late_ranks(
     session: Session,
     driver: str,
     able: Capabilities,
-    emit: Callable[[Event], None],
+    announce: Callable[[Event], None],
     steps_done: Callable[[], int],
 ) -> None:
-    """Let `emit` hear of ranks that are late; say which limits of time the driver does not keep."""
+    """Let `announce` hear of ranks that are late; say which limits of time the driver does not keep."""
     for name in DUTIES:
         if not getattr(able, name):
-            emit(Warned(f"backend {driver!r} does not keep {name}"))
+            announce(Warned(f"backend {driver!r} does not keep {name}"))
     if able.stall_seconds:
         watching = cast(WatchesRanks, session)
-        watching.watch(lambda *told: emit(RankLate(steps_done(), *told)))
+        watching.watch(lambda *told: announce(RankLate(steps_done(), *told)))

@@ -20,10 +20,11 @@ _Build = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class OptimizerRecord:
-    """A recipe's `optimizer` that remembers what it built. `saved`: the run saves checkpoints."""
+    """A recipe's `optimizer` that remembers what it built. `of_recipe`: the recipe's own, whose
+    settings nobody else tells. `saved`: the run saves checkpoints."""
 
-    def __init__(self, build: _Build, saved: bool) -> None:
-        self._build, self._saved = build, saved
+    def __init__(self, build: _Build, of_recipe: bool, saved: bool) -> None:
+        self._build, self._of_recipe, self._saved = build, of_recipe, saved
         self._bases: set[str] = set()
         self.optimizer: torch.optim.Optimizer | None = None
         self.noted: dict[str, Any] = {}
@@ -78,14 +79,14 @@ class OptimizerRecord:
             )
 
     def taken_from(
-        self, reader: CheckpointReader, own_recipe: bool, keep: bool
+        self, reader: CheckpointReader, keep: bool
     ) -> tuple[CheckpointReader, tuple[str, ...]]:
         """What is read of a checkpoint: all, or, unless the optimizer is to `keep` its state, all
         but that; and what has changed. It starts anew once: a run that is started again goes on.
         Raises `CheckpointMismatch`."""
         manifest = reader.manifest
         stored = manifest.state.get("optimizer")
-        notes = tuple(self.differences(stored, own_recipe))
+        notes = tuple(self.differences(stored))
         began_so = manifest.settings.get("resume.optimizer") == "fresh"
         if keep or (began_so and not self.is_another(stored)):
             self.refuse_another(stored)
@@ -93,14 +94,13 @@ class OptimizerRecord:
         note = "the optimizer starts anew (resume.optimizer=fresh)"
         return WithoutOptimizer(reader.folder), (*notes, note)
 
-    def differences(self, stored: Any, own_recipe: bool) -> list[str]:
-        """What is not as in the run whose `noted` that is, in words. `own_recipe`: the recipe built
-        it; the settings of any other are told as such."""
+    def differences(self, stored: Any) -> list[str]:
+        """Changes since the run whose `noted` that is, in words."""
         then, now = _mapping(stored), self.noted
         if not then or not now:
             return []
         told = []
-        if own_recipe and then.get("name") != now["name"]:
+        if self._of_recipe and then.get("name") != now["name"]:
             told.append(f"the optimizer was {then.get('name')!r:.80}, is {now['name']!r}")
         frozen = {str(name) for name in _listing(then.get("frozen"))}
         told += _named("frozen now", set(now["frozen"]) - frozen)
@@ -112,7 +112,7 @@ class OptimizerRecord:
             told += [
                 f"{key} of the optimizer's group {number} was {before.get(key)!r:.80}, is {value}"
                 for key, value in after.items()
-                if (own_recipe or key == "parameters") and before.get(key, value) != value
+                if (self._of_recipe or key == "parameters") and before.get(key, value) != value
             ]
         return told
 

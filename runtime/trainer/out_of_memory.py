@@ -42,10 +42,10 @@ class OutOfMemoryPolicy:
         world: World,
         out: Place | None,
         saves_memory: str,
-        emit: Callable[[Event], None],
+        announce: Callable[[Event], None],
     ) -> None:
         self.settings, self.world, self.out = settings, world, out
-        self.saves_memory, self.emit = saves_memory, emit
+        self.saves_memory, self.announce = saves_memory, announce
 
     def prepare(self, session: Session, recipe: Recipe) -> Engine:
         """The engine. Raises `OutOfMemory`, with what would help, where there is too little."""
@@ -79,7 +79,9 @@ class OutOfMemoryPolicy:
                 f"{found}: start again with --resume auto, which {next_start} {key}={less}; the "
                 f"global batch stays as it is. Or {self.advice()}"
             )
-        self.emit(Warned(f"{found}: going on with {key}={less}; the global batch stays as it is"))
+        self.announce(
+            Warned(f"{found}: going on with {key}={less}; the global batch stays as it is")
+        )
         gc.collect()
         return less
 

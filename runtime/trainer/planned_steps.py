@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..data.open_dataset import Source
 from ..kernel.batches import LARGEST, Position
 from ..kernel.errors import CheckpointDamaged, DataError, SettingError
 from ..kernel.progress import Progress
+from .schedule import build_schedule
 from .settings import Settings
 
 __all__ = ["Planned"]
 
 
 class Planned:
-    """The steps of one run. `total`: None until the data ends."""
+    """The steps of one run, and the schedule of learning rates over them. `total`: None until the
+    data ends."""
 
     def __init__(self, settings: Settings, source: Source) -> None:
         self.settings, self.source = settings, source
-        self.total = _total(settings, source.steps_per_epoch)
+        self._plan(_total(settings, source.steps_per_epoch))
+
+    def _plan(self, total: int | None) -> None:
+        self.total = total
+        schedule = asdict(self.settings.schedule)
+        self.schedule = build_schedule(total_steps=total, **schedule)
 
     @property
     def _made_from(self) -> dict[str, Any]:
@@ -56,13 +64,13 @@ class Planned:
         """Go on from there; what the data's other length means, in words. `value`: None in
         checkpoints that do not say it. Raises `CheckpointDamaged`, naming `where`.
         """
-        self.total = _total(self.settings, self.source.steps_per_epoch)
+        self._plan(_total(self.settings, self.source.steps_per_epoch))
         if value is None:
             return ()
         then = _checked(value, where)
         if self.settings.steps is None:
             as_planned = then["total"] is not None and self._made_from.items() <= then.items()
-            self.total = then["total"] if as_planned else self._from(progress)
+            self._plan(then["total"] if as_planned else self._from(progress))
         return self._told(then["length"], progress.position)
 
     def _from(self, progress: Progress) -> int | None:

@@ -20,47 +20,47 @@ T = TypeVar("T")
 
 
 class Saves:
-    """Every method is called by all ranks in the same order, and is a matter of microseconds where
-    there is nothing to do.
-
-    `what()`: the arguments of `CheckpointStore.save` for the present step. `stood_still(seconds)`
-    hears for how long training did.
-    """
+    """Every method is called by all ranks in the same order."""
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        what: Callable[[], Mapping[str, Any]],
-        emit: Callable[[Event], None],
-        stood_still: Callable[[float], None],
-        stop_on_error: bool,
+        self, store: CheckpointStore, announce: Callable[[Event], None], stop_on_error: bool
     ) -> None:
-        self.store, self.what, self.emit = store, what, emit
-        self.stood_still, self.stop_on_error = stood_still, stop_on_error
+        self.store, self.announce, self.stop_on_error = store, announce, stop_on_error
         self.newest: Place | None = None
         """The last one that was completed."""
         self.error = ""
         """Why the last that was to be saved was not."""
         self._step = -1
         self._behind: SavingBehind | None = None
-        self._seconds = self._num_written = 0.0
+        self._seconds = self._num_written = self._stood_still = 0.0
         self._told = False
+
+    @property
+    def under_way(self) -> bool:
+        """A save has begun, and is not committed yet."""
+        return self._behind is not None
+
+    def take_seconds(self) -> float:
+        """For how long training has stood still since the last call."""
+        seconds, self._stood_still = self._stood_still, 0.0
+        return seconds
 
     def is_saved(self, step: int) -> None:
         """The run begins there, and need not save it again."""
         self._step = step
 
-    def save(self, step: int, behind: bool) -> None:
-        """Save this step, if that has not been done; `behind`: begin to."""
+    def save(self, step: int, behind: bool, what: Callable[[], Mapping[str, Any]]) -> None:
+        """Save this step, if that has not been done; `behind`: begin to. `what()`: the arguments of
+        `CheckpointStore.save`."""
         self.finish()
         if self._step == step:
             return
         self._step, self._seconds = step, 0.0
         if not behind:
-            self._attempt(lambda: self.store.save(**self.what()))
+            self._attempt(lambda: self.store.save(**what()))
             return
         self._told, self._num_written = False, 0.0
-        self._behind = self._attempt(lambda: self.store.save_behind(**self.what()))
+        self._behind = self._attempt(lambda: self.store.save_behind(**what()))
 
     def after_step(self, requests: Sequence[float]) -> Request | None:
         """Commit what all ranks have written by now. Returns what this rank has to tell."""
@@ -97,15 +97,15 @@ class Saves:
                 raise
             error = str(failed)
         seconds = time.perf_counter() - started
-        self.stood_still(seconds)
+        self._stood_still += seconds
         self._seconds += seconds
         step, self.error = self._step, error
         if error:
             self._step = -1
-            self.emit(Saved(step, self.store.root, self._seconds, error))
+            self.announce(Saved(step, self.store.root, self._seconds, error))
         elif isinstance(result, Path | Url):  # and no save that has only begun
             self.newest = result
-            self.emit(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
+            self.announce(Saved(step, result, self._seconds, buffer_bytes=buffer_bytes))
         return result
 
 

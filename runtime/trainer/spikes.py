@@ -68,10 +68,10 @@ class Spikes:
         return [
             spike
             for step, loss in zip(steps, losses, strict=True)
-            if (spike := self._report_stall(step, loss))
+            if (spike := self._judge(step, loss))
         ]
 
-    def _report_stall(self, step: _Step, loss: float) -> LossSpiked | None:
+    def _judge(self, step: _Step, loss: float) -> LossSpiked | None:
         before, self._before = self._before, step
         if not math.isfinite(loss):
             return None  # that step was not applied

@@ -1,0 +1,86 @@
+"""What a checkpoint holds of a run besides its tensors, and how a run takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint import CheckpointReader, Manifest, own_random_state
+from ..data.open_dataset import Source
+from ..kernel.batches import ENDLESS
+from ..kernel.contract import Session
+from ..kernel.loop import TrainLoop
+from ..kernel.paths import Place
+from .evaluations import Evaluations
+from .optimizer_record import OptimizerRecord
+from .planned_steps import Planned
+from .saves import stored_metrics
+from .settings import Settings
+from .spikes import Spikes
+from .start_checks import json_types
+
+__all__ = ["RunState"]
+
+
+@dataclass
+class RunState:
+    """The parts of one rank's run that have a state. Both methods are called by all ranks."""
+
+    backend: str
+    session: Session
+    settings: Settings
+    source: Source
+    planned: Planned
+    optimizer: OptimizerRecord
+    evaluations: Evaluations
+    spikes: Spikes
+
+    def to_save(self, loop: TrainLoop) -> dict[str, Any]:
+        """The arguments of `CheckpointStore.save` for the present step. Raises `RecipeError` where
+        the optimizer's state cannot be saved."""
+        self.optimizer.refuse_unsaved()
+        return {
+            "step": loop.progress.step,
+            "engine": loop.engine,
+            "session": self.session,
+            "state": {
+                **loop.state(),
+                "begun": self.source.begun(loop.progress.position),
+                "planned": self.planned.to_json(),
+                "metrics": self.evaluations.to_json(loop.progress.step),
+                "optimizer": self.optimizer.noted,
+                **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
+            },
+            "settings": json_types(self.settings),
+            "driver": self.backend,
+        }
+
+    def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:
+        """Take over that checkpoint; the notes say what it could not give. Raises
+        `CheckpointError`, before a tensor is changed."""
+        reader = CheckpointReader(path)
+        where = str(path)
+        state = reader.manifest.loop_state(where)
+        stored_metrics(state, where)  # may raise, while nothing is changed
+        keep = self.settings.resume.optimizer == "keep"
+        reader, notes = self.optimizer.taken_from(reader, keep)
+        notes += self._restore_data(loop, state, where)
+        self.spikes.restore(state.get("spikes"), where)
+        with own_random_state(reader, self.session, self.backend) as unknown:
+            loop.restore(reader, state, where)
+        if unknown:
+            if len(unknown) == len(self.session.rng_state()):
+                rank, step = self.session.world.rank, loop.progress.step
+                self.session.seed(self.settings.seed + 1 + rank + step)
+            names = ", ".join(unknown)
+            notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
+        return reader.manifest, notes
+
+    def _restore_data(
+        self, loop: TrainLoop, state: Mapping[str, Any], where: str
+    ) -> tuple[str, ...]:
+        """The order of the begun epoch and the number of steps; what changed, in words."""
+        notes = self.planned.resume(state, where)
+        loop.total_steps = ENDLESS if self.planned.total is None else self.planned.total
+        return notes
