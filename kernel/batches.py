@@ -1,4 +1,4 @@
-"""What the loop trains on: groups of microbatches, and positions in the data.
+"""The data that the loop trains on: groups of microbatches, and positions in the data.
 
 A *group* is this feeder's part of the samples of one update; a *position* says where in the data
 training stands, so that a run can resume there.
@@ -27,7 +27,7 @@ ENDLESS = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training stands in the data: `samples` of the order of `epoch` were consumed."""
+    """A place in the data: `samples` of the order of `epoch` were consumed."""
 
     epoch: int = 0
     samples: int = 0
@@ -71,11 +71,11 @@ class Group:
     """The same on every feeder."""
     microbatches: Iterator[Microbatch]
     num_items: float | None = None
-    """This feeder's, where whoever fetched them has counted them; None: the kernel counts."""
+    """This feeder's, if the data counts them; None: the kernel does."""
 
 
 class Microbatch(NamedTuple):
-    """What one forward of one feeder sees."""
+    """The batch of one forward of one feeder."""
 
     batch: Batch
     num_samples: int
@@ -92,8 +92,7 @@ class Groups(Protocol):
 
     def groups(self, start: Position, num_steps: int) -> Iterator[Group]:
         """At most the next `num_steps` groups. May end earlier, at the end of an epoch: it is
-        called again from there, until a call gives none. The generator is closed after use.
-        """
+        called again from there, until a call gives none. The generator is closed after use."""
         ...
 
 

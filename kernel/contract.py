@@ -37,7 +37,7 @@ __all__ = ["Driver", "Engine", "EstimatesLayout", "Outcome", "Session", "Watches
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is."""
+    """The rank of this process, and the number of ranks and feeders."""
 
     rank: int
     size: int
@@ -49,7 +49,7 @@ class World:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one update came to.
+    """The result of one update.
 
     `grad_norm`: the global L2 norm of the gradient, unscaled, before clipping, equal on all
     ranks; a 0-d float32 tensor on the device (law 2). `applied`: call it to learn whether the
@@ -66,7 +66,7 @@ class Driver(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--backend` takes."""
+        """The name that `--backend` takes."""
         ...
 
     @property
@@ -98,9 +98,8 @@ class EstimatesLayout(Protocol):
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        """What `model` (its tensors may be on the meta device) would take on each of `world_size`
-        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure.
-        """
+        """The memory of `model` (its tensors may be on the meta device) on each of `world_size`
+        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure."""
         ...
 
 
@@ -109,7 +108,7 @@ class Session(Protocol):
 
     @property
     def world(self) -> World:
-        """Who this process is."""
+        """This process among all."""
         ...
 
     def seed(self, value: int) -> None:
@@ -119,15 +118,13 @@ class Session(Protocol):
     def prepare(self, recipe: Recipe) -> Engine:
         """Build, place, wrap, tie, compile, and create the optimizer, in the order that this
         backend needs. `recipe.optimizer` is set. The model is built under the plan's seed, the
-        same on all ranks.
-        """
+        same on all ranks."""
         ...
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches with their tensors on the device, in order, none lost. May pull one
         batch ahead where `Capabilities.feeds_ahead` says so, to overlap copying with computing.
-        An error of `batches` comes through unchanged.
-        """
+        An error of `batches` comes through unchanged."""
         ...
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
@@ -148,20 +145,17 @@ class Session(Protocol):
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All feeders' tensors one after the other along dimension 0, on the host, on every rank;
-        sizes of dimension 0 may differ, the others may not.
-        """
+        sizes of dimension 0 may differ, the others may not."""
         ...
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every generator that `seed` seeds; host tensors, by a name of the driver's
-        choice.
-        """
+        choice."""
         ...
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Undo everything drawn since that `rng_state`. Raises `CheckpointDamaged`, naming the
-        entry that is missing, unknown or malformed, before any generator is changed.
-        """
+        entry that is missing, unknown or malformed, before any generator is changed."""
         ...
 
 
@@ -171,8 +165,7 @@ class WatchesRanks(Session, Protocol):
     def watch(self, tell: Callable[[int, float, str], None]) -> None:
         """From here on `tell(rank, seconds, what)` hears, on every rank, of each that lives and
         keeps others waiting, once a step: which, for how long, and where it is and who waits in
-        what, in words. It is called in another thread.
-        """
+        what, in words. It is called in another thread."""
         ...
 
 
@@ -214,14 +207,12 @@ class Engine(Protocol):
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """At `update` the gradient is the sum over microbatches, and the mean over feeders, of
         that of each `weight * loss` (law 1). `weight`: 0-d, without a gradient, of the loss's dtype
-        and on its device; NaN where no rank may apply the update.
-        """
+        and on its device; NaN where no rank may apply the update."""
         ...
 
     def unused(self) -> Sequence[str]:
         """FQNs of parameters that require a gradient and got none on this rank. Called at most
-        once, right before the first update.
-        """
+        once, right before the first update."""
         ...
 
     def update(self) -> Outcome:
@@ -240,8 +231,7 @@ class Engine(Protocol):
         Optimizer: every tensor, number and None of the optimizer's state, and lists and tuples of
         these, tensors in at least float32; and what the optimizer itself has changed in its
         parameter groups since it was built, but for `lr`. What it keeps besides is refused by the
-        kernel in the first update. State: the loss scaler, if any.
-        """
+        kernel in the first update. State: the loss scaler, if any."""
         ...
 
     def restore(self, reader: Reader) -> None:
@@ -250,13 +240,11 @@ class Engine(Protocol):
         `CheckpointDamaged`, naming it, for an entry of the optimizer's state that is missing or
         malformed; both before anything is changed, weights, optimizer and loss scaler. A checkpoint
         that holds no optimizer tensors clears the optimizer: it is as when it was built. Of
-        parameters that the checkpoint has no state of, it is, too.
-        """
+        parameters that the checkpoint has no state of, it is, too."""
         ...
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         """Gives the user's own module. While it is open, the named parameters (all by default) are
         whole and readable on every rank, its buffers are rank 0's, and with all parameters the
-        module can be called on one rank alone; writing to them is not supported.
-        """
+        module can be called on one rank alone; writing to them is not supported."""
         ...

@@ -64,8 +64,7 @@ EXIT_PREEMPTED = 75
 
 def printable(text: str) -> str:
     """Text as a terminal may have it: what would steer the terminal (escape sequences, directions
-    of writing), or cannot be encoded, is shown as Python writes it. Lines and tabs stay.
-    """
+    of writing), or cannot be encoded, is shown as Python writes it. Lines and tabs stay."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
@@ -189,7 +188,7 @@ _WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resou
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that a device, or the host, has no memory left."""
+    """True for an error that says that a device, or the host, has no memory left."""
     import torch  # here, so that who asks for an error alone need not wait for it
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -198,9 +197,8 @@ def ran_out(error: BaseException) -> bool:
 
 
 def in_update(error: Exception) -> OutOfMemory:
-    """What to raise for such an error of an update: after half of one the weights cannot be
-    trusted, and smaller microbatches would not help.
-    """
+    """The error to raise for such a one of an update: after half of one the weights cannot be
+    trusted, and smaller microbatches would not help."""
     return OutOfMemory(
         f"out of memory in the update, where the optimizer's state is made: {error}. Smaller "
         "microbatches do not help there; the checkpoints are untouched"

@@ -1,4 +1,4 @@
-"""What observers are told: one record an event.
+"""The records that observers get: one for each event.
 
 An observer is a callable that takes an event. It changes nothing; it may return a `Request`, which
 all ranks agree on at the next step boundary, whichever rank it came from. Events that carry
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Request(IntEnum):
-    """What an observer, or a signal, may ask for."""
+    """A wish of an observer, or of a signal."""
 
     LOG = 0
     EVALUATE = 1
@@ -67,7 +67,7 @@ class Requests:
             self._asked.add(request)
 
     def is_asked(self, request: Request) -> bool:
-        """Whether it is still to be sent."""
+        """True until it is sent."""
         return request in self._asked
 
     def send(self) -> Sequence[float]:

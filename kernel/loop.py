@@ -1,6 +1,5 @@
 """The loop: `TrainLoop` runs the steps. A `LoopPolicy` decides what happens between them: when to
-log, evaluate, save and stop: that of `fit` follows the settings.
-"""
+log, evaluate, save and stop: that of `fit` follows the settings."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ __all__ = ["LoopPolicy", "NextAction", "TrainLoop"]
 
 
 class NextAction(Enum):
-    """What follows a step."""
+    """The reason why steps end, or go on."""
 
     GO_ON = "go on"
     NEXT_EPOCH = "next epoch"
@@ -51,9 +50,8 @@ class LoopPolicy(Protocol):
         ...
 
     def skipped(self, loop: TrainLoop, event: StepSkipped, group: Group) -> None:
-        """A step was not applied; told at the latest before the next update. May raise. `group`:
-        its data, of which the microbatches are used up.
-        """
+        """A step was not applied; called at the latest before the next update. May raise. `group`:
+        its data, of which the microbatches are used up."""
         ...
 
 
@@ -84,15 +82,14 @@ class TrainLoop:
     # --- saving and resuming --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds besides tensors (JSON types)."""
+        """The part of a checkpoint that is no tensors (JSON types)."""
         self.resolve_pending_outcome()
         return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
 
     def restore(self, reader: Reader, state: Mapping[str, Any], where: str) -> None:
-        """Take over a checkpoint, whoever wrote it, or raise before anything is changed: its
+        """Take over a checkpoint, of any driver, or raise before anything is changed: its
         tensors, and what `state` gave then. Random state is the caller's matter. Raises
-        `CheckpointDamaged`, naming `where`, for a malformed state.
-        """
+        `CheckpointDamaged`, naming `where`, for a malformed state."""
         progress = Progress.from_json(state, where) if state else Progress()
         window = Window(progress)
         if stored := state.get("window"):
@@ -168,8 +165,7 @@ class TrainLoop:
         self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
     ) -> Iterator[tuple[Batch, float]]:
         """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
-        items in it, before its first.
-        """
+        items in it, before its first."""
         world, count = self.session.world, self.recipe.count_items
         weights: deque[float] = deque()
 
@@ -202,8 +198,7 @@ class TrainLoop:
 
     def resolve_pending_outcome(self) -> None:
         """Learn whether the last update was applied, as late as possible: the next one is queued
-        up to its own update by now.
-        """
+        up to its own update by now."""
         if self._pending_outcome is None:
             return
         (outcome, loss, group), self._pending_outcome = self._pending_outcome, None

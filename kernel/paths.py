@@ -1,4 +1,4 @@
-"""Where runs and checkpoints lie: a local path, or the URL of an object store."""
+"""Places of runs and checkpoints: a local path, or the URL of an object store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Url:
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The part after the last slash."""
         return self.text.rpartition("/")[2]
 
     @property
@@ -54,7 +54,7 @@ Place = Path | Url
 
 
 def place(value: str | os.PathLike[str] | Url) -> Place:
-    """What a user names: a URL if it begins like `s3://`, otherwise a path."""
+    """The place that a user names: a URL if it begins like `s3://`, otherwise a path."""
     if isinstance(value, Url):
         return value
     text = os.fspath(value)

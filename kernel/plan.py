@@ -1,4 +1,4 @@
-"""What is known before a process or a model exists: the plan, and what a driver can do."""
+"""Records from before a process or a model exists: the plan, and what a driver can do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Capabilities", "Layout", "Plan", "Precision", "Probe"]
 
 @dataclass(frozen=True)
 class Precision:
-    """Where each dtype is used; `kernel.settings.PRECISIONS` holds the three that a user may name.
+    """The dtypes of weights, compute and reduction; a user names one of three (`precision`).
 
     `params`: what the weights of the recipe's model are made in, and so what the optimizer updates
     and a checkpoint holds. `compute`: what matrix products run in, under `Engine.autocast`; what
@@ -71,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a driver can run on this machine."""
+    """The answer of a driver: can it run on this machine?"""
 
     usable: bool
     reason: str = ""
@@ -88,9 +88,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a driver promises under a plan. The kernel refuses what is not promised, and the
-    conformance suite proves what is, and that a trait which is measured is declared (law 7).
-    """
+    """The promises of a driver under a plan. The kernel refuses what is not promised, and the
+    conformance suite proves what is, and that a trait which is measured is declared (law 7)."""
 
     precisions: frozenset[str]
     """Names of the `Precision`s it trains in."""
@@ -104,12 +103,10 @@ class Capabilities:
     """`Session.feed` pulls a batch before the one in use is done with."""
     static_shapes: bool = False
     """Each new batch shape costs a compilation: the kernel gives all batches one size, by repeating
-    samples where there are too few and weighing their loss less.
-    """
+    samples where there are too few and weighing their loss less."""
     uneven_gradients: bool = True
     """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
-    it all ranks must use the same parameters: the library adds up what each has, in its order.
-    """
+    it all ranks must use the same parameters: the library adds up what each has, in its order."""
     timeout_seconds: bool = False
     """It does the duty of `Plan.timeout_seconds`. Where there are several ranks, another value than
     the default is refused without it; of the default the kernel says that nobody keeps it."""
@@ -123,7 +120,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model would lie in the memory of one rank, the fullest, in bytes."""
+    """The bytes that a model would take in the memory of one rank, the fullest."""
 
     parameter_bytes: int
     """Weights as the module holds them between steps, and buffers."""

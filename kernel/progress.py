@@ -1,4 +1,4 @@
-"""How far the run is, and what happened since the last log."""
+"""The progress of a run, and its steps since the last log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Progress", "Window"]
 
 @dataclass
 class Progress:
-    """What a checkpoint holds of the loop besides tensors. Counts are over all ranks."""
+    """The counts that a checkpoint holds of the loop. They are over all ranks."""
 
     step: int = 0
     """Updates tried."""
@@ -31,7 +31,7 @@ class Progress:
     position: Position = field(default_factory=Position)
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes."""
+        """A mapping that `from_json` takes."""
         return {**asdict(self), "position": self.position.to_json()}
 
     @classmethod
@@ -60,7 +60,7 @@ class Window:
         self._since = time.perf_counter()
 
     def has_grown(self, progress: Progress) -> bool:
-        """Whether there is a step that no log has covered."""
+        """True if there is a step that no log has covered."""
         return progress.step > self._timed_step
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
@@ -101,12 +101,12 @@ class Window:
         """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
         `where`, for anything else."""
         match value:
-            case {"first_step": int(first_step), "losses": [_, *_] as told} if (
+            case {"first_step": int(first_step), "losses": [_, *_] as stored} if (
                 type(first_step) is int
                 and 0 <= first_step <= self.first_step
-                and all(loss is None or type(loss) is float for loss in told)
+                and all(loss is None or type(loss) is float for loss in stored)
             ):
-                losses = [math.nan if loss is None else loss for loss in told]
+                losses = [math.nan if loss is None else loss for loss in stored]
             case _:
                 raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
         self.first_step = first_step

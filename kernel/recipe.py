@@ -1,4 +1,4 @@
-"""What a user writes: the model, the loss and the data of a training, and nothing of hardware."""
+"""A user's part: the model, the loss and the data of a training, and nothing of hardware."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train. Factories, not objects: the driver decides when and where each is built.
+    """A training. Factories, not objects: the driver decides when and where each is built.
 
     Only `model` and `loss` are needed to step; `train_data` to fit.
     """
@@ -65,8 +65,7 @@ class Recipe:
     step: Callable[[nn.Module, Batch, Microstep], Tensor] | None = None
     """Takes over forward and backward of a microbatch, for a loss that is normalised in another
     way: `step(module, batch, microstep)` calls `microstep.backward` and returns the detached loss
-    to report. What is given to `backward` is summed over microbatches and averaged over feeders.
-    """
+    to report. What is given to `backward` is summed over microbatches and averaged over feeders."""
 
     flops_per_item: float | None = None
     """Floating point operations that training spends on one item (forward and backward), to
@@ -88,7 +87,7 @@ class Microstep(Protocol):
 
     @property
     def last(self) -> bool:
-        """Whether the update follows."""
+        """True if the update follows."""
         ...
 
     def num_items(self) -> float:
@@ -101,6 +100,5 @@ class Microstep(Protocol):
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
         """Adds the gradient of `weight * loss`, a scalar; returns it detached, and 0 for a
-        microbatch that only keeps its feeder in step with the others.
-        """
+        microbatch that only keeps its feeder in step with the others."""
         ...

@@ -1,4 +1,4 @@
-"""What a checkpoint is made of: pieces of tensors, and a reader of any region of them."""
+"""The parts of a checkpoint: pieces of tensors, and a reader of any region of them."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a checkpoint knows of a tensor without reading it."""
+    """A tensor of a checkpoint, as known without reading it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 class Reader(Protocol):
-    """Reads any region of any tensor of a checkpoint, whoever wrote it and however it was cut."""
+    """Reads any region of any tensor of a checkpoint, of whichever driver and world size."""
 
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted."""
@@ -77,6 +77,5 @@ class Reader(Protocol):
         """A CPU tensor with the stored dtype: the whole (global shape), a box (its sizes) or a
         flat range (one-dimensional). A new one, or `out`: a contiguous one of that dtype and shape,
         which is then written to. Raises `CheckpointMismatch` for an unknown name, a region outside
-        the tensor, or another `out`; `CheckpointDamaged` when stored pieces leave a gap.
-        """
+        the tensor, or another `out`; `CheckpointDamaged` when stored pieces leave a gap."""
         ...

@@ -18,7 +18,7 @@ __all__ = ["StepResult", "Stepper"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update left behind; tensors stay on the device."""
+    """The result of one update; tensors stay on the device."""
 
     loss: Tensor
     """0-d; its mean over feeders is the mean loss over the items of the global batch."""
@@ -98,9 +98,9 @@ class Stepper:
     def _who_is_where(self) -> str:
         """All ranks ask, since all saw that their numbers differ."""
         steps = self.session.exchange(self._number)
-        told = ", ".join(f"rank {rank} in step {step}" for rank, step in enumerate(steps))
+        where = ", ".join(f"rank {rank} in step {step}" for rank, step in enumerate(steps))
         return (
-            f"ranks are in different steps: {told}. Each must run the same steps: look for code "
+            f"ranks are in different steps: {where}. Each must run the same steps: look for code "
             "that leaves steps out, or stops, on some ranks only"
         )
 

@@ -20,7 +20,7 @@ def hear_of_late_ranks(
     announce: Callable[[Event], None],
     steps_done: Callable[[], int],
 ) -> None:
-    """Let `announce` hear of ranks that are late; say which limits of time the driver does not keep."""
+    """Announce ranks that are late, and which limits of time the driver does not keep."""
     for name in DUTIES:
         if not getattr(able, name):
             announce(Warned(f"backend {driver!r} does not keep {name}"))
