@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from ...data.nested import map_tensors, tensors_of
 from ...kernel.recipe import Batch
-
-
-def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """The batch with every tensor changed; containers keep their type."""
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, Mapping):
-        changed = {key: map_tensors(value, change) for key, value in batch.items()}
-        return changed if type(batch) is dict else type(batch)(changed)  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(value, change) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(value, change) for value in batch)
-    return batch
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
     """The batch with every tensor on `device`."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def pin(batch: Batch) -> Batch:
     """The batch in page-locked memory, so that copying it can overlap with computing."""
-    return map_tensors(batch, Tensor.pin_memory)
-
-
-def tensors_of(batch: Batch) -> Iterator[Tensor]:
-    """All tensors of a batch."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_of(value)
+    return map_tensors(Tensor.pin_memory, batch)
 
 
 def feed(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:

@@ -1,6 +1,6 @@
-"""The generators that every process has, Python's, torch's and NumPy's, and their state as tensors.
+"""The state of a rank's generators, Python's, torch's and NumPy's, as tensors of a checkpoint.
 
-Drivers seed, keep and put back by these functions, and add what is their own.
+They are seeded by `drivetrain.data.random_state`. A driver adds the state of its own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,15 @@ from torch import Tensor
 
 from ...kernel.errors import CheckpointDamaged
 
-__all__ = ["rng_state", "seed_all", "set_rng_state"]
+__all__ = ["rng_state", "set_rng_state"]
 
 _ALWAYS = {"torch", "python", "python_gauss"}
 _OF_NUMPY = {"numpy", "numpy_gauss"}
 _KNOWN = _ALWAYS | _OF_NUMPY | {"device"}
 
 
-def seed_all(value: int) -> None:
-    """Python, torch on every device, and NumPy if the process uses it."""
-    random.seed(value)
-    torch.manual_seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value % 2**32)
-
-
 def rng_state(device: torch.device) -> dict[str, Tensor]:
-    """The state of what `seed_all` seeds, as host tensors."""
+    """The state of the generators of the host, and of `device`, as host tensors."""
     _, words, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...data.random_state import seed_generators
 from ...kernel.contract import Engine, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Batch, Recipe
@@ -47,7 +48,7 @@ class HostSession(SingleProcess):
         self.world = world or World(0, 1, torch.device("cpu"), feeder_index=0, num_feeders=1)
 
     def seed(self, value: int) -> None:
-        random_state.seed_all(value)
+        seed_generators(value, devices=True)
 
     def prepare(self, recipe: Recipe) -> Engine:
         return self._build(recipe, self.plan, self.world)

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ...data.nested import tensors_of
 from ...kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
-from ..common import models, prefetch
+from ..common import models
 from . import zero_config
 from .zero_state import shape_of
 
@@ -198,7 +199,7 @@ class _TouchedParameters(TorchFunctionMode):
     ) -> Any:
         if function not in self.passing:
             value: Any
-            for value in prefetch.tensors_of((args, kwargs or {})):
+            for value in tensors_of((args, kwargs or {})):
                 if hasattr(value, "ds_status") and not value.numel() and value.ds_numel:
                     self._make_whole(value)
         return function(*args, **(kwargs or {}))

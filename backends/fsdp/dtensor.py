@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
 from ..common import model_state
 
@@ -253,20 +254,16 @@ class WholeStep:
 
 def _gathered(value: Any, device: torch.device, home: torch.device) -> Any:
     """An entry of a state with all tensors whole."""
-    if isinstance(value, DTensor):
-        return whole(value, device).to(home)
-    if isinstance(value, (list, tuple)):
-        items = [_gathered(item, device, home) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+    return map_leaves(
+        lambda part: whole(part, device).to(home) if isinstance(part, DTensor) else part, value
+    )
 
 
 def _own(value: Any, parameter: Any) -> Any:
     """An entry of a state, tensors of the parameter's shape cut as it is."""
-    if isinstance(value, Tensor):
-        alike = value.shape == parameter.shape and value.dim()
-        return cut_like(parameter, take_own(value, parameter)) if alike else value
-    if isinstance(value, (list, tuple)):
-        items = [_own(item, parameter) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
+
+    def cut(tensor: Tensor) -> Tensor:
+        alike = tensor.shape == parameter.shape and tensor.dim()
+        return cut_like(parameter, take_own(tensor, parameter)) if alike else tensor
+
+    return map_tensors(cut, value)

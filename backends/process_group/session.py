@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from ...data.random_state import seed_generators
 from ...kernel.contract import Engine, World
 from ...kernel.errors import BackendUnavailable
 from ...kernel.plan import Plan, Probe
@@ -182,7 +183,7 @@ class ProcessGroupSession:
         stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
 
     def seed(self, value: int) -> None:
-        random_state.seed_all(value)
+        seed_generators(value, devices=True)
 
     def prepare(self, recipe: Recipe) -> Engine:
         with naming_collectives("preparing the model", self.world.rank, patient=True):

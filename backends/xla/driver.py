@@ -25,13 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...data.nested import map_tensors, tensors_of
+from ...data.random_state import seed_generators
 from ...kernel.contract import Outcome, World
 from ...kernel.errors import BackendUnavailable, CheckpointDamaged, DataError
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.ranges import check_range, most_at_once
 from ...kernel.recipe import Batch, Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import fork_gc, layouts, model_state, models, prefetch, random_state, stepping
+from ..common import fork_gc, layouts, model_state, models, random_state, stepping
 from ..common.optimizer_state import OptimizerState
 from ..common.single_process import SingleProcess
 from . import placing
@@ -129,7 +131,7 @@ class XlaSession(SingleProcess):
     def seed(self, value: int) -> None:
         import torch_xla
 
-        random_state.seed_all(value)
+        seed_generators(value, devices=True)
         torch_xla.manual_seed(value)  # torch.manual_seed does not reach it
 
     def prepare(self, recipe: Recipe) -> XlaEngine:
@@ -140,10 +142,10 @@ class XlaSession(SingleProcess):
         for batch in batches:
             self._check(batch)
             placing.cut_graph()  # what was done with the last batch is a program of its own
-            yield prefetch.map_tensors(batch, lambda t: place.put(t, place.batch_dim(t)))
+            yield map_tensors(lambda t: place.put(t, place.batch_dim(t)), batch)
 
     def _check(self, batch: Batch) -> None:
-        self._shapes.add(tuple(tuple(t.shape) for t in prefetch.tensors_of(batch)))
+        self._shapes.add(tuple(tuple(t.shape) for t in tensors_of(batch)))
         if len(self._shapes) > self._max_shapes:
             shown = "; ".join(str(shapes) for shapes in sorted(self._shapes)[:8])
             raise DataError(

@@ -18,9 +18,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from ...data.nested import map_tensors, tensors_of
 from ...kernel.errors import BackendUnavailable, SettingError
 from ...kernel.shards import Box, Piece
-from ..common import prefetch
 
 
 def default_platform() -> str:
@@ -248,8 +248,8 @@ def recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if again:
-            args, kwargs = prefetch.map_tensors((args, kwargs), Tensor.clone)
-            xm.optimization_barrier_(list(prefetch.tensors_of((args, kwargs))))
+            args, kwargs = map_tensors(Tensor.clone, (args, kwargs))
+            xm.optimization_barrier_(list(tensors_of((args, kwargs))))
         return forward(*args, **kwargs)
 
     return checkpoint(

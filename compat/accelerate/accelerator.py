@@ -21,7 +21,7 @@ from ..arguments.processes import Processes
 from ..data.rank_batches import OneOf
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
-from ..trainer.tree import move
+from ..trainer.placement import move
 from .collectives import Collectives
 
 __all__ = ["Accelerator"]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...data.nested import leaves, map_tensors
 from ...kernel.contract import Session
 from ..arguments.processes import Processes
 from ..data.sharding import RankLoader
-from ..trainer.tree import leaves, map_tensors
 
 __all__ = ["Collectives", "exchange_objects"]
 

@@ -25,8 +25,8 @@ from torch.utils.data import (
 from ...data.parent import end_with_parent
 from ..trainer.inspection import accepted_columns
 from ..trainer.parts import TrainerParts
+from ..trainer.placement import move
 from ..trainer.seeding import set_seed
-from ..trainer.tree import move
 from .columns import RemoveColumnsCollator, is_arrow_dataset, without_unused_columns
 from .lengths import BatchRebalanceSampler, LengthGroupedSampler, sample_lengths
 from .rank_batches import RankStream

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from ...data.stream import set_epoch
-from ..trainer.tree import move
+from ..trainer.placement import move
 from .rank_batches import (
     BatchSharder,
     LaterBatches,

@@ -32,7 +32,7 @@ from .nested import (
     EvalLoopContainer,
     denumpify_detensorize,
     find_batch_size,
-    map_outputs,
+    nested_map,
     nested_numpify,
 )
 from .outputs import EvalLoopOutput, EvalPrediction, PredictionOutput
@@ -253,7 +253,7 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
         if self.driver_session.world.size == 1:
             return _as_it_is
         if self.args.eval_use_gather_object:
-            return partial(map_outputs, _with_lists(usual))
+            return partial(nested_map, _with_lists(usual), list_is_leaf=True)
         return usual
 
     @contextmanager
@@ -362,7 +362,8 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
             return tensor
         pad = partial(self.accelerator.pad_across_processes, dim=1, pad_index=pad_index)
         if self.args.eval_use_gather_object:
-            return map_outputs(lambda part: part if isinstance(part, list) else pad(part), tensor)
+            padded = lambda part: part if isinstance(part, list) else pad(part)  # noqa: E731
+            return nested_map(padded, tensor, list_is_leaf=True)
         return pad(tensor)
 
 

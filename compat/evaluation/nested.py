@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..trainer.tree import leaves, nested_map
+from ...data.nested import leaves, like, map_leaves, map_tensors
 
 __all__ = [
     "EvalLoopContainer",
     "denumpify_detensorize",
     "find_batch_size",
-    "map_outputs",
     "nested_concat",
     "nested_detach",
     "nested_gather",
@@ -28,41 +27,41 @@ __all__ = [
 ]
 
 
-def map_outputs(function: Callable[..., Any], *nests: Any) -> Any:
-    """`nested_map` that takes a list for a leaf: one with an item for each sample."""
-    first = nests[0]
-    if isinstance(first, tuple):
-        parts = zip(*nests, strict=True)
-        return tuple(map_outputs(function, *part) for part in parts)
+def nested_map(function: Callable[..., Any], *nests: Any, list_is_leaf: bool = False) -> Any:
+    """`function` of the leaves of several nests of one shape, leaf by leaf, in containers of the
+    same types. `list_is_leaf`: for lists that hold an item for each sample. Raises TypeError where
+    containers differ, ValueError where lengths do.
+    """
+    first, containers = nests[0], (Mapping, tuple) if list_is_leaf else (Mapping, tuple, list)
+    if not any(isinstance(nest, containers) for nest in nests):
+        return function(*nests)
+    if any(type(nest) is not type(first) for nest in nests):
+        raise TypeError(f"nests differ: {', '.join(type(n).__name__ for n in nests)}")
+    inner = partial(nested_map, function, list_is_leaf=list_is_leaf)
     if isinstance(first, Mapping):
-        return {key: map_outputs(function, *(nest[key] for nest in nests)) for key in first}
-    return function(*nests)
+        parts = {key: inner(*(nest[key] for nest in nests)) for key in first}
+        return type(first)(parts)  # type: ignore[call-arg]
+    return like(first, (inner(*each) for each in zip(*nests, strict=True)))
 
 
 def nested_detach(tensors: Any) -> Any:
     """The same tensors outside the graph; what is no tensor stays as it is."""
-    return nested_map(_detach, tensors)
-
-
-def _detach(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+    return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:
     """Arrays on the host; bfloat16, which numpy lacks, becomes float32."""
-    return nested_map(_numpify, tensors)
+    return map_tensors(_numpify, tensors)
 
 
-def _numpify(tensor: Any) -> Any:
-    if not isinstance(tensor, torch.Tensor):
-        return tensor
+def _numpify(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:
     """The first `limit` samples of every leaf."""
-    return nested_map(lambda t: t[:limit], tensors)
+    return map_leaves(lambda t: t[:limit], tensors)
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: float = -100) -> Any:
@@ -120,7 +119,7 @@ def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = No
         distributed.all_gather(everyone, mine)
         return torch.cat(everyone)
 
-    return nested_map(gathered, tensors)
+    return map_leaves(gathered, tensors)
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
@@ -130,7 +129,7 @@ def denumpify_detensorize(metrics: Any) -> Any:
         single = isinstance(value, torch.Tensor) and value.numel() == 1
         return value.item() if single or isinstance(value, np.generic) else value
 
-    return nested_map(number, metrics)
+    return map_leaves(number, metrics)
 
 
 _JOINED_FIRST = 4 << 20
@@ -182,9 +181,7 @@ class EvalLoopContainer:
     def _joined(self, nests: Sequence[Any]) -> Any:
         if len(nests) == 1:
             return nests[0]
-        if self.lists_of_samples:
-            return map_outputs(self._join_samples, *nests)
-        return nested_map(self._join_samples, *nests)
+        return nested_map(self._join_samples, *nests, list_is_leaf=self.lists_of_samples)
 
     def _join_samples(self, *parts: Any) -> Any:
         if all(isinstance(part, list) for part in parts):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+from ...data.nested import named_leaves
 
 __all__ = ["OverflowWatch", "is_debugged", "print_xla_metrics"]
 
@@ -71,15 +73,9 @@ class OverflowWatch:
 
 def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The floating tensors in nested containers, each with where it is."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel() > 0:
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(inner, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _tensors(inner, f"{name}[{index}]")
+    for path, leaf in named_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.numel() > 0:
+            yield name + "".join(f"[{key!r}]" for key in path), leaf
 
 
 def _range(tensor: Tensor) -> str:

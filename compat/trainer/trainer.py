@@ -27,10 +27,10 @@ from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import LabelSmoother, loss_shifts_labels
 from .memory import TrainerMemoryTracker
+from .placement import move_model
 from .seeding import enable_full_determinism, set_seed
 from .trainable import refuse_untrainable
 from .training import TrainingMixin
-from .tree import move_model
 
 __all__ = ["Trainer"]
 

@@ -7,48 +7,36 @@ by reading so many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any
-
-from torch import Tensor
 
 from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.contract import Session
 from ..kernel.errors import DataError, DataFailed, SettingError
 from ..kernel.recipe import Batch
 from .indexed import InOwnOrder, length_of, through_epochs
+from .nested import tensors_of
 from .order import mix
 from .partition import steps_per_epoch
+from .random_state import generators_kept, seed_generators
 from .stream import OPENING, tell_epoch
 from .user_frames import last_line
-from .workers import generators_kept, seed_generators
 
 __all__ = ["Batches", "PrebatchedLoader", "count_rows"]
 
 
 def count_rows(batch: Batch) -> int:
     """The first dimension of the first tensor of a batch. Raises `DataError` without one."""
-    for tensor in _tensors(batch):
+    for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)
     raise DataError(
         f"a batch of type {type(batch).__name__} holds no tensor with a row for each sample: say "
         "how many samples it has with Batches(count_samples=...)"
     )
-
-
-def _tensors(batch: Batch) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensors(part)
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from _tensors(part)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from ..kernel.recipe import Batch
 from .indexed import Dealing, InOwnOrder, length_of, through_epochs
 from .order import mix
 from .partition import Part, steps_per_epoch
+from .random_state import generators_kept, seed_generators
 from .user_frames import last_line
-from .workers import COLLATE, from_one_worker, generators_kept, seed_generators
+from .workers import COLLATE, from_one_worker
 
 __all__ = ["OPENING", "ReadAgain", "StreamLoader", "set_epoch", "tell_epoch"]
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import random
 import signal
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -21,6 +19,7 @@ from ..kernel.errors import DataFailed, DrivetrainError, WorkerFailed
 from ..kernel.recipe import Batch
 from .order import mix
 from .parent import end_with_parent
+from .random_state import generators_kept, seed_generators
 from .user_frames import last_line, user_frames
 
 __all__ = [
@@ -29,8 +28,6 @@ __all__ = [
     "MicrobatchRequest",
     "from_one_worker",
     "from_workers",
-    "generators_kept",
-    "seed_generators",
 ]
 
 
@@ -107,30 +104,6 @@ class Fetcher:
             samples.append(self._dataset[index])
         seed_generators(mix(seed, epoch, first, COLLATE))
         return self._collate(samples * request.repeats)
-
-
-def seed_generators(seed: int) -> None:
-    """Python's, torch's and NumPy's; the CPU's only: `torch.manual_seed` would reseed the devices,
-    too."""
-    random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
-
-
-@contextmanager
-def generators_kept() -> Iterator[None]:
-    """Afterwards the generators that `seed_generators` seeds are as before."""
-    numpy = sys.modules.get("numpy")
-    python_state, torch_state = random.getstate(), torch.default_generator.get_state()
-    numpy_state = numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        torch.default_generator.set_state(torch_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
 
 class _Failure(NamedTuple):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..data.nested import map_leaves, named_leaves
 from ..kernel.errors import RecipeError
 
 __all__ = ["join", "leaves", "rebuild"]
@@ -20,7 +21,15 @@ def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
     (`num_rows`, where that is said).
     """
     found: dict[str, Tensor] = {}
-    _collect(outputs, "", found)
+    for path, leaf in named_leaves(outputs):
+        name = ".".join(map(str, path))
+        if isinstance(leaf, Tensor):
+            found[name] = leaf
+        elif leaf is not None:
+            raise RecipeError(
+                f"the output {name!r} is a {type(leaf).__name__}; outputs are tensors, or dicts, "
+                "lists and tuples of tensors"
+            )
     if num_rows and found:  # the usual case, for each batch
         for tensor in found.values():
             if tensor.ndim == 0 or tensor.shape[0] != num_rows:
@@ -38,38 +47,13 @@ def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
     return found
 
 
-def _collect(value: Any, path: str, found: dict[str, Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found[path] = value
-    elif isinstance(value, (list, tuple)):  # asked before what takes longer to find out
-        for index, part in enumerate(value):
-            _collect(part, f"{path}.{index}" if path else str(index), found)
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
-            _collect(part, f"{path}.{key}" if path else str(key), found)
-    elif value is not None:
-        raise RecipeError(
-            f"the output {path!r} is a {type(value).__name__}; outputs are tensors, or dicts, "
-            "lists and tuples of tensors"
-        )
-
-
 def rebuild(outputs: Any, tensors: Sequence[Tensor]) -> Any:
     """The structure of `outputs` with other tensors, in the order of `leaves`. Mappings become
     dicts."""
-    return _rebuild(outputs, iter(tensors))
-
-
-def _rebuild(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, Mapping):
-        return {key: _rebuild(part, tensors) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_rebuild(part, tensors) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_rebuild(part, tensors) for part in value)
-    return value
+    following = iter(tensors)
+    return map_leaves(
+        lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, outputs, dicts=True
+    )
 
 
 def join(parts: Sequence[Tensor], padding: float, width: int = 0) -> Tensor:

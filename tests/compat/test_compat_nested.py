@@ -19,14 +19,9 @@ from transformers import trainer, trainer_pt_utils, trainer_utils
 
 from drivetrain import compat
 from drivetrain.compat.evaluation import nested
+from drivetrain.data.nested import leaves
 
 Pair = namedtuple("Pair", "left right")
-
-
-def leaves(nest: Any) -> list[Any]:
-    found: list[Any] = []
-    nested.nested_map(found.append, nest)
-    return found
 
 
 def assert_same(ours: Any, theirs: Any) -> None:

@@ -11,7 +11,6 @@ import importlib
 import io
 import json
 import os
-import random
 import resource
 import sys
 import traceback
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ..data.random_state import seed_generators
 from .bench import Bench
 
 
@@ -37,10 +37,7 @@ def main() -> None:
 def scramble(number: int) -> None:
     """Leave no generator as the last job left it: who does not seed must not be right by luck."""
     value = 7919 * (number + 1) + int(os.environ["RANK"])
-    random.seed(value)
-    torch.manual_seed(value)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(value)
+    seed_generators(value, devices=True)
 
 
 def _perform(job: dict[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,7 @@ ROOMS = {
             f"kernel.{module}"
             for module in ("contract", "errors", "plan", "ranges", "recipe", "shards")
         )
-        | {"checkpoint.optimizer_entries"},
+        | {"checkpoint.optimizer_entries", "data.nested", "data.random_state"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/deepspeed/": frozenset({"deepspeed"}),

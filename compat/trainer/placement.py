@@ -1,0 +1,42 @@
+"""Batches and models, moved to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...data.nested import map_leaves
+
+__all__ = ["move", "move_model"]
+
+
+def move(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The batch on `device`; floating and complex tensors cast to `dtype`, unless it is None."""
+
+    def moved(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if dtype is None:
+            return leaf if leaf.device == device else leaf.to(device)
+        floating = leaf.is_floating_point() or leaf.is_complex()
+        return leaf.to(device=device, dtype=dtype if floating else None)
+
+    return map_leaves(moved, data)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model, in place; weights that several layers share stay shared, which on XLA they
+    would not: there each layer gets a parameter of its own.
+    """
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    model.to(device)
+    for first, *others in users.values():
+        shared = model.get_parameter(first)
+        for name in others:
+            layer, _, last = name.rpartition(".")
+            if model.get_parameter(name) is not shared:
+                setattr(model.get_submodule(layer), last, shared)
