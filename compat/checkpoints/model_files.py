@@ -23,6 +23,7 @@ from .json_state import read_json
 from .unpickling import read_pickled
 
 __all__ = [
+    "ADAPTER_FILES",
     "adapters_in",
     "compare_versions",
     "frozen_names",
@@ -38,7 +39,7 @@ __all__ = [
 _LOG = logging.getLogger(__name__)
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDEX = tuple(f"{name}.index.json" for name in _WHOLE)
-_ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def is_pretrained(model: Any) -> bool:
@@ -61,7 +62,7 @@ def has_weights(folder: Path) -> bool:
 def adapters_in(folder: Path) -> list[Path]:
     """The folder itself, where it holds an adapter, and those of its sub-folders that do."""
     places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
-    return [place for place in places if any((place / name).is_file() for name in _ADAPTER)]
+    return [place for place in places if any((place / name).is_file() for name in ADAPTER_FILES)]
 
 
 def unsound(folder: Path) -> str | None:
@@ -109,9 +110,11 @@ def compare_versions(folder: Path) -> None:
 # --- weights ----------------------------------------------------------------------------------
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All weights of a model in a folder, on the host. Raises `CheckpointError`."""
-    for name in _WHOLE:
+def read_weights(folder: Path, *besides: str) -> dict[str, Tensor]:
+    """All weights of a model in a folder, on the host; `besides`: other files that may hold them.
+    Raises `CheckpointError`.
+    """
+    for name in (*_WHOLE, *besides):
         if (folder / name).is_file():
             return _read_file(folder / name)
     weights: dict[str, Tensor] = {}

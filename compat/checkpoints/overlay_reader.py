@@ -21,7 +21,7 @@ class OverlayReader:
 
     below: CheckpointReader | None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    """By FQN; whole. What the checkpoint has itself is taken from there."""
+    """By FQN; whole. They stand before what the checkpoint has."""
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     """By `<fqn>/<state>`."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class OverlayReader:
         return given.get(kind, {})
 
     def _tensor(self, kind: Kind, name: str) -> Tensor | None:
-        return None if name in self._stored(kind) else self._at_hand(kind).get(name)
+        return self._at_hand(kind).get(name)
 
     def _reader(self, kind: Kind, name: str) -> CheckpointReader:
         if self.below is None or kind not in self.kinds:

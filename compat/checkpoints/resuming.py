@@ -21,16 +21,19 @@ from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
 from ..names import TRAINER_STATE_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
+from ..optim.parameters import hyper_parameters
 from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from ..trainer.parts import TrainerParts
 from . import hf_folders
+from .edited import edited_weights
 from .json_state import from_plain
 from .model_files import (
     adapters_in,
     compare_versions,
     first_adapter,
     frozen_names,
+    has_weights,
     load_adapters,
     load_weights,
     read_weights,
@@ -38,7 +41,7 @@ from .model_files import (
 from .overlay_reader import OverlayReader
 from .rotation import altered, newest_unaltered, problem_with
 
-__all__ = ["ResumingMixin", "hyper_parameters"]
+__all__ = ["ResumingMixin"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -129,6 +132,8 @@ class ResumingMixin(TrainerParts):
             self.driver_session.engine.restore(self._weights_reader(folder))
         elif is_peft_model(self.model) and adapters_in(folder):
             self._load_best_adapter(folder)
+        elif (folder / MANIFEST).is_file() and not has_weights(folder):  # deleted, to save room
+            self.driver_session.engine.restore(self._weights_reader(folder))
         else:
             self._issue_warnings_after_load(load_weights(self.model, read_weights(folder)))
 
@@ -150,14 +155,22 @@ class ResumingMixin(TrainerParts):
     def _weights_reader(self, folder: Path) -> OverlayReader:
         """A checkpoint's weights and nothing else; those that it lacks stay as they are."""
         if (folder / MANIFEST).is_file():
-            frozen = self._weights_now(frozen_names(self.model))
-            return OverlayReader(CheckpointReader(folder), weights=frozen, kinds=("weights",))
+            stored = CheckpointReader(folder)
+            return OverlayReader(stored, self._weights_beside(stored), kinds=("weights",))
         if adapters_in(folder):
             raise ValueError(
                 f"{folder} holds adapters alone, and this driver holds parts of the model on each "
                 "rank: leave save_only_model=False to load the best model at the end"
             )
         return OverlayReader(None, weights={**self._weights_now(), **read_weights(folder)})
+
+    def _weights_beside(self, stored: CheckpointReader) -> dict[str, Tensor]:
+        """What to take in place of a checkpoint's own weights: those that it has not, as they are
+        in the model, and those of edited files.
+        """
+        absent = frozen_names(self.model).difference(stored.names("weights"))
+        edited = edited_weights(stored, self.driver_session.session)
+        return {**self._weights_now(absent), **edited}
 
     def _weights_now(self, names: frozenset[str] | None = None) -> dict[str, Tensor]:
         """Weights as the model has them: whole, by FQN; copies where ranks hold parts of them."""
@@ -187,8 +200,8 @@ class ResumingMixin(TrainerParts):
             where = str(folder)
             state = stored.manifest.loop_state(where)
             self._say_differences(stored)
-            frozen = frozen_names(self.model)
-            reader = OverlayReader(stored, weights=self._weights_now(frozen)) if frozen else stored
+            beside = self._weights_beside(stored)
+            reader = OverlayReader(stored, beside) if beside else stored
             with own_random_state(stored, training.session, self.driver_session.driver.name):
                 training.restore(reader, state, where)
             self._say_other_length(training.progress.position, state)
@@ -360,23 +373,6 @@ def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
             "training would not go on as it was. Load its weights, by from_pretrained or "
             "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
         )
-
-
-_HOW = ("capturable", "differentiable", "foreach", "fused")
-"""Entries of an optimizer's group that say how to compute, which is the driver's business."""
-
-
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and words in an optimizer's group."""
-    found = {}
-    for name, value in group.items():
-        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-        parts = value if isinstance(value, list | tuple) else [value]
-        if name not in ("params", *_HOW) and all(
-            part is None or isinstance(part, bool | int | float | str) for part in parts
-        ):
-            found[name] = value
-    return found
 
 
 def _stored_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -35,11 +35,12 @@ from ..integrations.hub import HubMixin
 from ..integrations.search_libraries import LIBRARIES
 from ..names import PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
+from ..optim.parameters import hyper_parameters
 from ..profile import profile_of
 from . import hf_folders
 from .json_state import to_plain
 from .model_files import frozen_names, is_pretrained, write_weights
-from .resuming import ResumingMixin, hyper_parameters
+from .resuming import ResumingMixin
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
 
 __all__ = ["CheckpointMixin"]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["decay_groups", "decayed_names", "get_model_param_count", "get_parameter_names"]
+__all__ = [
+    "decay_groups",
+    "decayed_names",
+    "get_model_param_count",
+    "get_parameter_names",
+    "hyper_parameters",
+]
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
@@ -73,3 +79,20 @@ def decay_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> l
         {"params": [one for name, one in trained if name in names], "weight_decay": weight_decay},
         {"params": [one for name, one in trained if name not in names], "weight_decay": 0.0},
     ]
+
+
+_HOW = ("capturable", "differentiable", "foreach", "fused")
+"""Entries of an optimizer's group that say how to compute, which is the driver's business."""
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers and words in an optimizer's group."""
+    found = {}
+    for name, value in group.items():
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        parts = value if isinstance(value, list | tuple) else [value]
+        if name not in ("params", *_HOW) and all(
+            part is None or isinstance(part, bool | int | float | str) for part in parts
+        ):
+            found[name] = value
+    return found

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from built_alike import Classifier, both, losses, samples
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from drivetrain.checkpoint import CheckpointReader, store
@@ -406,6 +407,58 @@ def test_what_is_not_written_leaves_what_was_there(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+class Halves(transformers.TrainerCallback):
+    """Edits each checkpoint, as averages of weights do: the model's file alone is written anew."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        for path in folder.glob("*model.safetensors"):
+            halved = {name: tensor / 2 for name, tensor in load_file(path).items()}
+            save_file(halved, path, {"format": "pt"})
+
+
+@pytest.mark.row("K11", "K28")
+@pytest.mark.parametrize("driver", ["cpu", "fsdp"])
+def test_edited_weights_count(
+    tmp_path: Path, driver: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For resuming and as the best model, on whole weights and on parts of them; and it is said."""
+    found, chosen = [], {"backend": driver}
+    for side in both(tmp_path):
+        trainer = side.trainer(callbacks=[Halves, TheirScores()], **TRACKED, **chosen)
+        trainer.train()
+        best = safe_load(Path(trainer.state.best_model_checkpoint))
+        trainer.save_model(str(tmp_path / "last"))
+        last = safe_load(tmp_path / "last")
+        assert all(torch.equal(best[name], tensor) for name, tensor in last.items())
+        resumed = side.trainer(max_steps=5, **chosen)
+        resumed.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
+        found.append(losses(resumed))
+        chosen = {}
+    assert found[0] == pytest.approx(found[1], abs=0 if driver == "cpu" else 1e-6)
+    assert "their weights count" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["torn", "gone"])
+def test_a_checkpoint_has_its_own_weights(runs: dict[str, Any], tmp_path: Path, how: str) -> None:
+    """They count where the file beside them is torn, and where it was deleted to save room."""
+    folder = tmp_path / "checkpoint-2"
+    shutil.copytree(Path(runs["ours"].args.output_dir, folder.name), folder)
+    if how == "torn":
+        (folder / "model.safetensors").write_bytes(b"torn")
+    else:
+        (folder / "model.safetensors").unlink()
+    trainer = both(tmp_path)[0].trainer(runs["model"], gradient_accumulation_steps=2, max_steps=5)
+    trainer.train(resume_from_checkpoint=str(folder))
+    assert losses(trainer) == losses(runs["ours"])
+    if how == "gone":
+        trainer.state.best_model_checkpoint = str(folder)
+        trainer._load_best_model()
+        stored = CheckpointReader(folder)
+        for name, tensor in trainer.model.state_dict().items():
+            assert torch.equal(stored.read("weights", name), tensor)
+
+
 # --- models of transformers and peft ------------------------------------------------------------
 
 
@@ -528,6 +581,26 @@ def test_the_best_adapter(tmp_path: Path) -> None:
     again = peft.PeftModel.from_pretrained(llama(), best)
     for name, weight in again.named_parameters():
         assert torch.equal(weight, trainer.model.get_parameter(name)), name
+
+
+@OLD_NAME
+@pytest.mark.row("K11", "N11")
+@pytest.mark.parametrize("names", [("default",), ("first", "second")])
+def test_an_edited_adapter_counts(tmp_path: Path, names: tuple[str, ...], caplog: Any) -> None:
+    ours, _ = both(tmp_path)
+    keywords = {**LANGUAGE, "max_steps": 4, "label_names": ["labels"]}
+    make = partial(adapted, names)
+    ours.trainer(make, **keywords, save_strategy="steps", save_steps=2).train()
+    folder = ours.folder / "checkpoint-2"
+    found = []
+    for edited in (False, True):
+        for path in folder.rglob("adapter_model.safetensors") if edited else ():
+            save_file({n: t + 0.5 for n, t in load_file(path).items()}, path, {"format": "pt"})
+        trainer = ours.trainer(make, **keywords)
+        trainer.train(resume_from_checkpoint=str(folder))
+        found.append(losses(trainer)[2:])
+        assert ("their weights count" in caplog.text) is edited
+    assert found[0] != found[1]
 
 
 @OLD_NAME
