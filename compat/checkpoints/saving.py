@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..optim.parameters import hyper_parameters
 from ..profile import profile_of
 from . import hf_folders
+from .earlier_files import take_along
 from .json_state import to_plain
 from .model_files import frozen_names, is_pretrained, write_weights
 from .resuming import ResumingMixin
@@ -106,9 +108,9 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         self._note_best_checkpoint(run_dir)
         if self.args.save_only_model or self._writes_hf_format():
-            save_folder(folder, self.driver_session.session, self._write_hf_files)
+            save_folder(folder, self.driver_session.session, partial(self._write_hf_files, folder))
         else:
-            self._write_kernel_checkpoint(folder.parent, step)
+            self._write_kernel_checkpoint(folder, step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
@@ -116,7 +118,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
                 use_mtime=profile_of(self.args).rotates_by_time, output_dir=run_dir
             )
 
-    def _write_kernel_checkpoint(self, run_dir: Path, step: int) -> None:
+    def _write_kernel_checkpoint(self, folder: Path, step: int) -> None:
         state, engine = self._running().state(), self.driver_session.engine
         state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
@@ -127,7 +129,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         frozen = frozen_names(self.model)
         saved: Any = _Trained(engine, frozen) if frozen else engine
         guard = None if self._lock is None else self._lock.check_now
-        store = CheckpointStore(run_dir, digits=0, guard=guard)
+        store = CheckpointStore(folder.parent, digits=0, guard=guard)
         store.save(
             step,
             saved,
@@ -135,7 +137,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             {name: to_plain(value, name) for name, value in state.items()},
             settings=json_types(settings(self.args)),
             driver=self.driver_session.driver.name,
-            beside=self._write_beside,
+            beside=partial(self._write_beside, folder),
         )
         store.wait()  # what it replaced is gone when callbacks hear of it
 
@@ -151,19 +153,23 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             )
         return unsaved
 
-    def _write_beside(self, folder: Path) -> None:
-        """Writes the files beside the kernel's own; all ranks call it."""
-        self.save_model(str(folder), _internal_call=True)
+    def _write_beside(self, folder: Path, place: Path) -> None:
+        """Writes the files beside the kernel's own to `place`, which will become `folder`; all
+        ranks call it.
+        """
+        if self.is_world_process_zero():
+            take_along(folder, place)
+        self.save_model(str(place), _internal_call=True)
         if self.args.should_save:
             self._collect_callback_states()
-            self.state.save_to_json(folder / TRAINER_STATE_NAME)
+            self.state.save_to_json(place / TRAINER_STATE_NAME)
 
-    def _write_hf_files(self, folder: Path) -> None:
-        self._write_beside(folder)
+    def _write_hf_files(self, folder: Path, place: Path) -> None:
+        self._write_beside(folder, place)
         if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(str(folder))
-            self._save_scaler(str(folder))
-            self._save_rng_state(str(folder))
+            self._save_optimizer_and_scheduler(str(place))
+            self._save_scaler(str(place))
+            self._save_rng_state(str(place))
 
     def _writes_hf_format(self) -> bool:
         if getattr(self.args, "checkpoint_format", "drivetrain") != "hf":
