@@ -25,7 +25,7 @@ from ..kernel.registry import find_driver, known_backends, refuse_unpromised, us
 from ..trainer.settings import OptimizerSettings, Settings
 from .quoted import quoted
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
-from .resolve_settings import resolve
+from .resolve_settings import Layer, resolve
 from .tables import table
 
 __all__ = ["activation_bytes", "explain", "show_explanation", "state_bytes"]
@@ -36,17 +36,20 @@ Record = dict[str, Any]
 def explain(
     recipe_path: Path | None,
     backends: Sequence[str] | None,
-    given: Mapping[str, Any],
+    layers: Sequence[Layer],
     num_ranks: int,
 ) -> list[Record]:
     """One record for each backend (None: all known ones): values, layout, and whether it fits.
+    `layers`: see `resolve`.
 
     The model is built once, on the host. Raises `UsageError` for what cannot be resolved; a
     backend that refuses the plan, or cannot be used here, says so in its record.
     """
     recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
     names = known_backends() if backends is None else backends
-    first = resolve(recipe_file, find_driver(names[0]), {}, _without_backend(given, backends))
+    if backends is None:
+        layers = [(source, _without_backend(values)) for source, values in layers]
+    first = resolve(recipe_file, find_driver(names[0]), layers)
     recipe = recipe_file.build(first.config)
     model = recipe.model()
     states = state_bytes(recipe, first.settings.optimizer, model)
@@ -54,7 +57,7 @@ def explain(
     records = []
     for name in names:
         driver = usable_driver(name) if name == "auto" else find_driver(name)
-        resolved = resolve(recipe_file, driver, {}, _without_backend(given, backends))
+        resolved = resolve(recipe_file, driver, layers)
         values = {
             key: {"value": value, "source": resolved.sources[key]}
             for key, value in resolved.values.items()
@@ -77,11 +80,9 @@ def explain(
     return records
 
 
-def _without_backend(given: Mapping[str, Any], backends: Sequence[str] | None) -> Mapping[str, Any]:
+def _without_backend(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """With several backends, no option can be meant for all of them."""
-    if backends is not None:
-        return given
-    return {key: value for key, value in given.items() if not key.startswith("backend.")}
+    return {key: value for key, value in values.items() if not key.startswith("backend.")}
 
 
 def _outlook(

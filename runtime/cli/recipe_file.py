@@ -2,7 +2,7 @@
 
 ::
 
-    from drivetrain.kernel.contract import Recipe
+    from drivetrain import Recipe, Settings
 
     def recipe(config: Config) -> Recipe: ...   # or `recipe()`, or `recipe = Recipe(...)`
     settings = Settings(steps=100)              # optional: the recipe's own defaults
@@ -47,14 +47,14 @@ class RecipeFile:
     sample: Callable[[Any], str] | None
     _recipe: Any
 
-    def configure(self, values: Mapping[str, Any]) -> Any:
-        """The configuration with `--set recipe.KEY=VALUE` applied. Raises `SettingError`."""
+    def configure(self, config: Any, values: Mapping[str, Any]) -> Any:
+        """A configuration of its own with those values. Raises `SettingError`."""
         if values and self.config is None:
             raise SettingError(
                 f"unknown setting recipe.{next(iter(values))}; {self.path.name} takes no "
                 "configuration: give it `def recipe(config: Config)` with a dataclass Config"
             )
-        return override(self.config, values, prefix="recipe.") if values else self.config
+        return override(config, values, prefix="recipe.") if values else config
 
     def build(self, config: Any) -> Recipe:
         """The recipe. Raises `RecipeError` with the traceback of the file's own error."""

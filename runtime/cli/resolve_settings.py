@@ -1,4 +1,4 @@
-"""From `--set KEY=VALUE` to settings, recipe configuration and driver options, with their sources.
+"""From files and `--set KEY=VALUE` to settings, recipe configuration and driver options.
 
 A key that starts with `recipe.` belongs to the recipe's configuration, one that starts with
 `backend.` to the driver's options, any other to the kernel's settings.
@@ -6,7 +6,8 @@ A key that starts with `recipe.` belongs to the recipe's configuration, one that
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,17 @@ from ..trainer.setting_values import flatten, override
 from ..trainer.settings import Settings
 from .recipe_file import RecipeFile
 
-__all__ = ["Resolved", "parse_pairs", "refuse_early", "resolve"]
+__all__ = [
+    "COMMAND_LINE",
+    "RESUMED",
+    "Layer",
+    "Resolved",
+    "lifting_steps",
+    "merge",
+    "parse_pairs",
+    "refuse_early",
+    "resolve",
+]
 
 
 @dataclass(frozen=True)
@@ -29,14 +40,18 @@ class Resolved:
     backend_options: Mapping[str, Any]
     values: Mapping[str, Any]
     sources: Mapping[str, str]
-    """default, recipe, resumed run or command line."""
+    """default, recipe, resumed run, command line, or the path of a file."""
 
 
-def parse_pairs(pairs: Sequence[str], shorthands: Mapping[str, Any]) -> dict[str, Any]:
-    """Key -> text of all `--set`, then the shorthands that were given (`--steps` is `steps`).
+COMMAND_LINE = "command line"
+RESUMED = "resumed run"
 
-    `epochs` alone lifts a number of steps that the recipe set, which would else decide.
-    """
+Layer = tuple[str, Mapping[str, Any]]
+"""The source of some values, and the values by dotted key."""
+
+
+def parse_pairs(pairs: Sequence[str], shorthands: Mapping[str, Any]) -> Layer:
+    """Key -> text of all `--set`, then the shorthands that were given (`--steps` is `steps`)."""
     chosen: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -44,22 +59,38 @@ def parse_pairs(pairs: Sequence[str], shorthands: Mapping[str, Any]) -> dict[str
             raise SettingError(f"--set {pair!r} is not of the form KEY=VALUE, such as seed=1")
         chosen[key.strip()] = value.strip()
     chosen.update({key: value for key, value in shorthands.items() if value is not None})
-    if "epochs" in chosen and "steps" not in chosen:
-        chosen["steps"] = None
-    return chosen
+    return COMMAND_LINE, lifting_steps(chosen)
 
 
-def resolve(
-    recipe_file: RecipeFile, driver: Driver, resumed: Mapping[str, Any], given: Mapping[str, Any]
-) -> Resolved:
-    """`given` (the command line) over `resumed` (an earlier run's) over the recipe's over defaults.
+def lifting_steps(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`epochs` alone lifts a number of steps that was set before, which would else decide."""
+    lifts = "epochs" in values and "steps" not in values
+    return {**values, "steps": None} if lifts else values
 
-    Raises `SettingError` for an unknown or ill-typed key, naming the nearest.
+
+def merge(layers: Iterable[Layer]) -> dict[str, Any]:
+    """All values by dotted key, later ones over earlier ones."""
+    merged: dict[str, Any] = {}
+    for _, values in layers:
+        for key in values:
+            for part in [known for known in merged if known.startswith(f"{key}.")]:
+                del merged[part]
+        merged.update(values)
+    return merged
+
+
+def resolve(recipe_file: RecipeFile, driver: Driver, layers: Sequence[Layer]) -> Resolved:
+    """Each layer over those before it, over the recipe's own settings, over defaults.
+
+    Raises `SettingError` for an unknown or ill-typed key, naming the nearest, and its file.
     """
-    parts = _split({**resumed, **given})
-    settings = override(recipe_file.settings, parts["settings"])
-    config = recipe_file.configure(parts["recipe"])
-    options = override(driver.options_type(), parts["backend"], prefix="backend.")
+    settings, config, options = recipe_file.settings, recipe_file.config, driver.options_type()
+    for source, values in layers:
+        with _naming(source):
+            parts = _split(values)
+            settings = override(settings, parts["settings"])
+            config = recipe_file.configure(config, parts["recipe"])
+            options = override(options, parts["backend"], prefix="backend.")
     values = flatten(settings)
     defaults = flatten(Settings())
     sources = {
@@ -70,19 +101,34 @@ def resolve(
         flat = {} if part is None else flatten(part, prefix)
         values.update(flat)
         sources.update(dict.fromkeys(flat, "default"))
-    for source, keys in (("resumed run", resumed), ("command line", given)):
+    for source, keys in layers:
         for key in values:
             if key in keys or any(chosen.startswith(f"{key}.") for chosen in keys):
                 sources[key] = source
-    return Resolved(settings, config, parts["backend"], values, sources)
+    backend_options = _split(merge(layers))["backend"]
+    return Resolved(settings, config, backend_options, values, sources)
 
 
-def refuse_early(driver: Driver, resumed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """An error of a file says which; that of the command line is plain."""
+    try:
+        yield
+    except SettingError as error:
+        if source in (COMMAND_LINE, RESUMED):
+            raise
+        raise SettingError(f"{source}: {error}") from error
+
+
+def refuse_early(driver: Driver, layers: Sequence[Layer]) -> None:
     """Raises what can be told without the recipe, before ranks are started for it: `SettingError`,
     `CapabilityRefused`."""
-    parts = _split({**resumed, **given})
-    settings = override(Settings(), parts["settings"])
-    options = override(driver.options_type(), parts["backend"], prefix="backend.")
+    settings, options = Settings(), driver.options_type()
+    for source, values in layers:
+        with _naming(source):
+            parts = _split(values)
+            settings = override(settings, parts["settings"])
+            options = override(options, parts["backend"], prefix="backend.")
     refuse_unpromised(driver, settings.plan(options))
 
 

@@ -22,6 +22,7 @@ from ..kernel.events import Warned
 from ..kernel.paths import Place, place
 from ..kernel.registry import usable_driver
 from ..trainer.fit import Result, fit
+from .config_files import ConfigFiles
 from .deadline import Deadline, parse_duration, set_deadline
 from .failure import FINISHED, PREEMPTED, RESTARTS, note_outcome, rank, world_size
 from .launch import Launch, adopt_slurm, check_ranks, is_launched, launched_as, run_ranks
@@ -29,7 +30,7 @@ from .live import LiveProgress
 from .next_command import onward
 from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
 from .records import record_of
-from .resolve_settings import refuse_early, resolve
+from .resolve_settings import RESUMED, Layer, merge, refuse_early, resolve
 from .run_folder import Earlier, check_folder, default_folder, find_earlier, read_config
 from .run_folder_writer import Keeper, configuration, result_record
 from .stopping import Stopping
@@ -44,7 +45,8 @@ class TrainRequest:
 
     recipe: Path | None
     backend: str | None
-    given: Mapping[str, Any]
+    files: ConfigFiles
+    given: Layer
     out: Place | None
     resume: str | None
     launch: Launch
@@ -59,7 +61,7 @@ class _Job:
     recipe: Path
     backend: str
     resumed: Mapping[str, Any]
-    """What the earlier run was given, where no recipe is given now."""
+    """The values that the earlier run was given, where no recipe is given now."""
     resumed_backend: str | None
     out: Place
     out_is_default: bool
@@ -88,7 +90,7 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     with launched_as(request.launch.nproc):
         driver = usable_driver(job.backend)
         check_ranks(request.launch.nproc, driver)
-        refuse_early(driver, _resumed(job, driver), request.given)
+        refuse_early(driver, _layers(request, job, driver))
     if not job.recipe.is_file():
         load_recipe_file(job.recipe)  # raises, once instead of on each rank
     arguments = list(sys.argv[1:])
@@ -102,8 +104,10 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
 
 def _fill_gaps(request: TrainRequest) -> _Job:
     earlier, resume = _earlier(request)
-    config = earlier.config if earlier is not None and request.recipe is None else {}
-    recipe = request.recipe or Path(config.get("recipe") or DEFAULT_RECIPE)
+    given = request.recipe or request.files.recipe
+    config = earlier.config if earlier is not None and given is None else {}
+    recipe = given or Path(config.get("recipe") or DEFAULT_RECIPE)
+    backend = request.files.backend if request.backend is None else request.backend
     out: Place | None = request.out
     out_is_default = False
     if out is None and earlier is None and request.launch.nnodes not in (None, "1", "1:1"):
@@ -116,9 +120,7 @@ def _fill_gaps(request: TrainRequest) -> _Job:
         resume = "auto"  # the launcher started the ranks anew: go on from the newest checkpoint
     return _Job(
         recipe=recipe,
-        backend=request.backend
-        if request.backend is not None
-        else str(config.get("backend") or "auto"),
+        backend=backend if backend is not None else str(config.get("backend") or "auto"),
         resumed=config.get("given", {}),
         resumed_backend=config.get("backend"),
         out=out,
@@ -157,20 +159,21 @@ def _train_here(request: TrainRequest, job: _Job, stopping: Stopping) -> int:
         return _exit_code(_fit(request, job, stopping, stream))
 
 
-def _resumed(job: _Job, driver: Driver) -> dict[str, Any]:
-    """What the earlier run was given that is for this driver, too."""
-    return {
+def _layers(request: TrainRequest, job: _Job, driver: Driver) -> list[Layer]:
+    """All that is asked for; of the earlier run, what is for this driver, too."""
+    resumed = {
         key: value
         for key, value in job.resumed.items()
         if not key.startswith("backend.") or driver.name == job.resumed_backend
     }
+    return [(RESUMED, resumed), *request.files.layers, request.given]
 
 
 def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
     recipe_file = load_recipe_file(job.recipe)
     driver = usable_driver(job.backend)
-    resumed = _resumed(job, driver)
-    resolved = resolve(recipe_file, driver, resumed, request.given)
+    layers = _layers(request, job, driver)
+    resolved = resolve(recipe_file, driver, layers)
     recipe = recipe_file.build(resolved.config)
     embedded = job.recipe == DEFAULT_RECIPE
     keeper = Keeper(
@@ -178,7 +181,7 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
         configuration(
             name=job.out.name,
             recipe=None if embedded else job.recipe,
-            given={**resumed, **request.given},
+            given=merge(layers),
             resolved=resolved,
         ),
         partial(onward, job.out),

@@ -63,7 +63,7 @@ def recipe_path(tmp_path: Path) -> Path:
 
 
 def test_the_estimate_holds_against_the_measured_peak(recipe_path: Path) -> None:
-    (record,) = explain(recipe_path, ["cpu"], {}, 1)
+    (record,) = explain(recipe_path, ["cpu"], [], 1)
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, str(recipe_path)],
         capture_output=True,
@@ -75,23 +75,25 @@ def test_the_estimate_holds_against_the_measured_peak(recipe_path: Path) -> None
 
 
 def test_each_value_has_its_source(recipe_path: Path) -> None:
-    (record,) = explain(recipe_path, ["ddp"], {"seed": "3", "backend.bucket_cap_mb": "7"}, 2)
+    given = ("command line", {"seed": "3", "backend.bucket_cap_mb": "7"})
+    (record,) = explain(recipe_path, ["ddp"], [("a.toml", {"seed": 2, "log_every": 1}), given], 2)
     sources = {key: entry["source"] for key, entry in record["settings"].items()}
     assert sources["steps"] == "recipe"
     assert sources["seed"] == "command line"
     assert sources["precision"] == "default"
+    assert sources["log_every"] == "a.toml"
     assert sources["backend.bucket_cap_mb"] == "command line"
 
 
 def test_a_driver_that_refuses_says_so_beside_the_others(recipe_path: Path) -> None:
-    records = {record["backend"]: record for record in explain(recipe_path, None, {}, 2)}
+    records = {record["backend"]: record for record in explain(recipe_path, None, [], 2)}
     assert "more than one process" in records["cpu"]["refused"]
     assert records["ddp"]["fits"] is True
 
 
 def test_sharding_divides_what_it_says_it_divides(recipe_path: Path) -> None:
     def layout(backend: str, ranks: int) -> dict[str, Any]:
-        (record,) = explain(recipe_path, [backend], {}, ranks)
+        (record,) = explain(recipe_path, [backend], [], ranks)
         return dict(record["layout"])
 
     whole, parts = layout("ddp", 4), layout("fsdp", 4)
@@ -127,7 +129,7 @@ def test_activations_are_counted_once_and_without_weights() -> None:
 
 def test_an_unknown_backend_is_refused(recipe_path: Path) -> None:
     with pytest.raises(UnknownBackend):
-        explain(recipe_path, ["cpux"], {}, 1)
+        explain(recipe_path, ["cpux"], [], 1)
 
 
 def test_the_command_prints_json(recipe_path: Path) -> None:

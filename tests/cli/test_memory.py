@@ -55,7 +55,7 @@ def test_the_estimate_holds_on_two_ranks(tmp_path: Path, backend: str, stage: in
     path = tmp_path / "six_blocks.py"
     path.write_text(RECIPE)
     given = {} if stage is None else {"backend.stage": str(stage)}
-    (record,) = explain(path, [backend], given, 2)
+    (record,) = explain(path, [backend], [("command line", given)], 2)
     estimate = record["layout"]["total_bytes"]
     # a rank that is held up gives what it gathered back late, and tells more than it needs
     fullest = (measure(path, backend, stage) for _ in range(3))

@@ -1,0 +1,119 @@
+"""`drivetrain checkpoint ...`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import AsJson, CheckpointPath, Debug, print_json
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="checkpoint",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="Look into checkpoints, check them, and trade weights with other libraries.",
+)
+
+
+@app.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint inspect runs/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader"
+)
+def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) -> None:
+    """Who wrote it, when, and which tensors it holds; reads no tensor."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ...kernel.paths import place
+        from ..checkpoints import inspect, locate, show
+        from ..tables import open_console
+
+        record = inspect(locate(place(path)))
+        if json:
+            print_json(record)
+        else:
+            show(record, open_console())
+
+
+@app.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader.verify"
+)
+def verify(
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH|URL", help="A checkpoint, or a run (all its checkpoints): folder or URL."
+        ),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Read every byte and compare checksums; exit 1 and name what is not as it was written."""
+    from ..failure import say, told
+
+    with told(debug=debug):
+        from ...kernel.errors import printable
+        from ...kernel.paths import place
+        from ..checkpoints import verify
+
+        checkpoints, problems = verify(place(path))
+        for problem in problems:
+            say(problem, label="damaged:", style="bold red")
+        if problems:
+            raise typer.Exit(1)
+        for found in checkpoints:
+            typer.echo(printable(f"{found}: complete and unaltered"))
+
+
+@app.command(
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint export runs/first exported/first\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.export_weights"
+)
+def export(
+    path: CheckpointPath,
+    folder: Annotated[Path, typer.Argument(help="A new folder, for model.safetensors.")],
+    debug: Debug = False,
+) -> None:
+    """Write the weights as whole tensors, in the layout that `from_pretrained` reads."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ...checkpoint import export_weights
+        from ...kernel.errors import printable
+        from ...kernel.paths import place
+        from ..checkpoints import locate
+
+        written = export_weights(locate(place(path)), folder)
+        typer.echo(printable(f"weights written to {written}"))
+
+
+@app.command(
+    "import",
+    epilog="[bold]Example[/]\n\ndrivetrain checkpoint import exported/first runs/second\n\n"
+    "drivetrain train my.py --resume runs/second/checkpoints --out runs/second-trained\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.import_weights",
+)
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A folder with safetensors weights.")],
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN", help="The run folder, or URL, to put a checkpoint of step 0 in."
+        ),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Make a checkpoint that any driver starts from out of safetensors weights."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ...checkpoint import CHECKPOINTS, import_weights
+        from ...kernel.errors import printable
+        from ...kernel.paths import place
+
+        target = import_weights(folder, place(run) / CHECKPOINTS)
+        typer.echo(printable(f"checkpoint written to {target}"))
