@@ -30,7 +30,7 @@ __all__ = ["Pool", "WorkerFailure", "lend"]
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to answer once one has failed."""
 
-MAX_WORKERS = 8
+MAX_WORKERS = 10
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
 
 LOG_TAIL_BYTES = 6000
@@ -194,8 +194,9 @@ _pools: dict[tuple[str, int, str | None], Pool] = {}
 
 @contextmanager
 def lend(kind: str, size: int, python: str | None = None, last: bool = False) -> Iterator[Pool]:
-    """The living pool of that kind (driver and options), world size and interpreter (None: this
-    one). An exception ends it, and so does a borrower who is to be the `last`.
+    """The living pool of that kind (driver, and options fixed for the life of a process), world
+    size and interpreter (None: this one). An exception ends it, and so does a borrower who is to be
+    the `last`.
     """
     key = kind, size, python
     ranks = _pools.pop(key, None)

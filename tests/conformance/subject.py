@@ -77,19 +77,30 @@ class Subject:
         """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
         default). `job` must be importable, its arguments JSON. `last`: it leaves these processes
         unfit for another, as after a collective that failed. Raises `WorkerFailure`."""
+        return self._run_in(self._kind, world or self.world, last, job, arguments)
+
+    def _run_in(
+        self, kind: str, world: int, last: bool, job: Callable[..., T], arguments: dict[str, Any]
+    ) -> list[T]:
         message = {
             "function": f"{job.__module__}:{job.__qualname__}",
             "bench": {"backend": self.backend, "options": dict(self.options)},
             "arguments": arguments,
         }
-        # some options are fixed for the life of a process: how many devices XLA makes, for one
-        kind = " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(self.options.items()))])
-        with lend(kind, world or self.world, self.python, last) as ranks:
+        with lend(kind, world, self.python, last) as ranks:
             return ranks.call(message, self.timeout_seconds)
 
     @functools.cached_property
+    def _kind(self) -> str:
+        """Which processes serve: a driver of one process may fix options for the life of it, such
+        as how many devices there are; where there are many processes, each session has its own."""
+        fixed = {} if self.can("multi_process") else self.options
+        return " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(fixed.items()))])
+
+    @functools.cached_property
     def facts(self) -> Facts:
-        return Facts(**self.run(describe, world=self.num_processes or 1)[0])
+        world = self.num_processes or 1
+        return Facts(**self._run_in(self.backend, world, False, describe, {})[0])
 
     @functools.cached_property
     def world(self) -> int:

@@ -2,12 +2,8 @@
 
 import sys
 import tempfile
-from contextlib import AbstractContextManager
 from pathlib import Path
 
-import pytest
-
-from drivetrain.conformance.harness import Pool, lend
 from drivetrain.kernel.registry import ENTRY_POINT_GROUP
 
 _folder = tempfile.TemporaryDirectory()
@@ -20,13 +16,3 @@ _info.mkdir()
 
 # the ranks that a harness starts take over this path, so they find the driver by its name
 sys.path += [_folder.name, str(Path(__file__).parent)]
-
-
-@pytest.fixture(autouse=True)
-def _one_pool_for_all_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault is chosen anew in each session: ranks need not start again for the next one."""
-
-    def lend_one(kind: str, size: int, python: str | None) -> AbstractContextManager[Pool]:
-        return lend("faulty", size, python)
-
-    monkeypatch.setattr("drivetrain.conformance.subject.lend", lend_one)
