@@ -217,7 +217,9 @@ def measure_workers(candidate: str, quick: bool) -> Measured:
 
 def measure_inference(candidate: str, quick: bool) -> Measured:
     from drivetrain import OptimizerSettings, Recipe
-    from drivetrain.data.indexed import eval_groups
+    from drivetrain.data.indexed import Loader
+    from drivetrain.data.open_dataset import once
+    from drivetrain.data.order import sequential
     from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
     from drivetrain.trainer.predictions import gather_predictions
@@ -232,7 +234,8 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
     with usable_driver("cpu").open(Plan()) as session:
         engine = session.prepare(recipe)
         with mode, timed() as clock:
-            found = gather_predictions(session, engine, forward, eval_groups(data, micro_batch=8))
+            groups = once(Loader(data, order=sequential, global_batch=8, micro_batch=8))
+            found = gather_predictions(session, engine, forward, groups)
     return {"wall": clock.wall, "checksum": float(found.double().sum())}
 
 

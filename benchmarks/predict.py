@@ -72,7 +72,9 @@ def kernel_streaming(data: Points, batch: int) -> float:
 
 def _kernel(data: Points, batch: int, keep: bool) -> float:
     from drivetrain import Chunk, Recipe
-    from drivetrain.data.indexed import eval_groups
+    from drivetrain.data.indexed import Loader
+    from drivetrain.data.open_dataset import once
+    from drivetrain.data.order import sequential
     from drivetrain.kernel.plan import Plan
     from drivetrain.kernel.registry import usable_driver
     from drivetrain.trainer.predictions import gather_predictions
@@ -92,7 +94,9 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
         recipe = Recipe(Classifier, lambda module, each: module(**each)["loss"])
         recipe = Recipe(Classifier, recipe.loss, optimizer=OptimizerSettings().build)
         engine = session.prepare(recipe)
-        groups = eval_groups(data, micro_batch=batch, collate=collate)
+        groups = once(
+            Loader(data, order=sequential, global_batch=batch, micro_batch=batch, collate=collate)
+        )
         with torch.inference_mode():
             told = gather_predictions(
                 session, engine, forward, groups, receive=None if keep else receive

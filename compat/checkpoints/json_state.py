@@ -1,10 +1,8 @@
-"""States of schedules as JSON, where what JSON lacks is a dict with one marked key; and JSON files
-that others wrote."""
+"""States of schedules as a manifest can hold them, and JSON files that others wrote."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,8 @@ from ...kernel.errors import CheckpointDamaged
 
 __all__ = ["from_plain", "read_json", "to_plain"]
 
-_NUMBER, _ITEMS = "<number>", "<items>"
+_ITEMS = "<items>"
+_NUMBER = "<number>"  # how earlier versions wrote a number that is not finite
 _MAX_BYTES = 256 << 20
 
 
@@ -31,7 +30,8 @@ def read_json(path: Path) -> Any:
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """The value in JSON types. Raises TypeError, naming the place in it, for what has none."""
+    """The value in the types of a manifest; a mapping whose keys are no strings becomes a dict with
+    one marked key. Raises TypeError, naming the place in it, for what has none."""
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value):
             return {key: to_plain(part, f"{where}.{key}") for key, part in value.items()}
@@ -41,8 +41,6 @@ def to_plain(value: Any, where: str) -> Any:
         return [to_plain(part, f"{where}[{index}]") for index, part in enumerate(value)]
     if callable(item := getattr(value, "item", None)):  # a number of numpy's or torch's
         value = item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_NUMBER: str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(

@@ -166,11 +166,6 @@ class CheckpointStore:
                     catalog.sweep(self.root)
             raise
 
-    def best(self) -> Place | None:
-        """The complete checkpoint with the best metric; None when none has it."""
-        ranked = self.retention.best(catalog.list_checkpoints(self.root).complete)
-        return ranked[0].folder if ranked else None
-
     def _prepare(self, folder: Place, num_bytes: int) -> None:
         removed()
         self._guard()

@@ -39,7 +39,6 @@ __all__ = [
     "Dealing",
     "InOwnOrder",
     "Loader",
-    "eval_groups",
     "is_indexed",
     "length_of",
     "steps_per_epoch",
@@ -282,24 +281,6 @@ class _Step(NamedTuple):
         for start, stop, num_samples, repeats in self.parts:
             indices = self.order.read(base, start, stop)
             yield MicrobatchRequest(epoch, base + start, indices, num_samples, repeats)
-
-
-def eval_groups(
-    dataset: Any, *, micro_batch: int, num_feeders: int = 1, **options: Any
-) -> Generator[Group, None, None]:
-    """Every sample once, in order, on exactly one feeder; as many batches on every feeder.
-
-    A group is at most `micro_batch` samples a feeder. `options`: others of `Loader`.
-    """
-    loader = Loader(
-        dataset,
-        global_batch=micro_batch * num_feeders,
-        micro_batch=micro_batch,
-        num_feeders=num_feeders,
-        order=sequential,
-        **options,
-    )
-    return loader.groups(Position(), loader.steps_per_epoch)
 
 
 def through_epochs(

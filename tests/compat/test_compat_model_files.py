@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from drivetrain.checkpoint.format import strict_json
 from drivetrain.compat.checkpoints.json_state import from_plain, to_plain
 from drivetrain.compat.checkpoints.model_files import (
     has_weights,
@@ -97,15 +98,17 @@ def schedules() -> list[Any]:
 def test_schedules_of_torch_survive_json() -> None:
     for schedule in schedules():
         state = schedule.state_dict()
-        written = json.dumps(to_plain(state, "scheduler"), allow_nan=False)
-        assert to_plain(from_plain(json.loads(written)), "again") == to_plain(state, "scheduler")
-        schedule.load_state_dict(from_plain(json.loads(written)))
+        written = strict_json.dump(to_plain(state, "scheduler"))
+        back = from_plain(strict_json.parse(written, "manifest"))
+        assert to_plain(back, "again") == to_plain(state, "scheduler")
+        schedule.load_state_dict(back)
 
 
 def test_what_json_lacks() -> None:
     odd = {"worst": math.inf, "at": Counter({3: 2}), "rate": torch.tensor(0.5), "pair": (1, None)}
-    back = from_plain(json.loads(json.dumps(to_plain(odd, "odd"), allow_nan=False)))
+    back = from_plain(strict_json.parse(strict_json.dump(to_plain(odd, "odd")), "manifest"))
     assert back == {"worst": math.inf, "at": {3: 2}, "rate": 0.5, "pair": [1, None]}
+    assert from_plain({"worst": {"<number>": "inf"}}) == {"worst": math.inf}  # as once written
     with pytest.raises(TypeError, match=r"odd\.inner\[1\] is a object"):
         to_plain({"inner": [0, object()]}, "odd")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,10 @@ from torch.utils.data import Dataset
 
 from drivetrain import Recipe
 from drivetrain.checkpoint import CheckpointReader
+from drivetrain.data.indexed import Loader
+from drivetrain.data.open_dataset import once
+from drivetrain.data.order import sequential
+from drivetrain.kernel.batches import Group
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
@@ -68,3 +74,11 @@ def everything(checkpoint: Path) -> dict[str, Tensor]:
         for kind in ("weights", "optimizer", "state")
         for name in reader.names(kind)
     }
+
+
+def eval_groups(
+    dataset: Any, *, micro_batch: int, num_feeders: int = 1, **options: Any
+) -> Generator[Group, None, None]:
+    """Every sample once, in order; at most `micro_batch` of them in a group of one feeder."""
+    sizes = {"global_batch": micro_batch * num_feeders, "micro_batch": micro_batch}
+    return once(Loader(dataset, num_feeders=num_feeders, order=sequential, **sizes, **options))

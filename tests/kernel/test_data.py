@@ -22,10 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
-from drivetrain.data.indexed import Loader, eval_groups, steps_per_epoch
+from drivetrain.data.indexed import Loader, steps_per_epoch
 from drivetrain.data.order import Order, sequential, shuffled
 from drivetrain.kernel.batches import Group, Microbatch, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
+
+from .problems import eval_groups
 
 quickly = settings(deadline=None, max_examples=60)
 

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import drivetrain
 from drivetrain.backends.cpu import driver
-from drivetrain.data.indexed import eval_groups
 from drivetrain.kernel.contract import Engine, Session
 from drivetrain.kernel.errors import RecipeError
 from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.recipe import Recipe
 from drivetrain.trainer.predictions import Chunk, gather_predictions
 
+from .problems import eval_groups
 from .thread_world import on_ranks
 
 quickly = settings(deadline=None, max_examples=60)

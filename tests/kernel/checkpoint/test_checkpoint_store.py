@@ -348,7 +348,8 @@ def test_retention(tmp_path_factory, scores, keep_last, keep_best, best_mode, ke
             every = [s for s in here if keep_every and s % keep_every == 0]
             here = {s: here[s] for s in sorted({*best, *every, *sorted(here)[-keep_last:]})}
         assert steps(store.root) == list(here)
-        assert store.best() == (store.root / f"checkpoint-{best[0]:06d}" if best else None)
+        ranked = store.retention.best(list_checkpoints(store.root).complete)
+        assert [found.step for found in ranked[: len(best)]] == best
 
 
 @pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_best": -1}, {"best_mode": "least"}])
