@@ -6,14 +6,13 @@ Read it to learn what a driver is, with the session and the engine that it takes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
 from .common import layouts
 from .common.plain_engine import PlainEngine
@@ -38,6 +37,7 @@ class CpuDriver:
 
     name = "cpu"
     options_type = CpuOptions
+    layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
         return Probe(
@@ -57,11 +57,6 @@ class CpuDriver:
             activation_checkpointing=True,
             feeds_ahead=False,
         )
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[HostSession]:

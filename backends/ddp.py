@@ -5,15 +5,14 @@ NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
-from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from ..kernel.plan import Capabilities, Plan, Probe
 from .common import layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 from .process_group.session import (
@@ -40,6 +39,7 @@ class DdpDriver:
 
     name = "ddp"
     options_type = DdpOptions
+    layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
         preferred = num_launched() > 1 or torch.cuda.device_count() > 0
@@ -57,11 +57,6 @@ class DdpDriver:
             feeds_ahead=_device(plan).type != "cpu",
             saves_memory=SAVES_MEMORY,
         )
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -8,23 +8,23 @@ everything that is saved or restored goes through the plain `state_dict` of both
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
 
-from ..kernel.contract import Outcome, World
+from ..kernel.contract import World
 from ..kernel.errors import BackendUnavailable
-from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
 from ..kernel.recipe import Recipe
 from ..kernel.shards import Piece, Reader
-from .common import layouts, model_state, models, stepping
+from .common import layouts, model_state, models
 from .common.optimizer_state import OptimizerState
+from .common.plain_engine import PlainEngine
 from .common.single_process import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
@@ -58,6 +58,7 @@ class IpexDriver:
 
     name = "ipex"
     options_type = IpexOptions
+    layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
         install = "pip install 'drivetrain[ipex]'"
@@ -87,11 +88,6 @@ class IpexDriver:
             feeds_ahead=False,
         )
 
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        return layouts.replicated_layout(plan, model, state_bytes)
-
     @contextmanager
     def open(self, plan: Plan) -> Iterator[HostSession]:
         probe = self.probe()
@@ -102,26 +98,20 @@ class IpexDriver:
             yield HostSession(plan, IpexEngine)
 
 
-class IpexEngine:
+class IpexEngine(PlainEngine):
     """The user's own module, optimized in place; some layers are replaced by the extension's."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
-        options = plan.options or IpexOptions()
-        self.plan = plan
-        self.module = models.build_model(recipe, plan, world.device)
-        self.tied = models.tied_groups(self.module)
-        self.num_parameters = sum(p.numel() for p in self.module.parameters())
-        recomputed = [name for name, part in self.module.named_modules() if "forward" in vars(part)]
-        self.optimizer = models.build_optimizer(recipe, self.module)
+        super().__init__(recipe, plan, world)
+        recomputed = [name for name, part in self.own.named_modules() if "forward" in vars(part)]
         # afterwards parameters and layers may be others: what the user calls them is noted here
-        self._shapes = {name: t.shape for name, t in model_state.named_state(self.module).items()}
-        self.state = _IpexState(self.optimizer, self.module)
-        self._optimize(options)
+        self._shapes = {name: t.shape for name, t in model_state.named_state(self.own).items()}
+        self.state = _IpexState(self.optimizer, self.own)
+        self._optimize(plan.options or IpexOptions())
         for name in recomputed:
-            if "forward" not in vars(self.module.get_submodule(name)):  # the layer was replaced
-                models.recompute_activations(self.module, name)
-        self.parameters = list(self.module.parameters())
-        self.autocast = models.autocast(plan, world.device)
+            if "forward" not in vars(self.own.get_submodule(name)):  # the layer was replaced
+                models.recompute_activations(self.own, name)
+        self.parameters = list(self.own.parameters())
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
@@ -131,9 +121,9 @@ class IpexEngine:
         if prepack is None and type(self.optimizer) not in known.IPEX_FUSED_OPTIMIZER_LIST_CPU:
             prepack = False
         low = self.plan.precision.compute != self.plan.precision.params
-        self.module.train()  # it refuses an optimizer in evaluation mode
+        self.own.train()  # it refuses an optimizer in evaluation mode
         ipex.optimize(
-            self.module,
+            self.own,
             dtype=self.plan.precision.compute if low else None,
             optimizer=self.optimizer,
             level=options.level,
@@ -142,24 +132,8 @@ class IpexEngine:
             fuse_update_step=options.fuse_update_step,
         )
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups  # `load_state_dict` makes a new list
-
-    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return models.NO_CONTEXT
-
-    def backward(self, loss: Tensor, weight: Tensor) -> None:
-        stepping.backward(loss, weight)
-
-    def unused(self) -> Sequence[str]:
-        return models.without_gradient(self.module)
-
-    def update(self) -> Outcome:
-        return stepping.update(self.optimizer, self.parameters, self.plan.max_grad_norm)
-
     def shards(self) -> Iterator[Piece]:
-        weights = self.module.state_dict()
+        weights = self.own.state_dict()
         return model_state.dealt_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
@@ -175,11 +149,8 @@ class IpexEngine:
         weights = {name: reader.read("weights", name) for name in self._shapes}
         for first, *others in self.tied:
             weights |= dict.fromkeys(others, weights[first])
-        self.module.load_state_dict(weights)
+        self.own.load_state_dict(weights)
         self.state.load(state)
-
-    def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
-        return nullcontext(self.module)
 
 
 class _IpexState(OptimizerState):

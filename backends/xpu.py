@@ -5,15 +5,14 @@ It stands where the ipex driver leaves off: upstream moved its GPU support into 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..kernel.errors import BackendUnavailable
-from ..kernel.plan import Capabilities, Layout, Plan, Probe
+from ..kernel.plan import Capabilities, Plan, Probe
 from .common import layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 from .process_group.session import ProcessGroupSession, local_rank, process_group
@@ -28,6 +27,7 @@ class XpuDriver:
 
     name = "xpu"
     options_type = ReplicatedOptions
+    layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
         versions = {"torch": torch.__version__}
@@ -59,11 +59,6 @@ class XpuDriver:
             feeds_ahead=True,
             saves_memory=SAVES_MEMORY,
         )
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        return layouts.replicated_layout(plan, model, state_bytes)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -17,9 +17,14 @@ def host_memory() -> int:
 
 
 def replicated_layout(
-    plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], *, notes: tuple[str, ...] = ()
+    plan: Plan,
+    model: nn.Module,
+    state_bytes: Mapping[str, int],
+    world_size: int = 1,
+    *,
+    notes: tuple[str, ...] = (),
 ) -> Layout:
-    """The whole of everything on every rank."""
+    """The whole of everything on every rank, of however many."""
     parameters = list(model.parameters())
     groups = tied_groups(model)
     tied = tuple(f"{' = '.join(group)} is one parameter" for group in groups)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.optimizer_entries import GROUP, _same, can_be_stored, copied, flat, nested
+from ...checkpoint.optimizer_entries import GROUP, can_be_stored, copied, flat, nested, same
 from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
 from ...kernel.shards import Reader
 
@@ -64,7 +64,7 @@ class GroupNumbers:
             for names, built, group in zip(self.names, self._built, groups, strict=True)
             if names
             for key, value in _counted(group).items()
-            if key not in built or not _same(value, built[key])
+            if key not in built or not same(value, built[key])
             for name, tensor in flat(GROUP + key, value)
         }
 
@@ -84,7 +84,7 @@ class GroupNumbers:
         merged: dict[str, Any] = {}
         for fqn, entries in stored.items():
             for key, value in entries.items():
-                if not _same(merged.setdefault(key, value), value):
+                if not same(merged.setdefault(key, value), value):
                     raise CheckpointMismatch(
                         f"the optimizer's {key.removeprefix(GROUP)!r} was {merged[key]} in one "
                         f"group of parameters and {value} in that of {fqn!r}, and they are one "

@@ -21,7 +21,7 @@ class PlainEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
-        self.own = models.build_model(recipe, plan, world.device)
+        self.own = self.build_model(recipe)
         self.module = self.own
         """What is called: put a wrapper here."""
         self.tied = models.tied_groups(self.own)
@@ -34,6 +34,10 @@ class PlainEngine:
         if plan.compile:
             # in place: names and the module itself stay
             self.own.compile(**plan.compile_options)
+
+    def build_model(self, recipe: Recipe) -> nn.Module:
+        """The user's own module, on the device."""
+        return models.build_model(recipe, self.plan, self.world.device)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import model_state, models, stepping
-from ..common.optimizer_state import OptimizerState
+from ..common import models
+from ..common.plain_engine import PlainEngine
 from .buffers import Buffers
 from .collectives import naming_collectives
 
@@ -66,57 +66,44 @@ class ReplicatedOptions:
         }
 
 
-class DdpEngine:
+class DdpEngine(PlainEngine):
     """The module in DistributedDataParallel; what is saved is as in one process."""
 
+    module: _InOneOrder
+
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
-        options: ReplicatedOptions = plan.options or ReplicatedOptions()
-        self.plan, self.world = plan, world
-        self.finds_unused = options.finds_unused
-        self.own = models.with_synced_batch_norm(
-            models.build_model(recipe, plan, world.device),
-            options.sync_batch_norm,
-            world.device,
-            "ddp",  # xpu is no CPU
-        )
-        self.tied = models.tied_groups(self.own)
-        self.num_parameters = sum(p.numel() for p in self.own.parameters())
-        self.parameters = [p for p in self.own.parameters() if p.requires_grad]
-        self.optimizer = models.build_optimizer(recipe, self.own)
-        self.state = OptimizerState(self.optimizer, self.own)
-        self._autocast = models.autocast(plan, world.device)
-        self.loss_scale = stepping.LossScale(world.device) if plan.precision.loss_scaling else None
-        if plan.compile:
-            self.own.compile(**plan.compile_options)
-        self.module = _InOneOrder(self.own, options.static_graph, **options.arguments())
-        self.buffers = Buffers(self.own, world, options.sync_buffers)
+        self.options: ReplicatedOptions = plan.options or ReplicatedOptions()
+        super().__init__(recipe, plan, world)
+        autocast = self.autocast
+        self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
+        self.module = _InOneOrder(self.own, self.options.static_graph, **self.options.arguments())
+        self.buffers = Buffers(self.own, world, self.options.sync_buffers)
         self.buffers.take_before_forward(self.module)
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups  # `load_state_dict` makes a new list
+    def build_model(self, recipe: Recipe) -> nn.Module:
+        return models.with_synced_batch_norm(
+            super().build_model(recipe),
+            self.options.sync_batch_norm,
+            self.world.device,
+            "ddp",  # xpu is no CPU
+        )
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         return models.NO_CONTEXT if last else self.module.no_sync()
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        return naming_collectives("a forward", self.world.rank, inside=self._autocast())
-
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):
-            stepping.backward(loss, weight, self.loss_scale)
+            super().backward(loss, weight)
 
     def unused(self) -> Sequence[str]:
-        names = models.without_gradient(self.own)
-        if not self.finds_unused:
+        names = super().unused()
+        if not self.options.finds_unused:
             self._refuse_unused(names)
         return names
 
     def update(self) -> Outcome:
         self._refuse_unused(self.module.waited_for())
-        return stepping.update(
-            self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
-        )
+        return super().update()
 
     def _refuse_unused(self, names: Sequence[str]) -> None:
         """DDP waits for their gradients, and averages none of those in a bucket with them."""
@@ -129,12 +116,10 @@ class DdpEngine:
 
     def shards(self) -> Iterator[Piece]:
         yield from self.buffers.own_pieces()
-        yield from model_state.replicated_pieces(
-            self.own, self.state, self.loss_scale, self.world.rank, self.world.size
-        )
+        yield from super().shards()
 
     def restore(self, reader: Reader) -> None:
-        model_state.restore_replicated(reader, self.own, self.state, self.loss_scale)
+        super().restore(reader)
         self.buffers.restore_own(reader)
 
     @contextmanager

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ...data.nested import map_tensors, tensors_of
 from ...kernel.errors import BackendUnavailable, SettingError
 from ...kernel.shards import Box, Piece
+from ..common.buffers import write_unseen
 
 
 def default_platform() -> str:
@@ -193,7 +193,6 @@ class _Before:
         running = self.layer.running_var
         self.old = running.clone() if self.layer.training and running is not None else None
 
-    @torch.no_grad()
     def correct(self, layer: nn.Module, args: Any, output: Tensor) -> None:
         new, old, self.old = self.layer.running_var, self.old, None
         if old is None or new is None:
@@ -204,9 +203,7 @@ class _Before:
         else:
             kept = old * (1 - (share or 0.0))
         number = _elements_of_one_variance(self.layer, output)
-        # the backward is given the running variance, and does not look at it
-        with _unsafe_preserve_version_counter(new):
-            new.copy_(kept + (new - kept) * (number / max(number - 1, 1)))
+        write_unseen([new], [kept + (new - kept) * (number / max(number - 1, 1))])
 
 
 def _elements_of_one_variance(layer: _NormBase, output: Tensor) -> int:

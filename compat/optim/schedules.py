@@ -17,6 +17,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from ...trainer.schedule import cosine
 from .layerwise import LayerWiseDummyOptimizer, LayerWiseDummyScheduler
 from .plateau import GreedyLR, Plateau
 
@@ -61,8 +62,7 @@ def _warmed(span: Span, after: Factor) -> Factor:
 
 def _wave(progress: float, num_cycles: float, floor: float = 0.0) -> float:
     """A cosine between 1 and `floor`."""
-    height = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-    return max(0.0, height * (1 - floor) + floor)
+    return max(0.0, cosine(progress, floor, num_cycles))
 
 
 def _constant(span: Span) -> Factor:
@@ -87,7 +87,7 @@ def _cosine_with_restarts(span: Span, num_cycles: int = 1) -> Factor:
         progress = span.progress(step)
         if progress >= 1.0:
             return 0.0
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+        return cosine((num_cycles * progress) % 1.0)
 
     return _warmed(span, after)
 
@@ -153,7 +153,7 @@ _RISES: dict[str, Callable[[float], float]] = {
 }
 _FALLS: dict[str, Callable[[float, float], float]] = {
     "linear": lambda done, cycles: 1.0 - done,
-    "cosine": lambda done, cycles: 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * done)),
+    "cosine": lambda done, cycles: cosine(done, cycles=cycles),
     "1-sqrt": lambda done, cycles: 1.0 - math.sqrt(done),
 }
 

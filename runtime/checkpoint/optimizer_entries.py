@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernel.errors import CheckpointDamaged
 
-__all__ = ["GROUP", "can_be_stored", "copied", "flat", "nested", "unsaved"]
+__all__ = ["GROUP", "can_be_stored", "copied", "flat", "nested", "same", "unsaved"]
 
 
 GROUP = "group."
@@ -122,11 +122,12 @@ def copied(value: Any) -> Any:
     return kind(copied(item) for item in value) if kind else value
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Both of one type, and equal, tensors element by element."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
     if kind := _kind(a, _SEQUENCES):
         if not isinstance(b, kind) or len(a) != len(cast(Any, b)):
             return False
-        return all(_same(x, y) for x, y in zip(a, cast(Any, b), strict=True))
+        return all(same(x, y) for x, y in zip(a, cast(Any, b), strict=True))
     return type(a) is type(b) and bool(a == b)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ..kernel.errors import SettingError
 
-__all__ = ["SCHEDULES", "Schedule", "build_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "build_schedule", "cosine"]
 
 Schedule = Callable[[int], float]
 
@@ -25,9 +25,10 @@ def _linear(progress: float, final: float, decay: float) -> float:
     return 1.0 - (1.0 - final) * progress
 
 
-def _cosine(progress: float, final: float, decay: float) -> float:
-    # Loshchilov and Hutter, https://arxiv.org/abs/1608.03983, without restarts
-    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+def cosine(progress: float, final: float = 0.0, cycles: float = 0.5) -> float:
+    """From 1 to `final` in half a cycle; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983,
+    without restarts."""
+    return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
 
 
 def _warmup_stable_decay(progress: float, final: float, decay: float) -> float:
@@ -39,7 +40,7 @@ def _warmup_stable_decay(progress: float, final: float, decay: float) -> float:
 
 _SHAPES: dict[str, Callable[[float, float, float], float]] = {
     "constant": _constant,
-    "cosine": _cosine,
+    "cosine": lambda progress, final, decay: cosine(progress, final),
     "linear": _linear,
     "warmup_stable_decay": _warmup_stable_decay,
 }
