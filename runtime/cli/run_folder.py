@@ -135,7 +135,7 @@ def read_config(folder: Place) -> Mapping[str, Any]:
         ) from error
     if not isinstance(config, dict):
         return {}
-    for name, kind in (("recipe", str), ("backend", str), ("given", dict)):
+    for name, kind in (("recipe", str), ("backend", str), ("given", dict), ("track", list)):
         if not isinstance(config.get(name) or kind(), kind):
             raise OutputError(
                 f"{folder / CONFIG}: {name} is {config[name]!r:.200}; mend it, or delete the file "

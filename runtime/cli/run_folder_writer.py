@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -33,7 +33,12 @@ _BEGINNINGS = ("run_started", "resumed", "warned")
 
 
 def configuration(
-    *, name: str, recipe: Path | None, given: Mapping[str, Any], resolved: Resolved
+    *,
+    name: str,
+    recipe: Path | None,
+    given: Mapping[str, Any],
+    resolved: Resolved,
+    track: Sequence[str],
 ) -> Record:
     """What `config.json` holds: enough to repeat the run, and to resume it without a recipe."""
     return {
@@ -41,6 +46,7 @@ def configuration(
         "command": [shlex.quote(word) for word in (*program(), *sys.argv[1:])],
         "recipe": None if recipe is None else str(recipe.resolve()),
         "given": plain(given),
+        "track": list(track),
         "settings": {
             key: {"value": plain(value), "source": resolved.sources[key]}
             for key, value in resolved.values.items()

@@ -21,6 +21,7 @@ from ..kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
 from ..kernel.events import Warned
 from ..kernel.paths import Place, place
 from ..kernel.registry import usable_driver
+from ..trackers import Tracker
 from ..trainer.fit import Result, fit
 from .config_files import ConfigFiles
 from .deadline import Deadline, parse_duration, set_deadline
@@ -31,7 +32,14 @@ from .next_command import onward
 from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
 from .records import record_of
 from .resolve_settings import RESUMED, Layer, merge, refuse_early, resolve
-from .run_folder import Earlier, check_folder, default_folder, find_earlier, read_config
+from .run_folder import (
+    Earlier,
+    check_folder,
+    default_folder,
+    find_earlier,
+    read_config,
+    records_folder,
+)
 from .run_folder_writer import Keeper, configuration, result_record
 from .stopping import Stopping
 from .watch import Sink, Watcher, print_json, print_lines
@@ -50,6 +58,7 @@ class TrainRequest:
     out: Place | None
     resume: str | None
     launch: Launch
+    track: Sequence[str] | None = None
     stop_after: str | None = None
     json: bool = False
 
@@ -66,6 +75,7 @@ class _Job:
     out: Place
     out_is_default: bool
     resume: Place | str | None
+    track: Sequence[str]
 
 
 def train(request: TrainRequest) -> int:
@@ -126,7 +136,14 @@ def _fill_gaps(request: TrainRequest) -> _Job:
         out=out,
         out_is_default=out_is_default,
         resume=resume,
+        track=_tracked(request, {} if earlier is None else earlier.config),
     )
+
+
+def _tracked(request: TrainRequest, earlier: Mapping[str, Any]) -> Sequence[str]:
+    """The trackers that are asked for, or else those of the earlier run."""
+    names = earlier.get("track", ()) if request.track is None else request.track
+    return [name for name in names if name != "none"]
 
 
 def _earlier(request: TrainRequest) -> tuple[Earlier | None, Place | str | None]:
@@ -183,11 +200,16 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
             recipe=None if embedded else job.recipe,
             given=merge(layers),
             resolved=resolved,
+            track=job.track,
         ),
         partial(onward, job.out),
     )
     item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
-    with _watching(keeper, item_name, stream) as (watcher, show):
+    with _watching(keeper, item_name, stream) as (watcher, show), ExitStack() as stack:
+        names = job.track if rank() == 0 else ()
+        trackers = [_tracker(name, job.out, show) for name in names]
+        for tracker in trackers:
+            stack.callback(tracker.close)
         stopping.begin()
         try:
             result = fit(
@@ -197,7 +219,7 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
                 backend_options=resolved.backend_options,
                 out=job.out,
                 resume=job.resume,
-                observers=[watcher, Deadline(), stopping],
+                observers=[watcher, *trackers, Deadline(), stopping],
                 finish=partial(_sample, recipe_file, keeper),
             )
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -206,6 +228,13 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
             raise
         show(result_record(keeper, result))
     return result
+
+
+def _tracker(name: str, out: Place, show: Sink) -> Tracker:
+    def warn(message: str) -> None:
+        show(record_of(Warned(message)))
+
+    return Tracker(name, folder=records_folder(out), warn=warn)
 
 
 def _exit_code(result: Result) -> int:

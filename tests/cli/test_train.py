@@ -194,3 +194,22 @@ def test_help_is_fast_and_names_the_exit_code(drive: Drive) -> None:
     shown = drive("train", "--help", COLUMNS="100").stdout
     assert f"{EXIT_PREEMPTED} asked to stop" in shown
     assert "--set optimizer.lr=3e-4" in shown
+
+
+def test_a_run_is_tracked_and_its_resumed_one_goes_on(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = drive("train", recipe, "--backend", "cpu", "--track", "tensorboard", "--out", "run")
+    assert first.code == 0, first.stderr
+    again = drive("train", "--resume", "run", "--steps", "8")
+    assert again.code == 0, again.stderr
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("train/loss")] == [2, 4, 6, 8]
+    assert drive("train", "--resume", "run", "--steps", "10", "--track", "none").code == 0
+    after = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [point.step for point in after.Scalars("train/loss")] == [2, 4, 6, 8]
+    wrong = drive("train", recipe, "--track", "tensorbord", "--out", "other")
+    assert wrong.code == 2 and "known" in wrong.stderr
+    assert not (tmp_path / "other").exists()

@@ -105,10 +105,11 @@ ROOMS = {
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
     ),
+    "trackers": Room("trackers", "runtime/trackers", siblings=_TRAINED),
     "cli": Room(
         "cli",
         "runtime/cli",
-        siblings=_TRAINED | {"conformance"},
+        siblings=_TRAINED | {"conformance", "trackers"},
         templates=frozenset({"runtime/cli/gpt.py"}),
     ),
     "compat": Room("compat", "compat", siblings=_TRAINED),

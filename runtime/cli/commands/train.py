@@ -96,6 +96,16 @@ def train(
             "The exit code is 75.",
         ),
     ] = None,
+    track: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Send the figures to tensorboard, wandb, mlflow or trackio, too; a resumed run "
+            "goes on with its curve, by default where it was tracked before (none: no more). "
+            "Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
     ] = False,
@@ -147,6 +157,7 @@ def train(
             out=None if out is None else place(out),
             resume=resume,
             launch=Launch(nproc, nnodes, given),
+            track=track,
             stop_after=stop_after,
             json=json,
         )
