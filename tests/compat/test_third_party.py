@@ -73,6 +73,7 @@ def test_one_process(alone, scenario):
     assert_equal(alone[0][scenario], alone[1][scenario])
 
 
+@pytest.mark.slow
 @pytest.mark.row("T9", "T14", "A5", "X1")
 @pytest.mark.parametrize("scenario", ALL)
 def test_two_ranks(two_ranks, scenario):
@@ -80,7 +81,7 @@ def test_two_ranks(two_ranks, scenario):
 
 
 @pytest.mark.row("T13")
-@pytest.mark.parametrize("ranks", ["alone", "two_ranks"])
+@pytest.mark.parametrize("ranks", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_what_sft_logs(request, ranks):
     theirs, ours = request.getfixturevalue(ranks)
     for scenario in ("sft", "packed", "lora"):
@@ -97,13 +98,14 @@ def test_older_keywords_of_sft(alone):
 
 
 @pytest.mark.row("N11")
-@pytest.mark.parametrize("ranks", ["alone", "two_ranks"])
+@pytest.mark.parametrize("ranks", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
 def test_adapters_alone_are_saved(request, ranks):
     _, ours = request.getfixturevalue(ranks)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(ours["lora"]["files"])
     assert "model.safetensors" not in ours["lora"]["files"]
 
 
+@pytest.mark.slow
 @pytest.mark.row("X11", "X17")
 @pytest.mark.row(
     "X19",

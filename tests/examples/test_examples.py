@@ -70,6 +70,7 @@ def test_the_python_api_is_short() -> None:
     assert len(code) <= 15
 
 
+@pytest.mark.slow
 def test_the_gpt_learns_from_texts_of_one_s_own(tmp_path: Path) -> None:
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -88,6 +89,7 @@ def test_the_gpt_learns_from_texts_of_one_s_own(tmp_path: Path) -> None:
     assert records[-1]["sample"]
 
 
+@pytest.mark.slow
 def test_minilm_starts(tmp_path: Path) -> None:
     """Three steps with its real weights: text in, metrics out."""
     short = ("recipe.max_tokens=8", "recipe.eval_texts=40", "checkpoint.at_end=false")

@@ -1,4 +1,4 @@
-"""The README's commands are the ones that are run: its test command is the end of .ci/run."""
+"""The README's commands are the ones that are run: its test command is a line of .ci/run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ def commands(text: str) -> list[str]:
     return [line.removeprefix("$ ") for line in lines]
 
 
-def last_command(script: str) -> str:
-    """The last line of a shell script that does something."""
-    lines = [line.strip() for line in script.splitlines()]
-    return [line for line in lines if line and not line.startswith("#")][-1]
+def tests_of(script: str) -> list[str]:
+    """The lines of a shell script that run tests."""
+    return [line for line in script.splitlines() if re.match(r"uv run .*\bpytest\b", line)]
 
 
-def test_ci_ends_with_the_readme_s_test_command() -> None:
+def test_ci_runs_the_readme_s_test_command_and_then_a_part_of_what_is_slow() -> None:
     readme = commands((ROOT / "README.md").read_text())
-    assert SET_UP + last_command((ROOT / ".ci" / "run").read_text()) in readme
+    quick, slow = tests_of((ROOT / ".ci" / "run").read_text())
+    assert SET_UP + quick in readme
+    assert slow.startswith(f"{quick} -m slow --shard ")
+    ((divisor, parts),) = re.findall(r"% (\d+)\)\)/(\d+)", slow)
+    assert divisor == parts
 
 
 def test_the_readme_begins_with_one_command_that_trains() -> None:
@@ -34,4 +37,6 @@ def test_the_readme_begins_with_one_command_that_trains() -> None:
 
 def test_another_command_is_seen() -> None:
     assert commands("a\n```bash\n$ one  # why\ntwo\n```\nthree\n") == ["one", "two"]
-    assert last_command("#!/bin/sh\nset -e\ntrue\n\n# end\n") == "true"
+    assert tests_of("#!/bin/sh\n# pytest\nuv run a\nuv run b pytest -k c\n") == [
+        "uv run b pytest -k c"
+    ]

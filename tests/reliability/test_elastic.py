@@ -111,6 +111,7 @@ def two(machines: Machines, address: str, port: str, within: tuple[tuple[str, ..
     machines.wait_for_step(5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NAMESPACES, reason="networks of one's own are not allowed here")
 def test_a_partition_is_named_on_both_sides(machines: Machines) -> None:
     with two_networks() as (within, part):

@@ -111,7 +111,9 @@ def steps(out: Place) -> list[int]:
     return [found.step for found in listing.complete]
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["still", "behind"])
+@pytest.mark.parametrize(
+    "behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "behind"]
+)
 def test_a_run_saves_to_s3_and_goes_on_from_there(
     proxy: Proxy, out: Url, whole: dict[str, Any], behind: bool
 ) -> None:
@@ -136,7 +138,14 @@ def every(number: int, fault: Fault, writes: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("fault", "writes"),
-    [("500", True), ("503", False), ("slow", True), ("cut upload", True), ("cut download", False)],
+    [
+        ("500", True),
+        ("cut download", False),
+        *(
+            pytest.param(fault, writes, marks=pytest.mark.slow)
+            for fault, writes in [("503", False), ("slow", True), ("cut upload", True)]
+        ),
+    ],
 )
 def test_a_run_over_a_bad_network_ends_as_over_a_good_one(
     proxy: Proxy, out: Url, whole: dict[str, Any], fault: Fault, writes: bool
@@ -248,7 +257,9 @@ def train_in_a_process(out: str, settings: Settings, environment: dict[str, str]
     run(Url(out), settings)
 
 
-@pytest.mark.parametrize("behind", [False, True], ids=["still", "behind"])
+@pytest.mark.parametrize(
+    "behind", [pytest.param(False, marks=pytest.mark.slow), True], ids=["still", "behind"]
+)
 def test_kill_9_in_the_middle_of_an_upload(
     proxy: Proxy, whole: dict[str, Any], out: Url, behind: bool
 ) -> None:

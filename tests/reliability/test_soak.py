@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))  # where `python -m benchmarks` is run
 soak = importlib.import_module("benchmarks.soak")
 
 
+@pytest.mark.slow
 def test_a_short_soak_leaves_nothing_behind() -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -143,15 +143,15 @@ def stopped(way: str, index: int, rank: int) -> bool:
     return way == "is stopped" and index == rank
 
 
+EACH_ONCE = {("ddp", "sleeps in a forward"), ("fsdp", "is stopped"), ("deepspeed", "sleeps")}
+
+
 @pytest.mark.parametrize(
     ("backend", "way"),
     [
-        pytest.param(backend, way, marks=[pytest.mark.slow] if is_like_others else [])
+        pytest.param(backend, way, marks=[] if (backend, way) in EACH_ONCE else pytest.mark.slow)
         for backend in ("ddp", "fsdp", "deepspeed")
         for way in ("sleeps", "is stopped", "sleeps in a forward")
-        for is_like_others in [
-            (backend == "deepspeed" and way != "sleeps") or (backend, way) == ("fsdp", "sleeps")
-        ]
     ],
 )
 def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
@@ -173,7 +173,9 @@ def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: 
         assert "What each thread is doing" in words[1]
 
 
-@pytest.mark.parametrize("call", ["barrier", "1", "100000"])
+@pytest.mark.parametrize(
+    "call", ["1", *(pytest.param(c, marks=pytest.mark.slow) for c in ("barrier", "100000"))]
+)
 def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> None:
     """Either end may notice: the one that waits, or the one that gets what it did not ask for."""
     codes, words, took = run("ddp", tmp_path, 0, f"calls {call}")
@@ -201,8 +203,8 @@ def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
     ("backend", "rank", "way"),
     [
         ("ddp", 1, "works"),
-        ("ddp", 0, "naps in a forward"),
-        ("fsdp", -1, "naps in a forward"),
+        pytest.param("ddp", 0, "naps in a forward", marks=pytest.mark.slow),
+        pytest.param("fsdp", -1, "naps in a forward", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_lives_is_waited_for(tmp_path: Path, backend: str, rank: int, way: str) -> None:
