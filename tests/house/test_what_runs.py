@@ -1,4 +1,4 @@
-"""The README's test command leaves out what is slow, and no law of any driver, and no planted fault;
+"""The README's test command leaves out what is slow, but no law of any driver and no planted fault;
 what it leaves out is in one of the shards of .ci/run."""
 
 from __future__ import annotations
