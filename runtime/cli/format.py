@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from rich.markup import escape
+
+from .tables import table, text_of
+
 __all__ = ["amount", "describe", "duration", "figure", "of_total", "rate"]
+
+
+_FIGURES = ("calls", "ms", "share")
 
 
 def describe(record: Mapping[str, Any]) -> str | None:
@@ -20,6 +27,7 @@ def describe(record: Mapping[str, Any]) -> str | None:
         "logged": _logged,
         "evaluated": _evaluated,
         "saved": _saved,
+        "profiled": _profiled,
         "rank_late": _rank_late,
         "warned": lambda record: f"warning: {record['message']}",
         "run_ended": _run_ended,
@@ -99,6 +107,14 @@ def _saved(record: Mapping[str, Any]) -> str:
     if record["error"]:
         return f"step {record['step']} could not be saved: {record['error']}"
     return f"step {record['step']} saved: {record['path']}"
+
+
+def _profiled(record: Mapping[str, Any]) -> str:
+    costliest = table("costliest operations", "calls", "ms", "share", figures=_FIGURES)
+    for name, calls, seconds, share in record["operations"]:
+        costliest.add_row(escape(name), str(calls), f"{1000 * seconds:.2f}", f"{share:.0%}")
+    steps = f"{record['first']} to {record['step']}"
+    return f"steps {steps} profiled: {record['path']}\n{text_of(costliest)}"
 
 
 def _run_ended(record: Mapping[str, Any]) -> str:

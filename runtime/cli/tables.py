@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["open_console", "table"]
+__all__ = ["open_console", "table", "text_of"]
 
 _UNFOLDED = 10_000
 
@@ -28,3 +28,11 @@ def table(*titles: str, figures: Collection[str] = ()) -> Table:
     for title in titles:
         made.add_column(title, overflow="fold", justify="right" if title in figures else "left")
     return made
+
+
+def text_of(made: Table) -> str:
+    """As lines of text, as wide as they are."""
+    console = Console(width=_UNFOLDED, color_system=None, highlight=False)
+    with console.capture() as captured:
+        console.print(made)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -23,6 +23,7 @@ from ..kernel.paths import Place, place
 from ..kernel.registry import usable_driver
 from ..trackers import Tracker
 from ..trainer.fit import Result, fit
+from ..trainer.profiler import Profiler
 from .config_files import ConfigFiles
 from .deadline import Deadline, parse_duration, set_deadline
 from .failure import FINISHED, PREEMPTED, RESTARTS, note_outcome, rank, world_size
@@ -59,6 +60,7 @@ class TrainRequest:
     resume: str | None
     launch: Launch
     track: Sequence[str] | None = None
+    profile: tuple[int, int] | None = None
     stop_after: str | None = None
     json: bool = False
 
@@ -206,10 +208,9 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
     )
     item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
     with _watching(keeper, item_name, stream) as (watcher, show), ExitStack() as stack:
-        names = job.track if rank() == 0 else ()
-        trackers = [_tracker(name, job.out, show) for name in names]
-        for tracker in trackers:
-            stack.callback(tracker.close)
+        more = _asked_for(request, job, show)
+        for observer in more:
+            stack.callback(observer.close)
         stopping.begin()
         try:
             result = fit(
@@ -219,7 +220,7 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
                 backend_options=resolved.backend_options,
                 out=job.out,
                 resume=job.resume,
-                observers=[watcher, *trackers, Deadline(), stopping],
+                observers=[watcher, *more, Deadline(), stopping],
                 finish=partial(_sample, recipe_file, keeper),
             )
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -230,11 +231,20 @@ def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | 
     return result
 
 
-def _tracker(name: str, out: Place, show: Sink) -> Tracker:
+def _asked_for(request: TrainRequest, job: _Job, show: Sink) -> list[Tracker | Profiler]:
+    """Observers that write files of their own."""
+
     def warn(message: str) -> None:
         show(record_of(Warned(message)))
 
-    return Tracker(name, folder=records_folder(out), warn=warn)
+    folder, names = records_folder(job.out), job.track if rank() == 0 else ()
+    observers: list[Tracker | Profiler] = [
+        Tracker(name, folder=folder, warn=warn) for name in names
+    ]
+    if request.profile is not None:
+        steps, tell = request.profile, lambda profiled: show(record_of(profiled))
+        observers.append(Profiler(*steps, folder / "profile", tell=tell, warn=warn))
+    return observers
 
 
 def _exit_code(result: Result) -> int:

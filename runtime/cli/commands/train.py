@@ -106,6 +106,14 @@ def train(
             show_default=False,
         ),
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:END",
+            help="Profile these steps (10:13 is 10, 11 and 12): a trace of each rank in profile/ "
+            "of the run folder, for ui.perfetto.dev, and the costliest operations in the log.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
     ] = False,
@@ -130,6 +138,7 @@ def train(
 
     with told(debug=debug):
         from ...kernel.paths import place
+        from ...trainer.profiler import parse_steps
         from ..config_files import read_config_files
         from ..launch import Launch
         from ..resolve_settings import parse_pairs
@@ -158,6 +167,7 @@ def train(
             resume=resume,
             launch=Launch(nproc, nnodes, given),
             track=track,
+            profile=None if profile is None else parse_steps(profile),
             stop_after=stop_after,
             json=json,
         )
