@@ -6,6 +6,8 @@ Names are imported when first asked for, so that importing this package stays li
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
+from .logs import show as _show
+
 _HOMES = {
     "DEFAULT_CALLBACKS": "callbacks.flow_callbacks",
     "DEFAULT_PROGRESS_CALLBACK": "callbacks.progress",
@@ -92,6 +94,8 @@ _HOMES = {
 """Each public name and the module that it lives in; sorted as `__all__` is."""
 
 __all__ = list(_HOMES)
+
+_show()
 
 
 def __getattr__(name: str) -> _Any:

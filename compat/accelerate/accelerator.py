@@ -9,18 +9,22 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ...checkpoint import CheckpointReader
 from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
 from ..arguments.backend import chosen, notes
 from ..arguments.processes import Processes
+from ..checkpoints.model_files import write_weights
 from ..data.rank_batches import OneOf
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
+from ..names import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from ..trainer.placement import move
 from .collectives import Collectives
 
@@ -37,10 +41,23 @@ class Accelerator(Collectives):
         self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
+        self._told_of_trackers = False
         self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
         resolve_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)
+
+    scaler = torch_device_mesh = None
+    """The driver's own: a loss scaler, a mesh of devices."""
+    trackers: tuple[Any, ...] = ()
+    """None: those that `report_to` names are the Trainer's callbacks."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"trainer.accelerator has no {name!r}: it has no model, optimizer, process group or "
+            "loop of its own, and what accelerate's does with one the driver and the Trainer do. "
+            "See docs/from-hf-trainer.md"
+        )
 
     # --- how the loop and loaders are set up
 
@@ -184,6 +201,11 @@ class Accelerator(Collectives):
         context: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
         return context
 
+    @contextmanager
+    def maybe_context_parallel(self, **ignored: Any) -> Iterator[None]:
+        """Nothing: no driver cuts sequences."""
+        yield
+
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip gradients that a subclass handles itself; the Trainer's own updates clip theirs.
 
@@ -218,6 +240,62 @@ class Accelerator(Collectives):
     def end_training(self) -> None:
         """Wait for the others; `trainer.end()` leaves the process group."""
         self.wait_for_everyone()
+
+    # --- checkpoints and trackers
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True) -> str:
+        """Write a checkpoint of the run under way, `checkpoint-<step>`, into a folder (by default
+        the run's own), and return its path; `train(resume_from_checkpoint=...)` takes it, too.
+        """
+        trainer = self._in_training("save_state")
+        folder = Path(output_dir or trainer.args.output_dir)
+        trainer._write_kernel_checkpoint(folder, trainer.state.global_step)
+        return str(folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+
+    def load_state(self, input_dir: str) -> None:
+        """Give the run under way the weights, the optimizer, the schedule and the random state of
+        a checkpoint, or of the newest in a folder; how far it is stays.
+        """
+        trainer = self._in_training("load_state")
+        folder = get_last_checkpoint(input_dir) or str(input_dir)
+        trainer.driver_session.engine.restore(CheckpointReader(folder))
+        trainer._load_optimizer_and_scheduler(folder)
+        trainer._load_rng_state(folder)
+
+    def _in_training(self, method: str) -> Any:
+        if self._trainer._training is None:
+            raise ArgumentError(
+                f"accelerator.{method} is of the run under way, and train() is not: call it in a "
+                "callback; or use trainer.save_model, and train(resume_from_checkpoint=...)"
+            )
+        return self._trainer
+
+    def save_model(self, model: nn.Module, save_directory: str | Path, **ignored: Any) -> None:
+        """Write `model.safetensors`, whole, on the first process; all call it."""
+        weights = self.get_state_dict(model)
+        if self.is_main_process:
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_weights(Path(save_directory), weights)
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
+        """Nothing, as with transformers' Trainer, and it is said: see `log`."""
+        self.log({})
+
+    def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Nothing, as with transformers' Trainer, and it is said."""
+        if not self._told_of_trackers:
+            self._told_of_trackers = True
+            _LOG.warning(
+                "trainer.accelerator has no trackers, and what is logged by it goes nowhere: name "
+                "them in report_to, and call trainer.log"
+            )
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """accelerate's tracker that does nothing, as with transformers' Trainer."""
+        from accelerate.tracking import GeneralTracker
+
+        self.log({})
+        return GeneralTracker(_blank=True)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = True) -> None:
         """Write a dict of tensors as safetensors, on the first process. Raises `ArgumentError`

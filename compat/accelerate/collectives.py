@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from ...data.nested import leaves, map_tensors
 from ...kernel.contract import Session
+from ..arguments.accelerator_config import AcceleratorConfig
 from ..arguments.processes import Processes
 from ..data.sharding import RankLoader
 
@@ -26,7 +27,10 @@ class GradientState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.active: list[RankLoader] = []
-        self.num_steps = 1
+        config = AcceleratorConfig.of(getattr(trainer.args, "accelerator_config", None))
+        self.plugin_kwargs = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}
+        """accelerate's own, which accumulates nothing: the Trainer does."""
+        self._said_to_sync = True
 
     @property
     def active_dataloader(self) -> RankLoader | None:
@@ -52,7 +56,26 @@ class GradientState:
     def sync_gradients(self) -> bool:
         """Whether an update follows this microbatch."""
         microstep = getattr(self._trainer, "_microstep", None)
-        return microstep is None or bool(microstep.last)
+        return self._said_to_sync if microstep is None else bool(microstep.last)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Called by training loops that subclasses bring along."""
+        self._said_to_sync = sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Batches that accelerate accumulates: one, since the Trainer does."""
+        return 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As asked for; the Trainer's schedules count updates in any case."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batches of an epoch make an update."""
+        return True
 
 
 class Collectives(Processes):
@@ -62,6 +85,7 @@ class Collectives(Processes):
         super().__init__(trainer.args)
         self._trainer = trainer
         self.gradient_state = GradientState(trainer)
+        self._triggered = False
 
     @property
     def _session(self) -> Any:
@@ -124,6 +148,15 @@ class Collectives(Processes):
         """Wait until all processes are here."""
         if self.num_processes > 1:
             self._session.exchange(None)
+
+    def set_trigger(self) -> None:
+        """Ask all processes for something, such as to stop; see `check_trigger`."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last time; all call it."""
+        mine, self._triggered = self._triggered, False
+        return mine if self.num_processes == 1 else any(self._session.exchange(mine))
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

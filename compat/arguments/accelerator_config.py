@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,9 +13,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-__all__ = ["AcceleratorConfig", "resolve_accumulation"]
-
-_LOG = logging.getLogger(__name__)
+__all__ = ["AcceleratorConfig", "check_configured_state", "resolve_accumulation"]
 
 
 @dataclass
@@ -35,9 +33,10 @@ class AcceleratorConfig:
     """Copy batches to the device while the host goes on; needs pinned memory."""
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
-    each batch, not once an update."""
+    each batch, not once an update; accelerate's others change nothing, as with transformers."""
     use_configured_state: bool = False
-    """Changes nothing: a process group that was made before is joined in any case."""
+    """accelerate's state must be there already. It changes nothing else: a process group that was
+    made before is joined in any case."""
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
@@ -61,16 +60,6 @@ class AcceleratorConfig:
 
         Raises `NotImplementedError` for a class instead of an instance.
         """
-        config = cls._read(given)
-        if config.use_configured_state:
-            _LOG.info(
-                "use_configured_state: a process group that exists is joined in any case, and "
-                "nothing else of accelerate's state is used: the arguments say the rest"
-            )
-        return config
-
-    @classmethod
-    def _read(cls, given: Any) -> AcceleratorConfig:
         if given is None:
             return cls()
         if isinstance(given, type):
@@ -93,6 +82,21 @@ class AcceleratorConfig:
         return vars(self).pop(key, default)
 
 
+def check_configured_state(config: AcceleratorConfig) -> None:
+    """Raises `ArgumentError` where accelerate's state is to be used and there is none."""
+    accelerate = sys.modules.get("accelerate")
+    state = accelerate and accelerate.PartialState._shared_state
+    if config.use_configured_state and not state:
+        raise ArgumentError(
+            "accelerator_config has use_configured_state=True, and accelerate has no state: make "
+            "its PartialState() or Accelerator() before the arguments, or leave it False"
+        )
+
+
+_ACCUMULATION = {"num_steps", "sync_each_batch", "adjust_scheduler", "sync_with_dataloader"}
+"""accelerate's. The last two are about an accumulation of its own, which no Trainer uses."""
+
+
 def resolve_accumulation(args: Any) -> None:
     """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
 
@@ -100,10 +104,10 @@ def resolve_accumulation(args: Any) -> None:
     """
     config = AcceleratorConfig.of(args.accelerator_config)
     given = config.gradient_accumulation_kwargs or {}
-    if unknown := sorted(given.keys() - {"num_steps", "sync_each_batch"}):
+    if unknown := sorted(given.keys() - _ACCUMULATION):
         raise ArgumentError(
-            f"gradient_accumulation_kwargs has {', '.join(unknown)}; allowed: num_steps and "
-            "sync_each_batch"
+            f"gradient_accumulation_kwargs has {', '.join(unknown)}; allowed: "
+            f"{', '.join(sorted(_ACCUMULATION))}"
         )
     steps = given.get("num_steps")
     if steps is None or steps == args.gradient_accumulation_steps:

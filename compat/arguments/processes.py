@@ -5,8 +5,9 @@ accelerate itself is imported only by `partial_state`, for those who want its ow
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +19,9 @@ from . import backend, fsdp
 from .driver_session import session_of
 
 __all__ = ["DistributedType", "Processes", "partial_state"]
+
+
+Call = Callable[..., Any]
 
 
 class DistributedType(Word):
@@ -91,6 +95,50 @@ class Processes:
             return DistributedType.NO
         kinds = {"cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
         return kinds.get(self.device.type, DistributedType.MULTI_CPU)
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether each of several processes has an accelerator, with a replica of the model."""
+        kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+        return self.use_distributed and self.distributed_type in kinds
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP cuts the model; there is no other version of it here."""
+        return self.fsdp_plugin is not None
+
+    def on_main_process(self, function: Call) -> Call:
+        """A decorator: the first process of all calls it, the others get None."""
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Call) -> Call:
+        """Likewise the first process of each machine."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Call) -> Call:
+        """Likewise the last of all."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: Call | None = None, process_index: int | None = None) -> Any:
+        """Likewise one of them, also as `@on_process(process_index=2)`."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only(function, lambda: self.process_index == process_index)
+
+    def on_local_process(
+        self, function: Call | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Likewise one of each machine."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only(function, lambda: self.local_process_index == local_process_index)
+
+    def _only(self, function: Call, is_it: Callable[[], bool]) -> Call:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if is_it() else None
+
+        return call
 
     @property
     def mixed_precision(self) -> str:

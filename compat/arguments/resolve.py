@@ -23,7 +23,7 @@ from ..enums import (
 from ..errors import ArgumentError
 from ..profile import profile_of
 from . import backend
-from .accelerator_config import AcceleratorConfig
+from .accelerator_config import AcceleratorConfig, check_configured_state
 from .values import as_numbers
 
 __all__ = ["log_verbosity", "resolve"]
@@ -68,6 +68,7 @@ def resolve(args: Any) -> None:
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
     args.accelerator_config = AcceleratorConfig.of(args.accelerator_config)
+    check_configured_state(args.accelerator_config)
     if args.use_cpu:
         args.dataloader_pin_memory = False
     _set_tf32(args)
@@ -126,8 +127,18 @@ def _trackers(report_to: Any) -> list[str]:
     if names == ["all"]:
         from ..integrations.trackers import installed_trackers
 
-        return installed_trackers()
-    return [] if names == ["none"] else names
+        names = installed_trackers()
+    asked = [name for name in names if name != "none"] + _KUBEFLOW * _in_kubeflow()
+    return list(dict.fromkeys(asked))
+
+
+_KUBEFLOW = ["kubeflow"]
+
+
+def _in_kubeflow() -> bool:
+    """Whether a TrainJob of Kubeflow runs this, which wants to hear of progress in any case."""
+    refused = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
+    return "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and not refused
 
 
 def _set_tf32(args: Any) -> None:

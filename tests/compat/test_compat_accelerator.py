@@ -9,13 +9,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from built_alike import ours
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from drivetrain import Recipe
-from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat import Accelerator, TrainerCallback, TrainingArguments
 from drivetrain.compat.accelerate.collectives import exchange_objects
 from drivetrain.compat.arguments import backend
 from drivetrain.kernel.registry import find_driver
@@ -103,8 +105,12 @@ def test_what_has_no_effect_is_said(trainer: Any, caplog: pytest.LogCaptureFixtu
     trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     Accelerator(trainer)
     assert "ddp_static_graph has no effect on cpu: one process" in caplog.text
-    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"adjust_scheduler": True}}
-    with pytest.raises(ValueError, match="adjust_scheduler; allowed: num_steps"):
+    without_effect = {"adjust_scheduler": True, "sync_with_dataloader": False}
+    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": without_effect}
+    state = Accelerator(trainer).gradient_state
+    assert state.plugin_kwargs == {**without_effect, "num_steps": 1} and state.adjust_scheduler
+    trainer.args.accelerator_config = {"gradient_accumulation_kwargs": {"every": 2}}
+    with pytest.raises(ValueError, match="has every; allowed: adjust_scheduler, num_steps"):
         Accelerator(trainer)
 
 
@@ -122,7 +128,7 @@ def test_nothing_is_pickled(trainer: Any, tmp_path: Path) -> None:
 def test_it_needs_no_accelerate() -> None:
     script = """
 import sys
-from drivetrain.compat import Accelerator, TrainingArguments
+from drivetrain.compat import Accelerator, TrainerCallback, TrainingArguments
 from drivetrain.compat.arguments.processes import Processes
 processes = Processes(TrainingArguments("o"))
 assert processes.is_main_process and processes.distributed_type == "NO"
@@ -132,3 +138,64 @@ print([name for name in ("accelerate", "transformers") if name in sys.modules])
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_which_process_calls(trainer: Any) -> None:
+    accelerator = Accelerator(trainer)
+    assert accelerator.on_main_process(len)("ab") == accelerator.on_last_process(len)("ab") == 2
+    assert accelerator.on_local_main_process(len)("ab") == 2
+    assert accelerator.on_process(process_index=0)(len)("ab") == 2
+    assert accelerator.on_process(len, process_index=1)("ab") is None
+    assert accelerator.on_local_process(local_process_index=1)(len)("ab") is None
+    assert accelerator.is_fsdp2 is accelerator.state.is_fsdp2 is accelerator.multi_device is False
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger() and not accelerator.check_trigger()
+
+
+def test_trackers_of_its_own_there_are_none(trainer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(trainer)
+    accelerator.init_trackers("project", {"lr": 1})
+    accelerator.log({"loss": 1.0}, step=3)
+    accelerator.get_tracker("wandb").log({"loss": 1.0})
+    assert caplog.text.count("call trainer.log") == 1
+
+
+class Keeper(TrainerCallback):
+    """Saves at the first step, and goes back there after the third."""
+
+    found: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        accelerator, weights = self.trainer.accelerator, kwargs["model"].state_dict()  # type: ignore[attr-defined]
+        if state.global_step == 1:
+            self.folder = accelerator.save_state()
+            self.first = {name: tensor.clone() for name, tensor in weights.items()}
+        if state.global_step == 3:
+            accelerator.load_state(self.folder)
+            self.found = {name: tensor.clone() for name, tensor in weights.items()}
+
+
+def test_a_state_is_saved_and_loaded_in_a_run(tmp_path: Path) -> None:
+    keeper = Keeper()
+    keeper.trainer = ours(tmp_path).trainer(max_steps=3, callbacks=[keeper])  # type: ignore[attr-defined]
+    made = keeper.trainer  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="call it in a callback"):
+        made.accelerator.save_state(str(tmp_path))
+    made.train()
+    assert all(torch.equal(keeper.first[n], keeper.found[n]) for n in keeper.first)
+    assert made.lr_scheduler.last_epoch == 1
+    made.accelerator.save_model(made.model, tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    again = ours(tmp_path).trainer(max_steps=3)
+    assert again.train(resume_from_checkpoint=keeper.folder).global_step == 3
+
+
+def test_every_member_of_accelerate_s_is_here_or_refused_by_name(trainer: Any) -> None:
+    accelerator = Accelerator(trainer)
+    public = [name for name in dir(accelerate.Accelerator) if not name.startswith("_")]
+    assert len(public) > 80
+    for name in public:
+        if not hasattr(accelerator, name):
+            with pytest.raises(AttributeError, match=f"no '{name}': it has no model"):
+                getattr(accelerator, name)

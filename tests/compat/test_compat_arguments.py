@@ -13,7 +13,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 
+import drivetrain.compat
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig
 
@@ -277,12 +280,30 @@ def test_accelerator_config_in_all_its_forms(tmp_path: Path) -> None:
         TrainingArguments("o", accelerator_config={"split_batch": True})
 
 
-def test_a_state_that_was_configured_is_said_to_change_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, logger="drivetrain.compat.arguments.accelerator_config"):
-        TrainingArguments("o", accelerator_config={"use_configured_state": True})
-    assert "a process group that exists is joined in any case" in caplog.text
+@pytest.mark.parametrize("library", [transformers, drivetrain.compat])
+def test_a_state_that_was_configured_must_be_there(library: Any) -> None:
+    asked = {"use_cpu": True, "accelerator_config": {"use_configured_state": True}}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(ValueError, match="state"):
+        library.TrainingArguments("o", **asked).device  # noqa: B018
+    try:
+        PartialState(cpu=True)
+        assert library.TrainingArguments("o", **asked).device.type == "cpu"
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.row("G11")
+@pytest.mark.parametrize("asked", ["none", "tensorboard", ["kubeflow"]])
+def test_in_kubeflow_it_hears_of_progress(monkeypatch: pytest.MonkeyPatch, asked: Any) -> None:
+    monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://localhost")
+    for refused in ("false", "true"):
+        monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", refused)
+        ours, theirs = (
+            library.TrainingArguments("o", use_cpu=True, report_to=asked).report_to
+            for library in (drivetrain.compat, transformers)
+        )
+        assert ours == theirs
 
 
 @pytest.mark.row("O21")
