@@ -47,17 +47,19 @@ def test_a_run_that_ends_before_writes_what_there_is(
     (record,) = [record for record in ran.records() if record["event"] == "profiled"]
     assert (record["first"], record["step"]) == (5, 6)
     assert spans(tmp_path / record["path"])[0] == ["step 5", "step 6"]
-    broken = recipe.read_text().replace("def __getitem__(self, index):", BROKEN)
-    recipe.write_text(broken)
+    recipe.write_text(recipe.read_text().replace(FETCHED, BROKEN))
     assert drive("train", recipe, *given[2:-1], "--out", "broken").code == 1
     (trace,) = (tmp_path / "broken" / "profile").iterdir()
     assert spans(trace)[0] == ["step 5"]
 
 
-BROKEN = """def __getitem__(self, index):
-            self.taken = getattr(self, "taken", 0) + 1
-            if self.taken > 18:
-                raise ValueError("a damaged sample")"""
+FETCHED = """    def __getitem__(self, index):
+"""
+BROKEN = f"""{FETCHED}\
+        self.taken = getattr(self, "taken", 0) + 1
+        if self.taken > 18:
+            raise ValueError("a damaged sample")
+"""
 
 
 def test_a_run_that_resumes_behind_it_says_so(drive: Drive, recipe: Path, tmp_path: Path) -> None:
