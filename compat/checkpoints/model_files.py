@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...checkpoint.format.safetensors import Source, TensorFile, write
+from ...checkpoint.format.safetensors import Source, read_whole, write
 from ...checkpoint.storage.local import beside
 from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
 from ..trainer.inspection import is_peft_model
@@ -69,7 +68,7 @@ def unsound(folder: Path) -> str | None:
     """The first fault in the safetensors of a folder, by headers and sizes, or None."""
     try:
         for path in sorted(folder.glob("*.safetensors")):
-            TensorFile(path.resolve())
+            read_whole(path)
         for name in _INDEX:
             if (folder / name).is_file():
                 _files_of_index(folder / name)
@@ -128,8 +127,7 @@ def read_weights(folder: Path, *besides: str) -> dict[str, Tensor]:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        file = TensorFile(path.resolve())
-        return {name: file.read(name) for name in file.entries}
+        return read_whole(path)
     weights = read_pickled(path)
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
@@ -162,14 +160,10 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
         if tensor.numel() and place in seen:
             continue
         seen.add(place)
-        sources[name] = Source(tensor.dtype, tuple(tensor.shape), partial(_itself, tensor))
+        sources[name] = Source.of(tensor)
     path = folder / _WHOLE[0]
     with beside(path) as temporary:
         write(temporary, sources, {"format": "pt"})
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # --- adapters ---------------------------------------------------------------------------------

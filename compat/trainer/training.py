@@ -14,7 +14,7 @@ from typing import Any
 from ...kernel.errors import ran_out
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
-from ...trainer.flight_records import flight_records_kept
+from ...trainer.late_ranks import flight_records_kept
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.reporting import speed_metrics

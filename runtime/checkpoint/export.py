@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from ..kernel.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -22,7 +24,7 @@ from ..kernel.paths import Place, Url, place
 from . import catalog
 from .buffers import num_bytes
 from .format import safetensors, strict_json
-from .format.safetensors import Source, TensorFile
+from .format.safetensors import Source, read_whole
 from .manifest import FileEntry, Manifest, file_name, write_manifest
 from .reader import CheckpointReader
 from .storage.local import LOCAL
@@ -91,15 +93,10 @@ def import_weights(
     temporary = catalog.writing_place(target)
     with _building(temporary, target):
         entries = []
-        for number, (file, names) in enumerate(found):
+        for number, tensors in enumerate(found):
             name = file_name("weights", number, len(found))
-            tensors = {
-                key: Source(
-                    file.entries[key].dtype, file.entries[key].shape, partial(file.read, key)
-                )
-                for key in names
-            }
-            written = safetensors.write(temporary / name, tensors, _METADATA)
+            sources = {key: Source.of(tensor) for key, tensor in tensors.items()}
+            written = safetensors.write(temporary / name, sources, _METADATA)
             entries.append(FileEntry(name, *written))
         groups = tuple(tuple(group) for group in tied)
         write_manifest(temporary, Manifest(0, tuple(entries), tied=groups))
@@ -147,26 +144,25 @@ def _source(reader: CheckpointReader, name: str) -> Source:
     return Source(info.dtype, info.shape, partial(reader.read, "weights", name))
 
 
-def _find_weights(folder: Path) -> list[tuple[TensorFile, list[str]]]:
-    """The files of a folder, and which names to take from each."""
-    # Resolved, since the hub's cache is made of links; a folder that the user names is trusted.
+def _find_weights(folder: Path) -> list[dict[str, Tensor]]:
+    """The tensors of a folder, file by file."""
     if (single := folder / _SINGLE).exists():
-        file = TensorFile(single.resolve())
-        return [(file, list(file.entries))]
+        return [read_whole(single)]
     if (index := folder / _INDEX).exists():
         value = strict_json.parse(read_small(index.resolve(), _MAX_INDEX_BYTES), str(index))
         weight_map = value.get("weight_map") if isinstance(value, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointDamaged(f"{index}: has no weight_map")
-        found: dict[str, tuple[TensorFile, list[str]]] = {}
+        whole: dict[str, dict[str, Tensor]] = {}
+        found: dict[str, dict[str, Tensor]] = {}
         for name, part in weight_map.items():
             if not isinstance(part, str) or os.path.basename(part) != part or part in ("", ".."):
                 raise CheckpointDamaged(f"{index}: {name!r} is said to be in {part!r:.200}")
-            if part not in found:
-                found[part] = TensorFile((folder / part).resolve()), []
-            if name not in found[part][0].entries:
+            if part not in whole:
+                whole[part], found[part] = read_whole(folder / part), {}
+            if name not in whole[part]:
                 raise CheckpointDamaged(f"{index}: {name!r} is not in {part}")
-            found[part][1].append(name)
+            found[part][name] = whole[part][name]
         return list(found.values())
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if pickles := [name for name in names if name.endswith(_PICKLES)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import get_args
 
 import torch
@@ -16,7 +17,7 @@ from ..kernel.shards import Box, Kind, Region, TensorInfo
 from .buffers import host_bytes, memory, num_bytes
 from .catalog import step_of
 from .format import regions
-from .format.safetensors import TensorFile
+from .format.safetensors import TensorFile, read_whole
 from .index.entries import INDEX, TensorEntry
 from .index.piece_locator import Lookup, Stored, read_index
 from .manifest import MANIFEST, read_manifest
@@ -109,8 +110,10 @@ class CheckpointReader:
         }
 
     def verify(self) -> list[str]:
-        """Reads every byte; says, a line each, which files or tensors are not as written."""
+        """Reads every byte, and the headers of local files with the safetensors package as well;
+        returns, a line each, which files or tensors are not as written."""
         problems = [*self._contradictions(), *self.damaged_files()]
+        problems = problems or [*self._read_otherwise()]
         for kind in () if problems else get_args(Kind):
             try:
                 for name, known in self._lookup.in_headers(kind).items():
@@ -120,6 +123,21 @@ class CheckpointReader:
             except CheckpointDamaged as error:
                 problems.append(str(error))
         return problems
+
+    def _read_otherwise(self) -> Iterator[str]:
+        for file in self.manifest.files:
+            path = self.folder / file.name
+            if file.name == INDEX or not isinstance(path, Path):
+                continue
+            ours = {name: (e.dtype, e.shape) for name, e in TensorFile(path).entries.items()}
+            try:
+                read = read_whole(path)
+            except CheckpointDamaged as error:
+                yield str(error)
+                continue
+            theirs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items()}
+            if other := dict(ours.items() ^ theirs.items()):
+                yield f"{path}: the safetensors package reads {', '.join(sorted(other))} otherwise"
 
     def _contradictions(self) -> Iterator[str]:
         """What the manifest says that cannot be, though it is as it was written."""

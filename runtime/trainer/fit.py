@@ -18,7 +18,7 @@ from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
-from .flight_records import flight_records_kept
+from .late_ranks import flight_records_kept
 from .out_of_memory import with_remembered
 from .recipe_checks import check_recipe
 from .result import Result, RetryWithSmallerBatch

@@ -1,16 +1,22 @@
-"""Ranks that live and keep others waiting: who watches for them, and who hears of it."""
+"""Ranks that keep others waiting: the events that announce them, and what is kept when one never
+comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import cast
 
+from ..checkpoint import storage_of
 from ..kernel.contract import Session, WatchesRanks
+from ..kernel.errors import CollectiveFailed
 from ..kernel.events import Event, RankLate, Warned
+from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
 from ..kernel.registry import DUTIES
 
-__all__ = ["hear_of_late_ranks"]
+__all__ = ["flight_records_kept", "hear_of_late_ranks"]
 
 
 def hear_of_late_ranks(
@@ -27,3 +33,17 @@ def hear_of_late_ranks(
     if able.stall_seconds:
         watching = cast(WatchesRanks, session)
         watching.watch(lambda *told: announce(RankLate(steps_done(), *told)))
+
+
+@contextlib.contextmanager
+def flight_records_kept(folder: Place | None) -> Iterator[None]:
+    """While it is open, a `CollectiveFailed` leaves `flight-records-rank-N.json` there, if the
+    library has noted anything, and there is room."""
+    try:
+        yield
+    except CollectiveFailed as error:
+        if folder is not None and error.records:
+            name = f"flight-records-rank-{os.environ.get('RANK', '0')}.json"
+            with contextlib.suppress(OSError):
+                storage_of(folder).replace(folder / name, error.records.encode())
+        raise

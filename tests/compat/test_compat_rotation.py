@@ -80,7 +80,7 @@ def test_a_damaged_one_is_named_skipped_and_kept(
         assert newest_sound(tmp_path) == str(tmp_path / "checkpoint-1")
     warned = [record.getMessage() for record in caplog.records]
     for number, reason in {
-        2: "its header promises",
+        2: "not fully covered",
         3: "trainer_state.json cannot be read",
         4: "manifest.json is missing",
         5: "manifest.json",

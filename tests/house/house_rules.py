@@ -94,7 +94,10 @@ ROOMS = {
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
-        vendors={"runtime/checkpoint/storage/": frozenset({"fsspec"})},
+        vendors={
+            "runtime/checkpoint/format/safetensors.py": frozenset({"safetensors"}),
+            "runtime/checkpoint/storage/": frozenset({"fsspec"}),
+        },
         late=frozenset({"runtime/checkpoint/storage/fsspec_storage.py"}),
     ),
     "trainer": Room(

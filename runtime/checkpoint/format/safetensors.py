@@ -1,4 +1,5 @@
-"""Reads and writes the safetensors format, one tensor in memory at a time.
+"""Reads and writes the safetensors format, one tensor in memory at a time. Whole files that others
+wrote are read by the safetensors package.
 
 A file is 8 bytes of header length (little-endian), a JSON header padded with spaces to 8 bytes,
 and the tensors' bytes, row after row, with neither gaps nor overlaps
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from ..buffers import host_bytes, memory, num_bytes
 from ..storage.protocol import OpenFile, storage_of
 from . import strict_json
 
-__all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "write"]
+__all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "read_whole", "write"]
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -68,6 +70,11 @@ class Source:
     dtype: torch.dtype
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Source:
+        """Of a tensor that is in memory, or mapped into it."""
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
 def write(
@@ -235,6 +242,28 @@ class TensorFile:
         if data_start + end != self.size:
             raise self.damaged(f"is {self.size} bytes, its header promises {data_start + end}")
         return entries
+
+
+def read_whole(path: Path) -> dict[str, Tensor]:
+    """All tensors of a local file, which is mapped into memory: what is not used is not read.
+
+    Raises `CheckpointDamaged` for what the safetensors package refuses, and for tensors that a
+    checkpoint cannot hold.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():  # a pipe would be waited for
+        raise CheckpointDamaged(f"{path}: is no file")
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path}: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _CODES or not is_shape([*tensor.shape]):
+            what = f"{name!r} is {tensor.dtype} {tuple(tensor.shape)!s:.200}"
+            raise CheckpointDamaged(f"{path}: {what}, which a checkpoint cannot hold")
+    return tensors
 
 
 def is_shape(value: Any) -> bool:

@@ -12,11 +12,10 @@ from ...kernel.paths import Place
 from ...kernel.shards import Box, Kind, Region, TensorInfo
 from ..format import regions, strict_json
 from ..format.safetensors import Entry, TensorFile, is_shape
-from ..gc_paused import gc_paused
 from ..manifest import FileEntry, Manifest
 from ..storage.protocol import read_small
 from ..writer import PARTS
-from .entries import INDEX, Index, Stride, TensorEntry
+from .entries import INDEX, Index, Stride, TensorEntry, gc_paused
 
 __all__ = ["Lookup", "Stored", "index_of", "read_index"]
 

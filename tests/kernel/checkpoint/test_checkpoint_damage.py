@@ -22,7 +22,13 @@ from drivetrain.checkpoint import (
     newest,
     read_manifest,
 )
-from drivetrain.checkpoint.format.safetensors import DTYPES, Source, TensorFile, write
+from drivetrain.checkpoint.format.safetensors import (
+    DTYPES,
+    Source,
+    TensorFile,
+    read_whole,
+    write,
+)
 from drivetrain.kernel.errors import CheckpointDamaged
 from drivetrain.kernel.shards import Box, Flat, Piece
 
@@ -228,4 +234,36 @@ def test_all_dtypes_are_known_by_both_libraries(tmp_path):
         if dtype in reference._TYPES.values():
             reference.save_file({"t": tensor}, theirs)
             assert TensorFile(theirs).entries["t"].dtype == dtype
-            assert reference.load_file(ours)["t"].dtype == dtype
+        assert read_whole(ours)["t"].dtype == dtype
+
+
+def test_verifying_asks_the_safetensors_package_too(tmp_path, monkeypatch):
+    folder = save(
+        CheckpointStore(tmp_path), 1, [[piece("w", torch.ones(2)), piece("v", torch.zeros(()))]]
+    )
+    assert CheckpointReader(folder).verify() == []
+    monkeypatch.setitem(DTYPES, "F32", torch.int32)  # a fault of the reader and the writer alike
+    assert [line.partition(": ")[2] for line in CheckpointReader(folder).verify()] == [
+        "the safetensors package reads v, w otherwise"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        ({"a": item(shape=(2,))}, b"1234"), ({"a": item()}, b"12345"), (b"torn", b""),
+        ({"a": item(shape=(1,) * 65)}, b"1234"),
+        ({"a": item(shape=(0, 1 << 62, 1 << 62), offsets=(0, 0))}, b""),
+        ({"a": item(dtype="F4", shape=(2,), offsets=(0, 1))}, b"1"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_whole_files_that_are_refused(tmp_path, header, data):
+    with pytest.raises(CheckpointDamaged, match="forged: "):
+        read_whole(forged(tmp_path / "forged", header, data))
+
+
+def test_a_pipe_is_no_whole_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointDamaged, match="is no file"):
+        read_whole(tmp_path / "pipe")

@@ -123,7 +123,7 @@ def test_a_damaged_checkpoint_is_not_exported_in_part(tmp_path):
         export_weights(path, tmp_path / "hub", max_shard_bytes=1)
     assert not list(tmp_path.glob("*hub*"))
     (tmp_path / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(CheckpointDamaged, match="too short"):
+    with pytest.raises(CheckpointDamaged, match=r"model\.safetensors: .*header"):
         import_weights(tmp_path, tmp_path / "start")
 
 
