@@ -1,5 +1,5 @@
-"""Prove all drivers but `xpu` and write the results to docs/conformance: a page over the drivers and
-the laws, and the matrix of who resumes whom.
+"""Prove all drivers but `xpu` and write the results to docs/conformance: a page over drivers and
+laws, and the matrix of who resumes whom.
 
     python docs/conformance.py [WORD ...]
 
