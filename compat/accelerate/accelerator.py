@@ -215,7 +215,8 @@ class Accelerator(Collectives):
         prepared = self._trainer.driver_session.prepared
         if prepared is not None and hasattr(prepared.engine.module, "get_global_grad_norm"):
             return prepared.engine.module.get_global_grad_norm()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Limit every element of the gradients that a subclass handles itself."""

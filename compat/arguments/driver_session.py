@@ -42,9 +42,12 @@ class Prepared:
 class DriverSession:
     """One for each Trainer. Nothing is started until `session` is asked for."""
 
-    def __init__(self, args: Any, model: nn.Module | None = None) -> None:
-        self.args, self.model = args, model
+    def __init__(self, args: Any, model: nn.Module | None = None, clips: bool = True) -> None:
+        """`clips`: the driver clips gradients, and not the Trainer, before the optimizer's step;
+        DeepSpeed, whose gradients nobody sees, does so in any case.
+        """
         choice = chosen(args, model)
+        self.args, self.model, self.clips = args, model, clips or choice.driver == "deepspeed"
         self.driver: Driver = usable_driver(choice.driver)
         self.why = choice.why
         self._start_closed()
@@ -57,7 +60,7 @@ class DriverSession:
         atexit.register(self._open.close)  # which knows nothing of the model
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("args", "model", "driver", "why")}
+        return {name: vars(self)[name] for name in ("args", "model", "clips", "driver", "why")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, as in a worker of Ray, brings up a session of its own."""
@@ -80,8 +83,12 @@ class DriverSession:
         return self.wrapped().engine
 
     def wrapped(self) -> Prepared:
-        """The result of `prepare`, which must have been called."""
-        assert self.prepared is not None
+        """The result of `prepare`. Raises RuntimeError where it has not been called."""
+        if self.prepared is None:
+            raise RuntimeError(
+                f"{self.driver.name} has not wrapped the model yet, as a loop of your own has it "
+                "do by self._wrap_model(self.model)"
+            )
         return self.prepared
 
     def is_sharded(self) -> bool:
@@ -90,7 +97,8 @@ class DriverSession:
 
     def plan(self) -> Plan:
         """The plan for the arguments as they are now. Raises `ArgumentRefused`."""
-        return planned(self.args, self.model)
+        plan = planned(self.args, self.model)
+        return plan if self.clips else replace(plan, max_grad_norm=None)
 
     def meet(self, plan: Plan) -> Session:
         """A session under that plan. The process group of the first one serves all."""
@@ -109,7 +117,7 @@ class DriverSession:
     def prepare(self, model: nn.Module, optimizer: BuildOptimizer) -> Engine:
         """Wrap the model, or give the engine that has it under the same plan."""
         plan, known = self.plan(), self.prepared
-        if known and known.model is model and _same(known.plan, plan):
+        if known and model in (known.model, known.engine.module) and _same(known.plan, plan):
             return known.engine
         session, built = self.meet(plan), []
         order: list[tuple[str | None, ...]] = []

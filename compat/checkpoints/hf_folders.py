@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint.manifest import FILE_NAME
 from ...checkpoint.optimizer_entries import flat
 from ...kernel.batches import Position
 from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
@@ -25,6 +26,7 @@ from ..names import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCALER_NAME, SCHEDULER_N
 from .unpickling import read_pickled
 
 __all__ = [
+    "is_kernels",
     "load_random_state",
     "optimizer_tensors",
     "progress_at",
@@ -38,6 +40,11 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _DEVICES = ("cuda", "xpu", "mps")
+
+
+def is_kernels(folder: Path) -> bool:
+    """Whether the kernel's part of a checkpoint lies there, its manifest perhaps not yet."""
+    return any(FILE_NAME.fullmatch(path.name) for path in folder.iterdir())
 
 
 # --- optimizer and schedule -------------------------------------------------------------------
@@ -98,9 +105,10 @@ def optimizer_tensors(
 
 
 def save_optimizer(folder: Path, optimizer: Any, schedule: Any) -> None:
-    """Write both states as transformers does."""
-    torch.save(optimizer.state_dict(), folder / OPTIMIZER_NAME)
-    torch.save(schedule.state_dict(), folder / SCHEDULER_NAME)
+    """Write the states of both as transformers does; of None nothing."""
+    for part, name in ((optimizer, OPTIMIZER_NAME), (schedule, SCHEDULER_NAME)):
+        if part is not None:
+            torch.save(part.state_dict(), folder / name)
 
 
 _SCALER = {"scale": "loss_scale", "_growth_tracker": "loss_scale_good_steps"}

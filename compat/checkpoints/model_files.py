@@ -30,6 +30,7 @@ __all__ = [
     "is_pretrained",
     "load_adapters",
     "load_weights",
+    "loads_itself",
     "read_weights",
     "unsound",
     "write_weights",
@@ -134,6 +135,11 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     ):
         raise CheckpointDamaged(f"{path}: holds no weights by their names")
     return dict(weights)
+
+
+def loads_itself(model: nn.Module) -> bool:
+    """Whether the model has a `load_state_dict` of its own: it may change with what it loads."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:

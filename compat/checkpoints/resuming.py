@@ -24,6 +24,7 @@ from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..optim.parameters import hyper_parameters
 from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
+from ..trainer.overrides import is_overridden
 from ..trainer.parts import TrainerParts
 from . import hf_folders
 from .edited import edited_weights
@@ -36,6 +37,7 @@ from .model_files import (
     has_weights,
     load_adapters,
     load_weights,
+    loads_itself,
     read_weights,
 )
 from .overlay_reader import OverlayReader
@@ -84,12 +86,14 @@ class ResumingMixin(TrainerParts):
         the folder is no checkpoint.
 
         In `train`, those of a kernel's checkpoint are left for the driver, which reads from it what
-        each rank needs.
+        each rank needs; but for a model that changes with what it loads, and a loop that is a
+        subclass's own.
         """
         folder = Path(resume_from_checkpoint)
         if problem := problem_with(folder):
             raise ValueError(f"Can't find a valid checkpoint at {folder}: {problem}")
-        if (folder / MANIFEST).is_file() and model is None and self.is_in_train:
+        early = self._has_own("_inner_training_loop") or loads_itself(self.model)
+        if (folder / MANIFEST).is_file() and model is None and self.is_in_train and not early:
             return
         _LOG.info("loading the model from %s", folder)
         compare_versions(folder)
@@ -168,6 +172,8 @@ class ResumingMixin(TrainerParts):
         """What to take in place of a checkpoint's own weights: those that it has not, as they are
         in the model, and those of edited files.
         """
+        if self._has_own("_load_from_checkpoint"):
+            return self._weights_now()
         absent = frozen_names(self.model).difference(stored.names("weights"))
         edited = edited_weights(stored, self.driver_session.session)
         return {**self._weights_now(absent), **edited}
@@ -194,23 +200,28 @@ class ResumingMixin(TrainerParts):
         checkpoint they are read here.
         """
         folder = Path(checkpoint)
-        self._load_trainer_state(folder)
         if (folder / MANIFEST).is_file():
-            stored = CheckpointReader(folder)
-            where = str(folder)
-            state = stored.manifest.loop_state(where)
-            self._say_differences(stored)
-            beside = self._weights_beside(stored)
-            reader = OverlayReader(stored, beside) if beside else stored
-            with own_random_state(stored, training.session, self.driver_session.driver.name):
-                training.restore(reader, state, where)
-            self._say_other_length(training.progress.position, state)
+            self._resume_kernel(training, CheckpointReader(folder))
         else:
             training.progress = hf_folders.progress_at(self.state.global_step, training.data)
             training.start_window()
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
         self._load_rng_state(checkpoint)
+
+    def _resume_kernel(self, training: TrainLoop, stored: CheckpointReader) -> None:
+        """But for what a subclass has a method of its own for, which is called after this."""
+        where = str(stored.folder)
+        state = stored.manifest.loop_state(where)
+        self._say_differences(stored)
+        late = is_overridden(type(self), "_load_optimizer_and_scheduler")
+        kinds = ("weights", "state") if late else OverlayReader.kinds
+        beside = self._weights_beside(stored)
+        reader = OverlayReader(stored, beside, kinds=kinds) if beside or late else stored
+        restoring = own_random_state(stored, training.session, self.driver_session.driver.name)
+        with nullcontext() if is_overridden(type(self), "_load_rng_state") else restoring:
+            training.restore(reader, state, where)
+        self._say_other_length(training.progress.position, state)
 
     def _load_trainer_state(self, folder: Path) -> None:
         path, fresh = folder / TRAINER_STATE_NAME, self.state
@@ -304,6 +315,10 @@ class ResumingMixin(TrainerParts):
         if (folder / MANIFEST).is_file():
             state = from_plain(read_manifest(folder).state)
             _refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
+            if self._training is None or is_overridden(type(self), "_load_optimizer_and_scheduler"):
+                stored = CheckpointReader(folder)
+                reader = OverlayReader(stored, self._weights_beside(stored))
+                self.driver_session.engine.restore(reader)
             groups, schedule = state.get("optimizer_groups", []), state.get("scheduler")
         else:
             saved = hf_folders.saved_optimizer(folder)
@@ -312,23 +327,25 @@ class ResumingMixin(TrainerParts):
             if saved is None:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
-            order = self.driver_session.wrapped().order
-            tensors = hf_folders.optimizer_tensors(saved, order)
-            scaler = hf_folders.read_scaler(folder)
-            self.driver_session.engine.restore(
-                OverlayReader(None, self._weights_now(), tensors, scaler)
-            )
+            self._restore_their_optimizer(folder, saved)
             groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
             self.lr_scheduler.load_state_dict(schedule)
 
+    def _restore_their_optimizer(self, folder: Path, saved: dict[str, Any]) -> None:
+        prepared, optimizer = self.driver_session.prepared, self._optimizer_there_is()
+        if prepared is None or prepared.optimizer is not optimizer:  # of a loop that is its own
+            optimizer.load_state_dict(saved)
+            return
+        tensors = hf_folders.optimizer_tensors(saved, prepared.order)
+        scaler = hf_folders.read_scaler(folder)
+        prepared.engine.restore(OverlayReader(None, self._weights_now(), tensors, scaler))
+
     def _restore_groups(self, saved: list[Mapping[str, Any]]) -> None:
         """The hyper-parameters of the optimizer, with the learning rate where it was."""
-        for groups in (
-            self.driver_session.engine.param_groups,
-            self._optimizer_there_is().param_groups,
-        ):
+        prepared, own = self.driver_session.prepared, self._optimizer_there_is().param_groups
+        for groups in (prepared.engine.param_groups, own) if prepared else (own,):
             for group, values in zip(groups, saved, strict=False):
                 for name, value in hyper_parameters(values).items():
                     given = group.get(name)

@@ -108,7 +108,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         self._note_best_checkpoint(run_dir)
         if self.args.save_only_model or self._writes_hf_format():
-            save_folder(folder, self.driver_session.session, partial(self._write_hf_files, folder))
+            save_folder(folder, self.driver_session.session, partial(self._write_beside, folder))
         else:
             self._write_kernel_checkpoint(folder, step)
         if self.args.push_to_hub:
@@ -143,7 +143,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
 
     def _say_unsaved_state(self) -> list[str]:
         """The names of optimizer state that the checkpoint will lack, with a warning."""
-        unsaved = unsaved_state(self.optimizer)
+        unsaved = [] if self.optimizer is None else unsaved_state(self.optimizer)
         if unsaved:
             _LOG.warning(
                 "this checkpoint cannot be resumed from: %s keeps %s where it cannot be saved. Its "
@@ -154,8 +154,8 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         return unsaved
 
     def _write_beside(self, folder: Path, place: Path) -> None:
-        """Writes the files beside the kernel's own to `place`, which will become `folder`; all
-        ranks call it.
+        """Writes all files but the kernel's own to `place`, which will become `folder`; all ranks
+        call it.
         """
         if self.is_world_process_zero():
             take_along(folder, place)
@@ -164,19 +164,19 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             self._collect_callback_states()
             self.state.save_to_json(place / TRAINER_STATE_NAME)
 
-    def _write_hf_files(self, folder: Path, place: Path) -> None:
-        self._write_beside(folder, place)
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(place))
             self._save_scaler(str(place))
             self._save_rng_state(str(place))
 
     def _writes_hf_format(self) -> bool:
-        if getattr(self.args, "checkpoint_format", "drivetrain") != "hf":
+        """Whether it is asked for, or the kernel does not run and so has nothing to save."""
+        asked = getattr(self.args, "checkpoint_format", "drivetrain") == "hf"
+        if not asked and self._training is not None:
             return False
         if self.driver_session.is_sharded():
             raise ArgumentRefused(
-                "checkpoint_format='hf'",
+                "checkpoint_format='hf'" if asked else "a checkpoint of a loop of your own",
                 self.driver_session.driver.name,
                 "its optimizer lies in parts on all ranks, and that format holds it whole. Leave "
                 "checkpoint_format='drivetrain': any driver resumes from it, and its "
@@ -195,20 +195,30 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
     # --- HF's own files -----------------------------------------------------------------------
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Write `optimizer.pt` and `scheduler.pt`; a part of `checkpoint_format="hf"`."""
-        if self.args.should_save and not self._say_unsaved_state():
+        """Write `optimizer.pt` and `scheduler.pt`, where the kernel has not saved both, or a
+        subclass reads them.
+        """
+        held = self._kernel_holds(output_dir, "_load_optimizer_and_scheduler")
+        if not held and self.args.should_save and not self._say_unsaved_state():
             hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write `scaler.pt` where there is a loss scaler; a part of `checkpoint_format="hf"`."""
+        """Write `scaler.pt` where there is a loss scaler, as above."""
+        if self.driver_session.prepared is None or self._kernel_holds(output_dir, "_load_scaler"):
+            return
         pieces = [piece for piece in self.driver_session.engine.shards() if piece.kind == "state"]
         if self.args.should_save:
             hf_folders.save_scaler(Path(output_dir), {piece.name: piece.tensor for piece in pieces})
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Write this rank's random state; a part of `checkpoint_format="hf"`."""
+        """Write this rank's random state, as above."""
         args = self.args
-        hf_folders.save_random_state(Path(output_dir), args.process_index, args.world_size)
+        if not self._kernel_holds(output_dir, "_load_rng_state"):
+            hf_folders.save_random_state(Path(output_dir), args.process_index, args.world_size)
+
+    def _kernel_holds(self, output_dir: str, loader: str) -> bool:
+        """Whether the kernel has written this there, and no subclass looks for HF's file of it."""
+        return hf_folders.is_kernels(Path(output_dir)) and not self._has_own(loader)
 
     # --- which checkpoints there are ----------------------------------------------------------
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import SaveFailed, ran_out
@@ -39,7 +38,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         """Log, evaluate and save where the control flags ask for it, in this order."""
         state = self.state
         if self.control.should_log and state.global_step > self._globalstep_last_logged:
-            self._log_steps(grad_norm, learning_rate, start_time)
+            self._log_steps(tr_loss, grad_norm, learning_rate, start_time)
         if self.control.should_evaluate:
             metrics = self._evaluate(trial, ignore_keys_for_eval)
             improved = self._determine_best_metric(metrics=metrics, trial=trial)
@@ -59,10 +58,12 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
             return False
         return True
 
-    def _log_steps(self, grad_norm: Any, learning_rate: float | None, start_time: float) -> None:
-        training, state, profile = self._running(), self.state, profile_of(self.args)
-        total = self._window_loss()
-        loss = total / (state.global_step - training.window.first_step)
+    def _log_steps(
+        self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: float
+    ) -> None:
+        state, profile = self.state, profile_of(self.args)
+        total = self._mean_over_ranks(tr_loss)
+        loss = total / (state.global_step - self._globalstep_last_logged)
         logs: dict[str, float] = {"loss": round(loss, 4) if profile.rounds_loss else loss}
         clips = self.args.max_grad_norm or profile.logs_unclipped_grad_norm
         if grad_norm is not None and clips:
@@ -72,16 +73,18 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         logs["learning_rate"] = learning_rate
         self._total_loss_scalar += total
         self._globalstep_last_logged = state.global_step
-        training.start_window()
+        if self._training is not None:
+            self._training.start_window()
+        else:
+            tr_loss -= tr_loss  # which a loop of a subclass's own goes on to add to
         self.store_flos()
         self.log(logs, start_time)
 
-    def _window_loss(self) -> float:
-        """The losses since the last log, added up over steps and averaged over ranks."""
-        training = self._running()
-        losses = torch.as_tensor(training.window.loss_sum, device=training.session.world.device)
-        num_feeders: int = training.session.world.num_feeders
-        return float(training.session.reduce(losses)) / num_feeders
+    def _mean_over_ranks(self, losses: Tensor) -> float:
+        """The losses since the last log, added up over steps; averaged over ranks."""
+        session = self.driver_session.session
+        total = session.reduce(losses.detach().to(session.world.device))
+        return float(total) / session.world.num_feeders
 
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -23,6 +23,7 @@ from ..callbacks.base import CallbackHandler
 from ..callbacks.state import TrainerControl, TrainerState
 from .loss import LabelSmoother
 from .memory import TrainerMemoryTracker
+from .overrides import is_replaced
 
 __all__ = ["TrainerParts"]
 
@@ -77,6 +78,10 @@ class TrainerParts:
     _initial_global_step: int
     _initial_num_input_tokens_seen: int
     _total_loss_scalar: float
+    _tr_loss: Tensor
+    """Of a subclass with a loop of its own: the losses since the last log, added up."""
+    is_distributed_loading_by_transformers = False
+    """A model that was cut into parts when it was loaded is refused."""
     _lock: RunLock | None = None
     """Of its output folder, while `train` runs."""
     _training: TrainLoop | None = None
@@ -120,6 +125,10 @@ class TrainerParts:
         """The loop of the call of `train` that is under way."""
         assert self._training is not None
         return self._training
+
+    def _has_own(self, name: str) -> bool:
+        """Whether a subclass has a method of that name that does not call ours."""
+        return is_replaced(type(self), name)
 
     def _optimizer_there_is(self) -> Optimizer:
         if self.optimizer is None:

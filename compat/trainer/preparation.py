@@ -62,8 +62,10 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         if is_debugged(args, "underflow_overflow"):
             self._overflow_watch = OverflowWatch(model)
 
-    def _wrap_for_training(self, max_steps: int) -> None:
-        """The model wrapped, with optimizer and schedule."""
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, Any]:
+        """The model wrapped, with optimizer and schedule; it, and the loader to train on."""
         if self._created_lr_scheduler and self._interrupted is None:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._max_steps = max_steps
@@ -74,7 +76,8 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             self.create_scheduler(num_training_steps=max_steps)
         handler = self.callback_handler
         handler.model, handler.optimizer = self.model, self.optimizer
-        handler.lr_scheduler = self.lr_scheduler
+        handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, train_dataloader
+        return self.model_wrapped, train_dataloader
 
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None

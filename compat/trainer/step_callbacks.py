@@ -44,6 +44,7 @@ class TrainerPolicy:
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
+        self._measures_gradients = trainer._measures_gradients()
         self.optimizer = trainer._optimizer_there_is()
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
         """Of the last update, for a schedule that is not torch's or ours: it may read them."""
@@ -103,7 +104,13 @@ class TrainerPolicy:
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepped, trainer = True, self.trainer
+        self._stepped = True
+        if self._measures_gradients:
+            self.grad_norm = self.trainer._own_grad_norm()
+        self._tell_before_step()
+
+    def _tell_before_step(self) -> None:
+        trainer = self.trainer
         trainer.control = trainer.callback_handler.on_pre_optimizer_step(
             trainer.args, trainer.state, trainer.control
         )
@@ -131,10 +138,12 @@ class TrainerPolicy:
         trainer, state = self.trainer, self.trainer.state
         if trainer._lock is not None:
             trainer._lock.check()
+        if not (self._measures_gradients and self._stepped):
+            self.grad_norm = result.outcome.grad_norm
         if not self._stepped:  # a step that was left out is told like any other
-            self._before_optimizer_step(self.optimizer, (), {})
+            self._tell_before_step()
             self._after_optimizer_step(self.optimizer, (), {})
-        trainer._last_outcome, self.grad_norm = result.outcome, result.outcome.grad_norm
+        trainer._last_outcome = result.outcome
         self._advance_schedule(result.outcome)
         state.global_step = loop.progress.step
         done = self.epochs.batches_done(group)

@@ -27,6 +27,7 @@ from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import LabelSmoother, loss_shifts_labels
 from .memory import TrainerMemoryTracker
+from .overrides import is_overridden, refuse_replaced, refuse_uncalled
 from .placement import move_model
 from .seeding import enable_full_determinism, set_seed
 from .trainable import refuse_untrainable
@@ -91,6 +92,11 @@ class Trainer(TrainingMixin):
             config.use_cache = getattr(args, "use_cache", False)
         self._memory_tracker.stop_and_update_metrics()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_uncalled(cls)
+        cls._splits_sequences = is_overridden(cls, "_prepare_context_parallel_inputs")
+
     # --- the parts of construction ----------------------------------------------------------
 
     def _seed(self) -> None:
@@ -98,7 +104,9 @@ class Trainer(TrainingMixin):
 
     def create_accelerator_and_postprocess(self) -> None:
         """The session that the arguments ask for, and the `accelerator` that others look at."""
-        self.driver_session = self.args._driver_session = DriverSession(self.args, self.model)
+        self.driver_session = self.args._driver_session = DriverSession(
+            self.args, self.model, clips=not self._measures_gradients()
+        )
         self.accelerator = Accelerator(self)
         state = self.accelerator.state
         self.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
@@ -119,6 +127,7 @@ class Trainer(TrainingMixin):
         if model is None:
             model = self.call_model_init()
         refuse_untrainable(model, self.driver_session)
+        refuse_replaced(type(self), self.driver_session)
         devices = {d for d in getattr(model, "hf_device_map", {}).values() if d not in _NO_DEVICE}
         alone = devices and {torch.device(device) for device in devices} == {self.args.device}
         self.is_model_parallel = bool(devices) and not alone

@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...kernel.batches import Position
 from ...kernel.errors import ran_out
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
@@ -26,6 +29,7 @@ from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
 from .between_steps import BetweenStepsMixin
 from .epochs import Epochs, RunLength
+from .overrides import refuse_uncalled
 from .step_callbacks import TrainerPolicy
 
 __all__ = ["TrainingMixin"]
@@ -51,6 +55,7 @@ class TrainingMixin(BetweenStepsMixin):
         Raises ValueError where there is no such checkpoint.
         """
         resume_from_checkpoint = _old_model_path(resume_from_checkpoint, kwargs)
+        refuse_uncalled(type(self), vars(self))
         self._memory_tracker.start()
         self.is_in_train = True
         self._hp_search_setup(trial)  # first: a trial may change the seed
@@ -143,8 +148,15 @@ class TrainingMixin(BetweenStepsMixin):
         self._train_batch_size = batch_size or self._train_batch_size
         loader = self.get_train_dataloader()
         length = RunLength(*self.set_initial_training_values(args, loader))
-        self._wrap_for_training(length.max_steps)
-        self._fresh_state(length, trial, loader)
+        begun = self._init_training_state(
+            length.max_steps,
+            length.updates_per_epoch,
+            length.num_epochs,
+            resume_from_checkpoint,
+            trial,
+        )
+        model, loader = self._prepare_for_training(length.max_steps, loader, resume_from_checkpoint)
+        self._check_wrapped(model)
         epochs = self._epochs(loader, length)
         start_time = time.time()
         policy = TrainerPolicy(
@@ -165,7 +177,7 @@ class TrainingMixin(BetweenStepsMixin):
             requests,
         )
         try:
-            self._resume(training, epochs, length, resume_from_checkpoint, trial)
+            self._resume(training, epochs, resume_from_checkpoint, begun)
             self._announce(length)
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
@@ -193,43 +205,72 @@ class TrainingMixin(BetweenStepsMixin):
             start_anew=self.args.ignore_data_skip,
         )
 
-    def _fresh_state(self, length: RunLength, trial: Any, loader: Any) -> None:
-        self.callback_handler.train_dataloader = loader
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: str | None,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """The state at the start, or a checkpoint's. Returns the epochs that were trained, and the
+        batches of the next one.
+        """
         if self._interrupted is not None:
             self.state.train_batch_size = self._train_batch_size
-            return
+        else:
+            self._start_state_anew(trial, max_steps)
+            if resume_from_checkpoint is not None:
+                self._load_trainer_state(Path(resume_from_checkpoint))
+        self.state.init_training_references(self, max_steps, num_train_epochs, trial)
+        return self._trained(num_update_steps_per_epoch)
+
+    def _trained(self, updates_per_epoch: int) -> tuple[int, int]:
+        epochs, updates = divmod(self.state.global_step, updates_per_epoch)
+        skipped = 0 if self.args.ignore_data_skip else updates
+        return epochs, skipped * self.args.gradient_accumulation_steps
+
+    def _start_state_anew(self, trial: Any, max_steps: int) -> None:
         stateful = [*self.callback_handler.callbacks, self.control]
         self.state = TrainerState(
             stateful_callbacks=[each for each in stateful if isinstance(each, ExportableState)]
         )
         self.state.is_hyper_param_search = trial is not None
         self.state.train_batch_size = self._train_batch_size
-        self.state.compute_steps(self.args, length.max_steps)
+        self.state.compute_steps(self.args, max_steps)
+
+    def _check_wrapped(self, model: Any) -> None:
+        if model is not self.driver_session.engine.module:
+            raise TypeError(
+                f"{type(self).__name__}._prepare_for_training returned another model than "
+                f"{self.driver_session.driver.name} has wrapped, which would not be trained: "
+                "change self.model before it calls super()._prepare_for_training()"
+            )
 
     def _resume(
-        self,
-        training: TrainLoop,
-        epochs: Epochs,
-        length: RunLength,
-        checkpoint: str | None,
-        trial: Any,
+        self, training: TrainLoop, epochs: Epochs, checkpoint: str | None, begun: tuple[int, int]
     ) -> None:
-        """Take over a checkpoint, or what an out-of-memory error left."""
+        """Take over a checkpoint, or what an out-of-memory error left. `begun`: the epochs, and the
+        batches of the next, that count as trained: a subclass may have changed them.
+        """
         left = self._interrupted
         if left is not None:
             training.progress, training.window = left.progress, left.window
         elif checkpoint is not None:
             self._resume_training(training, checkpoint)
+        if begun != self._trained(epochs.updates_per_epoch):
+            epoch, batches = begun
+            training.progress.position = Position(epoch, batches * epochs.global_batch)
         if training.progress.position.samples:
             session = training.session
             before = session.rng_state()
             epochs.after_first_fetch = lambda: session.set_rng_state(before)
         self.state.global_step = training.progress.step
-        self.state.init_training_references(self, length.max_steps, length.num_epochs, trial)
         if left is not None:
             return
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
-        self._initial_global_step = self._globalstep_last_logged = self.state.global_step
+        self._initial_global_step = self.state.global_step
+        self._globalstep_last_logged = training.window.first_step
         self._total_loss_scalar = 0.0
 
     def _announce(self, length: RunLength) -> None:
@@ -278,9 +319,8 @@ class TrainingMixin(BetweenStepsMixin):
         self, trial: Any, num_train_samples: float, start_time: float
     ) -> TrainOutput:
         """The summary, the best model, and the last events."""
-        training, state = self._running(), self.state
-        if training.window.has_grown(training.progress):
-            self._total_loss_scalar += self._window_loss()
+        state = self.state
+        self._total_loss_scalar += self._loss_since_last_log()
         steps = state.global_step - self._initial_global_step
         loss = self._total_loss_scalar / max(steps, 0.001)
         metrics = speed_metrics(
@@ -303,6 +343,13 @@ class TrainingMixin(BetweenStepsMixin):
         self._training = self._mode = None
         self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
+
+    def _loss_since_last_log(self) -> float:
+        training = self._training
+        if training is None:  # a subclass runs a loop of its own
+            return self._mean_over_ranks(getattr(self, "_tr_loss", torch.zeros(())))
+        grown = training.window.has_grown(training.progress)
+        return self._mean_over_ranks(torch.as_tensor(training.window.loss_sum)) if grown else 0.0
 
 
 def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from ..data.loading import LoadingMixin
 from .loss import count_items, is_causal_lm, loss_of
+from .overrides import is_overridden
 
 __all__ = ["StepMixin"]
 
@@ -28,12 +30,16 @@ class StepMixin(LoadingMixin):
     of batches, or of items, of the whole update. None: as the model and the arguments imply."""
 
     _mode: TrainMode | None = None
+    _splits_sequences = False
+    """A subclass has a `_prepare_context_parallel_inputs` of its own."""
     current_gradient_accumulation_steps = 1
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
+        if self._splits_sequences:
+            return self._step_in_context(model, inputs, num_items_in_batch)
         if self._mode is None or self._mode.model is not model:
             self._mode = TrainMode(model)
         self._mode.enter()
@@ -51,6 +57,23 @@ class StepMixin(LoadingMixin):
             weight /= self.current_gradient_accumulation_steps
         return self._backward(loss, weight)
 
+    def _step_in_context(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        context, inputs = self._prepare_context_parallel_inputs(model, inputs)
+        self._splits_sequences = False  # what follows is split
+        try:
+            with context():
+                return StepMixin.training_step(self, model, inputs, num_items_in_batch)
+        finally:
+            self._splits_sequences = True
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: Any
+    ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
+        """What a microbatch is trained in, and with; called where a subclass overrides it. No
+        driver splits a sequence over ranks.
+        """
+        return contextlib.nullcontext, inputs
+
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss is already divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
@@ -65,6 +88,31 @@ class StepMixin(LoadingMixin):
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         return self._microstep.backward(loss, weight)
+
+    # --- clipping ---------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Limit the gradients, and return their norm before; called where a subclass overrides it,
+        and else the driver's matter. Under DeepSpeed it is the driver's in any case.
+        """
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm that is logged; called where a subclass overrides this or the above."""
+        if grad_norm is None:
+            grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        return grad_norm
+
+    def _measures_gradients(self) -> bool:
+        return any(is_overridden(type(self), f"_{what}_grad_norm") for what in ("clip", "get"))
+
+    def _own_grad_norm(self) -> Any:
+        """By these two, once the gradients are there and before the optimizer's step."""
+        clips = (self.args.max_grad_norm or 0) > 0
+        norm = self._clip_grad_norm(self.model_wrapped) if clips else None
+        return self._get_grad_norm(self.model_wrapped, grad_norm=norm)
+
+    # --- the loss ---------------------------------------------------------------------------
 
     def compute_loss(
         self,
