@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ...checkpoint import CheckpointReader
 from ...checkpoint.format.safetensors import Source, read_whole, write
 from ...checkpoint.storage.local import beside
 from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
@@ -23,7 +25,9 @@ from .unpickling import read_pickled
 
 __all__ = [
     "ADAPTER_FILES",
+    "RESHAPED",
     "adapters_in",
+    "buffer_shapes",
     "compare_versions",
     "frozen_names",
     "has_weights",
@@ -32,6 +36,8 @@ __all__ = [
     "load_weights",
     "loads_itself",
     "read_weights",
+    "reshape_buffers",
+    "stored_weights",
     "unsound",
     "write_weights",
 ]
@@ -138,8 +144,42 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def loads_itself(model: nn.Module) -> bool:
-    """Whether the model has a `load_state_dict` of its own: it may change with what it loads."""
-    return type(model).load_state_dict is not nn.Module.load_state_dict
+    """Whether the model, or a part of it, has a way to load of its own, by which it may change."""
+    plain = nn.Module
+    return type(model).load_state_dict is not plain.load_state_dict or any(
+        type(part)._load_from_state_dict is not plain._load_from_state_dict
+        for part in model.modules()
+        if not type(part).__module__.startswith("torch.")
+    )
+
+
+def stored_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters, each once, and persistent buffers, by FQN."""
+    return {**dict(module.named_parameters()), **_buffers(module)}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    persistent = module.state_dict(keep_vars=True)
+    return {name: each for name, each in module.named_buffers() if name in persistent}
+
+
+RESHAPED = "reshaped_buffers"
+"""In the state of a checkpoint: the buffers that have another shape than when training began."""
+
+
+def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
+    """Of the persistent ones, by FQN."""
+    return {name: buffer.shape for name, buffer in _buffers(model).items()}
+
+
+def reshape_buffers(model: nn.Module, stored: CheckpointReader) -> None:
+    """Give the buffers that changed their shape in training the one that they are stored in."""
+    reshaped = stored.manifest.state.get(RESHAPED)
+    for name, buffer in _buffers(model).items():
+        if isinstance(reshaped, list) and name in reshaped and name in stored.names("weights"):
+            owner, _, leaf = name.rpartition(".")
+            shape = stored.info("weights", name).shape
+            model.get_submodule(owner)._buffers[leaf] = buffer.new_empty(shape)
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:

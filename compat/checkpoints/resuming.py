@@ -39,6 +39,8 @@ from .model_files import (
     load_weights,
     loads_itself,
     read_weights,
+    reshape_buffers,
+    stored_weights,
 )
 from .overlay_reader import OverlayReader
 from .rotation import altered, newest_unaltered, problem_with
@@ -94,6 +96,7 @@ class ResumingMixin(TrainerParts):
             raise ValueError(f"Can't find a valid checkpoint at {folder}: {problem}")
         early = self._has_own("_inner_training_loop") or loads_itself(self.model)
         if (folder / MANIFEST).is_file() and model is None and self.is_in_train and not early:
+            reshape_buffers(self.model, CheckpointReader(folder))
             return
         _LOG.info("loading the model from %s", folder)
         compare_versions(folder)
@@ -139,6 +142,8 @@ class ResumingMixin(TrainerParts):
         elif (folder / MANIFEST).is_file() and not has_weights(folder):  # deleted, to save room
             self.driver_session.engine.restore(self._weights_reader(folder))
         else:
+            if (folder / MANIFEST).is_file():
+                reshape_buffers(self.model, CheckpointReader(folder))
             self._issue_warnings_after_load(load_weights(self.model, read_weights(folder)))
 
     def _load_best_adapter(self, folder: Path) -> None:
@@ -187,7 +192,7 @@ class ResumingMixin(TrainerParts):
         with engine.full_params(chosen) if sharded else nullcontext(self.model) as module:
             return {
                 name: tensor.detach().cpu().clone() if sharded else tensor.detach()
-                for name, tensor in _stored_weights(module).items()
+                for name, tensor in stored_weights(module).items()
                 if names is None or name in names
             }
 
@@ -390,10 +395,3 @@ def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
             "training would not go on as it was. Load its weights, by from_pretrained or "
             "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
         )
-
-
-def _stored_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, each once, and persistent buffers, by FQN."""
-    persistent = module.state_dict(keep_vars=True)
-    buffers = {name: each for name, each in module.named_buffers() if name in persistent}
-    return {**dict(module.named_parameters()), **buffers}

@@ -41,7 +41,7 @@ from ..profile import profile_of
 from . import hf_folders
 from .earlier_files import take_along
 from .json_state import to_plain
-from .model_files import frozen_names, is_pretrained, write_weights
+from .model_files import RESHAPED, buffer_shapes, frozen_names, is_pretrained, write_weights
 from .resuming import ResumingMixin
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
 
@@ -122,6 +122,9 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         state, engine = self._running().state(), self.driver_session.engine
         state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
+        shapes, before = buffer_shapes(self.model), self._buffer_shapes
+        if reshaped := [name for name in shapes if shapes[name] != before.get(name)]:
+            state[RESHAPED] = reshaped
         if self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler.state_dict()
         if unsaved := self._say_unsaved_state():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -82,6 +83,8 @@ class TrainerParts:
     """Of a subclass with a loop of its own: the losses since the last log, added up."""
     is_distributed_loading_by_transformers = False
     """A model that was cut into parts when it was loaded is refused."""
+    _buffer_shapes: dict[str, torch.Size]
+    """When training began."""
     _lock: RunLock | None = None
     """Of its output folder, while `train` runs."""
     _training: TrainLoop | None = None

@@ -22,6 +22,7 @@ from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import ExportableState, TrainerState
+from ..checkpoints.model_files import buffer_shapes
 from ..data.loading import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
@@ -62,6 +63,7 @@ class TrainingMixin(BetweenStepsMixin):
         if self.model_init is not None:
             self._build_anew(trial)
         self._make_ready()
+        self._buffer_shapes = buffer_shapes(self.model)
         quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
         with self._locked_output(trial), quiet:
             checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
