@@ -183,12 +183,28 @@ def test_ranks_that_leave_in_silence_have_not_finished(drive: Drive, recipe: Pat
     assert "2 of 2 processes ended with exit code 0" in ran.stderr
 
 
-def test_an_error_on_one_rank_is_told_once_with_its_rank(drive: Drive, recipe: Path) -> None:
-    bad = "\nimport os\nif os.environ.get('RANK') == '1':\n    raise ValueError('only here')\n"
-    recipe.write_text(recipe.read_text() + bad)
+@pytest.mark.parametrize(
+    ("there", "here", "code"),
+    [
+        ("batch: ", "batch: only_here() or ", 1),
+        # the other one waits for it where torchrun ends it after half a minute
+        pytest.param("settings = ", "only_here()\nsettings = ", 2, marks=pytest.mark.slow),
+    ],
+    ids=["in a step", "in the recipe"],
+)
+def test_an_error_on_one_rank_is_told_once_with_its_rank(
+    drive: Drive, recipe: Path, there: str, here: str, code: int
+) -> None:
+    only_here = """
+import os
+def only_here():
+    if os.environ.get("RANK") == "1":
+        raise ValueError("only here")
+"""
+    recipe.write_text(only_here + recipe.read_text().replace(there, here, 1))
     ran = drive("train", recipe, "--out", "run", "--nproc", 2)
-    assert ran.code == 2
-    assert ran.stderr.count("ValueError: only here") == 1
+    assert ran.code == code
+    assert ran.stderr.count("ValueError: only here") == 1, ran.stderr
     assert "error (rank 1):" in ran.stderr
 
 
