@@ -139,7 +139,7 @@ def test_the_printed_command_goes_on_with_the_run(
     assert ends == [6, 7, 8]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_has_its_own_exit_code(
     ranks: int, drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:

@@ -168,8 +168,8 @@ LIMITED = """
             super().__init__()
             self.inner, self.last = nn.Linear(8, 16), nn.Linear(16, 1)
 
-        def forward(self, inputs):  # 64 MB a sample are kept for the backward
-            wide = self.inner(inputs)[:, None].expand(-1, 1 << 20, -1)
+        def forward(self, inputs):  # 32 MB a sample are kept for the backward
+            wide = self.inner(inputs)[:, None].expand(-1, 1 << 19, -1)
             return self.last(torch.tanh(wide).mean(1))
 
     def loss(module, batch):
@@ -191,7 +191,7 @@ LIMITED = """
     torch.set_num_threads(1)
     fit(recipe, Settings(steps=1, global_batch=1), backend="cpu")  # what torch loads late
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    limit = used + (900 << 20)
+    limit = used + (450 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     fit(recipe, settings, backend="cpu", observers=[observe])
     print(json.dumps(told))

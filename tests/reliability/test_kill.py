@@ -1,6 +1,6 @@
 """kill -9 at any moment, the same command again: as if nothing had happened.
 
-Thirty kills; as many as DRIVETRAIN_KILLS says (200) with
+Two dozen kills; as many as DRIVETRAIN_KILLS says (200) with
 
     DRIVETRAIN_KILLS=200 python -m pytest -m slow tests/reliability/test_kill.py
 """
@@ -33,13 +33,11 @@ CALLS = 150
 NUM_KILLS: list[tuple[Run, Callable[..., None], int]] = [
     (Run(), train, 8),
     (Run(behind=True), train, 6),
-    (Run("ddp", 2), train, 4),
     (Run("ddp", 2, behind=True), train, 4),
     (Run("fsdp", 2), train, 3),
-    (Run("deepspeed", 2, {"stage": 3}), train, 2),
     (Run(), train_with_compat, 3),
 ]
-"""Thirty in all."""
+"""Two dozen in all."""
 SLOW: list[tuple[Run, Callable[..., None], int]] = [
     (run, how, max(1, round(KILLS * share)))
     for run, how, share in [
@@ -49,7 +47,8 @@ SLOW: list[tuple[Run, Callable[..., None], int]] = [
         (Run("ddp", 2, behind=True), train, 0.1),
         (Run("fsdp", 2), train, 0.06),
         (Run("fsdp", 2, behind=True), train, 0.04),
-        (Run("deepspeed", 2, {"stage": 2}), train, 0.04),
+        (Run("deepspeed", 2, {"stage": 2}), train, 0.02),
+        (Run("deepspeed", 2, {"stage": 3}), train, 0.02),
         (Run("deepspeed", 2, {"stage": 3}, behind=True), train, 0.04),
         (Run(), train_with_compat, 0.08),
         (Run("ddp", 2), train_with_compat, 0.04),
