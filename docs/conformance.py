@@ -1,11 +1,11 @@
-"""Prove all six drivers and write what came of it to docs/conformance: a page over the drivers
-and the laws, and the matrix of who resumes whom.
+"""Prove all drivers but `xpu` and write the results to docs/conformance: a page over drivers and
+laws, and the matrix of who resumes whom.
 
     python docs/conformance.py [WORD ...]
 
 Words choose by what occurs in the name of a world, such as `xla` or `ddp:2`, by default all;
-`matrix` is the matrix. It takes about half an
-hour on two cores, in the environment of all drivers, which uv makes at first.
+`matrix` is the matrix. It takes about half an hour on two cores, in an environment of these
+drivers, which uv makes at first.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from io import StringIO
 from typing import Any
 
@@ -13,8 +14,12 @@ from .records import Record
 __all__ = ["Series", "curves", "draw"]
 
 # matplotlib writes these colours, and the page's style takes their place
-_COLOURS = {"#000001": "currentColor", "#000002": "var(--first)", "#000003": "var(--second)"}
-_INK, _FIRST, _SECOND = _COLOURS
+_INK = "#000001"
+_LINES = {f"#00000{2 + index}": f"var(--line-{1 + index})" for index in range(6)}
+_COLOURS = {_INK: "currentColor", **_LINES}
+_STYLES = ("-", "--", ":", "-.")
+_SPARSE = 20
+"""Points, up to which each is marked."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,8 @@ class Series:
     name: str
     steps: Sequence[int]
     values: Sequence[float | None]
+    colour: int | None = None
+    """By number; None: by its place in the chart."""
 
 
 def curves(records: Sequence[Record]) -> dict[str, str]:
@@ -71,23 +78,26 @@ def draw(title: str, lines: Sequence[Series]) -> str:
     with matplotlib.rc_context(look):
         figure = Figure(figsize=(5, 3), layout="constrained")
         axes = figure.add_subplot()
+        plotted = []
         for index, line in enumerate(lines):
+            number = index if line.colour is None else line.colour
             values = [float("nan") if value is None else value for value in line.values]
-            axes.plot(
+            plotted += axes.plot(
                 line.steps,
                 values,
-                color=_SECOND if index else _FIRST,
-                marker="o" if index or len(line.steps) == 1 else None,
+                color=list(_LINES)[number % len(_LINES)],
+                marker="o" if len(line.steps) <= _SPARSE else None,
                 markersize=4,
                 linewidth=1.5,
-                linestyle="-" if index < 2 else ["--", ":", "-."][index % 3],
-                label=line.name,
+                linestyle=_STYLES[number // len(_LINES) % len(_STYLES)],
             )
         axes.grid(color=_INK, alpha=0.15, linewidth=0.5)
         axes.set_xlabel("step")
         axes.ticklabel_format(axis="y", scilimits=(-2, 4), useMathText=True)
-        if len(lines) > 1:
-            axes.legend(frameon=False)
+        if 1 < len(lines) <= len(_LINES):
+            # a name may hold what matplotlib takes for mathematics
+            names = [line.name.replace("$", r"\$") for line in lines]
+            figure.legend(plotted, names, frameon=False, loc="outside upper center", ncols=2)
         file = StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     return _inline(file.getvalue(), title)
@@ -101,4 +111,4 @@ def _inline(svg: str, title: str) -> str:
     for written, meant in _COLOURS.items():
         svg = svg.replace(written, meant)
     head, bracket, rest = svg.partition(">")
-    return f'{head} role="img" aria-label="{title}"{bracket}{rest}'
+    return f'{head} role="img" aria-label="{escape(title)}"{bracket}{rest}'

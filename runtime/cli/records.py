@@ -6,7 +6,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from ..checkpoint.catalog import as_metric
 from ..trainer.setting_values import flatten
 
-__all__ = ["history", "plain", "read_records", "record_of", "to_line"]
+__all__ = ["history", "last", "plain", "read_records", "record_of", "to_line"]
 
 Record = dict[str, Any]
 
@@ -83,6 +83,11 @@ def _is_a(value: Any, kind: type) -> bool:
     if kind is float:
         return value is None or as_metric(value) is not None
     return isinstance(value, kind)
+
+
+def last(records: Sequence[Record], event: str) -> Record | None:
+    """The newest record of that event."""
+    return next((record for record in reversed(records) if record["event"] == event), None)
 
 
 _FIGURES = ("loss", "learning_rate", "grad_norm", "items_per_second", "total_steps")

@@ -11,9 +11,9 @@ from typing import Any
 
 from .curves import curves
 from .format import amount, duration, figure, of_total
-from .records import Record
+from .records import Record, last
 
-__all__ = ["Outcome", "render"]
+__all__ = ["Outcome", "fill", "html_table", "render", "section"]
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,38 @@ def render(records: Sequence[Record], config: Mapping[str, Any], outcome: Outcom
         for title, svg in curves(records).items()
     ]
     sections = [
-        _section("Curves", f'<div class="curves">{"".join(drawn)}</div>' if drawn else ""),
-        _section("Evaluation", _evaluation_table(records)),
-        _section("Sample", _pre(outcome.sample)),
-        _section("Go on with this run", _pre(outcome.command)),
-        _section("Started with", _pre(" ".join(config.get("command", ())))),
-        _section("Settings", _settings_table(config)),
+        section("Curves", f'<div class="curves">{"".join(drawn)}</div>' if drawn else ""),
+        section("Evaluation", _evaluation_table(records)),
+        section("Sample", _pre(outcome.sample)),
+        section("Go on with this run", _pre(outcome.command)),
+        section("Started with", _pre(" ".join(config.get("command", ())))),
+        section("Settings", _settings_table(config)),
     ]
+    return fill(
+        str(config.get("name", "run")), outcome, _subtitle(config), _facts(records), sections
+    )
+
+
+def fill(
+    title: str, outcome: Outcome, subtitle: str, facts: Mapping[str, str], sections: Sequence[str]
+) -> str:
+    """The page with these texts; `sections` are HTML."""
     page = Template(files(__package__).joinpath("page.html").read_text(encoding="utf-8"))
     return page.substitute(
-        title=escape(str(config.get("name", "run"))),
+        title=escape(title),
         mood=outcome.mood,
         outcome=escape(outcome.text),
-        subtitle=escape(_subtitle(config)),
+        subtitle=escape(subtitle),
         facts="".join(
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-            for name, value in _facts(records).items()
+            for name, value in facts.items()
         ),
         sections="".join(sections),
     )
 
 
-def _section(title: str, content: str) -> str:
+def section(title: str, content: str) -> str:
+    """HTML; nothing where there is no content."""
     return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
@@ -71,25 +81,21 @@ def _subtitle(config: Mapping[str, Any]) -> str:
     return f"backend {backend}, torch {config.get('torch', '?')}, recipe {recipe}"
 
 
-def _last(records: Sequence[Record], event: str) -> Record | None:
-    return next((record for record in reversed(records) if record["event"] == event), None)
-
-
 def _facts(records: Sequence[Record]) -> dict[str, str]:
     facts: dict[str, str] = {}
-    if (logged := _last(records, "logged")) is not None:
+    if (logged := last(records, "logged")) is not None:
         facts["Step"] = of_total(logged["step"], logged["total_steps"])
         facts["Training loss"] = figure(logged["loss"])
-    if (evaluated := _last(records, "evaluated")) is not None:
+    if (evaluated := last(records, "evaluated")) is not None:
         for name, value in evaluated["metrics"].items():
             facts[f"{evaluated['name']}: {name}"] = figure(value)
     if logged is not None:
         facts[f"{logged['item_name'].capitalize()} a second"] = amount(logged["items_per_second"])
         if logged.get("mfu") is not None:
             facts["MFU"] = f"{logged['mfu']:.0%}"
-    if (started := _last(records, "run_started")) is not None:
+    if (started := last(records, "run_started")) is not None:
         facts["Parameters"] = amount(started["num_parameters"])
-    if (ended := _last(records, "run_ended")) is not None:
+    if (ended := last(records, "run_ended")) is not None:
         facts["Time"] = duration(ended["seconds"])
     return facts
 
@@ -102,17 +108,20 @@ def _evaluation_table(records: Sequence[Record]) -> str:
         + [figure(row["metrics"][name]) if name in row["metrics"] else "" for name in names]
         for row in rows
     ]
-    return _table(["step", "data", *names], body) if rows else ""
+    return html_table(["step", "data", *names], body) if rows else ""
 
 
 def _settings_table(config: Mapping[str, Any]) -> str:
     settings = config.get("settings", {})
     rows = [[key, str(entry["value"]), entry["source"]] for key, entry in settings.items()]
     chosen = [row[2] != "default" for row in rows]
-    return _table(["setting", "value", "from"], rows, chosen) if rows else ""
+    return html_table(["setting", "value", "from"], rows, chosen) if rows else ""
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[bool] = ()) -> str:
+def html_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], chosen: Sequence[bool] = ()
+) -> str:
+    """Texts in a table that scrolls by itself; `chosen` rows stand out."""
     heads = "".join(f"<th>{escape(name)}</th>" for name in head)
     marks = [*chosen, *[False] * (len(rows) - len(chosen))]
     body = "".join(

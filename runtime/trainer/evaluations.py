@@ -40,16 +40,16 @@ class Evaluations:
         self._step = -1
 
     def run(self, step: int) -> float:
-        """Measure all data sets, unless that step was; returns the seconds that it took."""
-        took = 0.0
+        """Measure all data sets, unless that step was; returns the seconds that it took, with
+        those of who hears of it: a page may be drawn then."""
+        began = time.perf_counter()
         for name, data in self.recipe.eval_data.items() if step != self._step else ():
             started = time.perf_counter()
             metrics = self.metrics[name] = self._measured(name, data)
             seconds = time.perf_counter() - started
-            took += seconds
             self.announce(Evaluated(step, name, metrics, seconds))
         self._step = step
-        return took
+        return time.perf_counter() - began
 
     def to_json(self, step: int) -> dict[str, float]:
         """`<set>.<metric>` as of this step; those of the first set by their bare names too."""

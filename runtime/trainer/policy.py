@@ -13,8 +13,7 @@ from ..kernel.batches import Group
 from ..kernel.loop import NextAction, TrainLoop
 from ..kernel.paths import Place
 from ..kernel.step import StepResult
-from .announce import Announcer
-from .notes import log_of, never_finite, unused_note
+from .announce import Announcer, log_of, never_finite, unused_note
 from .run_lock import RunLock
 from .run_state import RunState
 from .saves import Saves

@@ -1,4 +1,4 @@
-"""The second environment of the tests: torch 2.8 with all six drivers in one.
+"""The second environment of the tests: torch 2.8 with all drivers but `xpu` in one.
 
 torch_xla and intel-extension-for-pytorch hold torch at 2.8, where the tests themselves run on the
 newest. uv builds it beside the first one, from the same pins.

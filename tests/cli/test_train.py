@@ -47,7 +47,7 @@ def test_the_run_folder(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     for part in ("finished at step 6", "a &lt;sample&gt;", "--resume run", "held_out", "MFU"):
         assert part in page
     assert page.count("<svg") == 4
-    assert "var(--first)" in page
+    assert "var(--line-1)" in page
     assert "currentColor" in page
     assert "http" not in page.replace("http://www.w3.org", "")
 

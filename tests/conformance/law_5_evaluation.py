@@ -92,9 +92,10 @@ def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
 
 @check()
 def memory_does_not_grow_with_the_data(subject: Subject) -> None:
-    """Batches and results alive at once, for a data set and one ten times as large."""
+    """Batches and results alive at once, for a data set and one ten times as large; when the last
+    microbatch is let go is a matter of threads, and may make it twice as many."""
     peaks = [max(subject.run(peak, samples=samples)) for samples in (40, 400)]
-    require(peaks[1] <= peaks[0], f"tensors alive at once with 40 and 400 samples: {peaks}")
+    require(peaks[1] <= 2 * peaks[0], f"tensors alive at once with 40 and 400 samples: {peaks}")
 
 
 def peak(bench: Bench, *, samples: int) -> int:

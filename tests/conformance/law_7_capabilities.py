@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -63,7 +65,8 @@ def stall_seconds(subject: Subject) -> Refused | None:
     if not subject.can("stall_seconds"):
         asked = {"stall_seconds": 1.0}
         return refuses(subject, "stall_seconds", "stall_seconds=1.0", asked, world=2)
-    told = subject.at(2).run(late_ranks_told, naps=5.0, stall_seconds=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        told = subject.at(2).run(late_ranks_told, folder=folder, longest=5.0, stall_seconds=1.0)
     require_same("the sums, as they are waited for", [each["sums"] for each in told], [[2.0]] * 2)
     for rank, each in enumerate(told):
         require_same(f"the late ranks that rank {rank} is told of", each["late"], [LATE])
@@ -79,9 +82,15 @@ def timeout_seconds(subject: Subject) -> Refused | None:
     if not subject.can("timeout_seconds"):
         asked = {"timeout_seconds": 2.0}
         return refuses(subject, "timeout_seconds", "timeout_seconds=2.0", asked, world=2)
-    waiting, late = subject.at(2).run(
-        late_ranks_blamed, last=True, naps=10.0, timeout_seconds=2.0, stall_seconds=None
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        waiting, late = subject.at(2).run(
+            late_ranks_blamed,
+            last=True,
+            folder=folder,
+            longest=10.0,
+            timeout_seconds=2.0,
+            stall_seconds=None,
+        )
     require(waiting["late"] is not None, "a rank that others wait for in vain is waited for on")
     require_same("the ranks that it names who has waited", waiting["late"], [LATE])
     seconds = waiting["seconds"]
@@ -141,36 +150,52 @@ def looking_changes_nothing(subject: Subject) -> None:
         require_same("traces of looking at the driver", changed, [])
 
 
-def late_ranks_told(bench: Bench, *, naps: float, **settings: Any) -> dict[str, Any]:
-    """A job: one rank naps while the others add up; what was told of late ones, and the sums."""
+def late_ranks_told(
+    bench: Bench, *, folder: str, longest: float, **settings: Any
+) -> dict[str, Any]:
+    """A job: one rank naps while the others add up, until all are told; what was told of late ones,
+    and the sums."""
     late: set[int] = set()
+
+    def note(rank: int, seconds: float, what: str) -> None:
+        late.add(rank)
+        Path(folder, f"told {session.world.rank}").touch()
+
     with bench.open(**settings) as session:
-        cast(WatchesRanks, session).watch(lambda rank, seconds, what: late.add(rank))
+        cast(WatchesRanks, session).watch(note)
         session.tally([1.0])()
         if session.world.rank == LATE:
-            time.sleep(naps)
+            nap_until(["told 0", "told 1"], folder, longest)
         sums = session.tally([1.0])()
         session.exchange(None)
     return {"late": sorted(late), "sums": sums}
 
 
-def late_ranks_blamed(bench: Bench, *, naps: float, **settings: Any) -> dict[str, Any]:
-    """A job: one rank naps for longer than others wait; whom each names, or None, and when."""
-    late, began = None, time.monotonic()
+def nap_until(names: Sequence[str], folder: str, longest: float) -> None:
+    """Until there are files of these names, at most so many seconds."""
+    end = time.monotonic() + longest
+    while time.monotonic() < end and not all(Path(folder, name).exists() for name in names):
+        time.sleep(0.01)
+
+
+def late_ranks_blamed(
+    bench: Bench, *, folder: str, longest: float, **settings: Any
+) -> dict[str, Any]:
+    """A job: one rank naps until the others have given up; whom each names, or None, and when."""
+    late, rank, began = None, LATE, time.monotonic()
     with suppress(CollectiveFailed), bench.open(**settings) as session:
         session.exchange(None)
-        began = time.monotonic()
-        if session.world.rank == LATE:
-            time.sleep(naps)
+        rank, began = session.world.rank, time.monotonic()
+        if rank == LATE:
+            nap_until(["given up"], folder, longest)
         try:
             session.tally([1.0])()
         except CollectiveFailed as error:
             late = list(error.late)
             raise
     seconds = time.monotonic() - began
-    if late is not None and LATE not in late:
-        return {"late": late, "seconds": seconds}
-    time.sleep(max(0.0, naps + 3.0 - seconds))  # who leaves takes the store along
+    Path(folder, "came" if rank == LATE else "given up").touch()
+    nap_until(["came"], folder, longest + 3.0)  # who leaves takes the store along
     return {"late": late, "seconds": seconds}
 
 

@@ -272,60 +272,6 @@ def secret_breaches(path: str, text: str) -> list[str]:
     ]
 
 
-OF_TYPES = frozenset({"TYPE_CHECKING", "annotations"})
-"""What a module imports for type checkers alone."""
-
-
-def name_order(name: str) -> tuple[int, str]:
-    """CONSTANTS, then Classes, then functions, each by the alphabet, as ruff's RUF022 sorts."""
-    kind = 0 if name.isupper() else 1 if name.lstrip("_")[:1].isupper() else 2
-    return kind, name
-
-
-def public_name_breaches(path: str, text: str) -> list[str]:
-    """`__all__` is sorted, names what exists, and in a package's `__init__` names all of it."""
-    tree = ast.parse(text, path)
-    listed = None
-    defined: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = {target.id for target in targets if isinstance(target, ast.Name)}
-            if "__all__" in names and node.value is not None:
-                listed = _listed(node.value, tree)
-            defined |= names
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            defined |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            defined |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
-    is_package = PurePosixPath(path).name == "__init__.py"
-    if listed is None:
-        named = any(not name.startswith("_") for name in defined - OF_TYPES)
-        return [f"{path}:1: a package needs __all__"] if is_package and named else []
-    found = []
-    if listed != sorted(set(listed), key=name_order):
-        found.append(f"{path}:1: __all__ is not sorted, or names something twice")
-    lazy = "__getattr__" in defined  # then a test of the package itself has to try the names
-    if missing := [name for name in listed if name not in defined and not lazy]:
-        found.append(f"{path}:1: __all__ names what is not there: {', '.join(missing)}")
-    public = {name for name in defined - OF_TYPES if not name.startswith("_")}
-    if is_package and (unlisted := sorted(public - set(listed))):
-        found.append(f"{path}:1: public, yet not in __all__: {', '.join(unlisted)}")
-    return found
-
-
-def _listed(value: ast.expr, tree: ast.Module) -> list[str]:
-    """A literal list, or `list(_TABLE)` of a literal dict that the module assigns."""
-    if isinstance(value, ast.Call) and dotted(value.func) == "list":
-        table = dotted(value.args[0])
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and table in map(dotted, node.targets):
-                return list(ast.literal_eval(node.value))
-    return list(ast.literal_eval(value))
-
-
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"})
 LOADERS = frozenset({"torch.load", "torch.serialization.load"})
 UNPICKLING = frozenset({"load_checkpoint", "read_pickle"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import multiprocessing
@@ -427,15 +428,20 @@ def test_closing_early_ends_the_workers() -> None:
     groups = loader.groups(Position(), 100)
     next(next(groups).microbatches)
     assert len(multiprocessing.active_children()) >= 2
-    groups.close()  # the fixture looks for what is left
+    groups.close()
+    assert not multiprocessing.active_children()
 
 
 def test_dropping_the_iterator_ends_the_workers() -> None:
     loader = Loader(Squares(1000), global_batch=4, micro_batch=2, workers=2)
-    for group in loader.groups(Position(), 100):
-        next(group.microbatches)
-        break
-    del group
+    before = set(multiprocessing.active_children())
+    groups = loader.groups(Position(), 100)
+    next(next(groups).microbatches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    del groups
+    gc.collect()
+    assert not workers & set(multiprocessing.active_children())
 
 
 def test_an_exception_in_a_worker_arrives_with_its_traceback() -> None:

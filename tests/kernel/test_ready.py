@@ -18,6 +18,7 @@ from drivetrain.data.prebatched import Batches, PrebatchedLoader, count_rows
 from drivetrain.kernel.batches import ENDLESS, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError
 
+from . import thread_world
 from .thread_world import ThreadSession, on_ranks
 
 quickly = settings(deadline=None, max_examples=40)
@@ -188,7 +189,9 @@ def test_a_loader_that_raises_is_the_cause() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_who_never_had_a_batch_is_named() -> None:
+def test_who_never_had_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_world, "LONGEST_WAIT_SECONDS", 2.0)  # by the other rank
+
     def job(session: Any) -> Any:
         return read(Batches([torch.zeros(1)] * session.world.rank), session=session)
 

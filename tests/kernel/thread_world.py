@@ -13,6 +13,8 @@ from torch import Tensor
 from drivetrain.kernel.contract import World
 
 T = TypeVar("T")
+LONGEST_WAIT_SECONDS = 10.0
+"""For a rank that does not come."""
 
 
 @dataclass
@@ -23,7 +25,7 @@ class Together:
     values: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.barrier = threading.Barrier(self.size, timeout=10)
+        self.barrier = threading.Barrier(self.size, timeout=LONGEST_WAIT_SECONDS)
 
     def exchange(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value

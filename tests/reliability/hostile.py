@@ -677,15 +677,16 @@ def _states() -> Iterator[Case]:
 # --- opening them -------------------------------------------------------------------------------
 
 
-def open_all(base: Path, root: Path, canary: Path, report: Path) -> None:
-    """What each of them comes to, by its name, as JSON lines; in a process of its own."""
+def open_all(base: Path, root: Path, canary: Path, report: Path, names: list[str]) -> None:
+    """What each of these comes to, by its name, as JSON lines; in a process of its own."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _too_long)
     _open(base)  # what is loaded when it is first needed is here before memory is bounded
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
     with report.open("w") as file:
-        for number, case in enumerate(corpus(canary)):
+        chosen = [case for case in corpus(canary) if case.name in set(names)]
+        for number, case in enumerate(chosen):
             folder = root / str(number) / "checkpoints" / NAME
             shutil.copytree(base, folder)
             case.alter(folder)

@@ -19,6 +19,7 @@ from drivetrain import Recipe, fit
 from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 from drivetrain.kernel.events import RunStarted
+from drivetrain.trainer import signals
 
 from .dying import interposed
 from .runs import SETTINGS, build, everything, loss, recipe, start
@@ -232,6 +233,7 @@ def test_signals_that_come_together_are_one(tmp_path: Path) -> None:
 def waits(case: Case, out: Path, environment: dict[str, str]) -> None:
     """Rank 0 sleeps in a step; the others wait for it in a collective."""
     os.environ.update(environment)
+    signals._TOGETHER_SECONDS = 0.2
     rank = int(environment.get("RANK", "0"))
 
     def slow(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -251,10 +253,10 @@ def test_a_second_signal_stops_at_once(tmp_path: Path, number: int) -> None:
         time.sleep(0.02)
     for rank in ranks:
         os.kill(rank.pid or 0, number)
-    time.sleep(1.5)
+    time.sleep(0.3)
     assert [rank.exitcode for rank in ranks] == [None, None]
     for rank in ranks:
-        os.kill(rank.pid or 0, number)
-    for rank in ranks:
-        rank.join(10)
+        while rank.is_alive():  # again, where the first came late
+            os.kill(rank.pid or 0, number)
+            rank.join(0.3)
     assert [rank.exitcode for rank in ranks] == [128 + number] * 2
