@@ -106,7 +106,7 @@ class Capabilities:
     samples where there are too few and weighing their loss less."""
     uneven_gradients: bool = True
     """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
-    it all ranks must use the same parameters: the library adds up what each has, in its order."""
+    it all use the same layers, in order; else the run ends, before a save, by the layers' names."""
     timeout_seconds: bool = False
     """It does the duty of `Plan.timeout_seconds`. Where there are several ranks, another value than
     the default is refused without it; of the default the kernel says that nobody keeps it."""

@@ -29,6 +29,7 @@ from ..common import layouts, model_state, models, stepping
 from ..common.optimizer_state import GroupNumbers
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
+from ..process_group.layers_used import LayersUsed
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
@@ -188,17 +189,26 @@ class ZeroEngine:
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
+        self.layers = LayersUsed(world)
+        self._watch_layers()
         for name, parameter in named.items():
             if parameter.requires_grad:
-                parameter.register_hook(partial(self._reach, name))  # type: ignore[no-untyped-call]
+                reach = partial(self._reach, name, self.layers.kind(f"the gradient of {name!r}"))
+                parameter.register_hook(reach)  # type: ignore[no-untyped-call]
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
             self.loss_scale = stepping.LossScale(world.device)
             self.zero.custom_loss_scaler = True
             self.zero.external_loss_scale = float(self.loss_scale.scale)
 
-    def _reach(self, name: str, grad: Tensor) -> None:
+    def _reach(self, name: str, kind: int, grad: Tensor) -> None:
         self._reached.add(name)
+        self.layers.note(kind)
+
+    def _watch_layers(self) -> None:
+        """Where weights are cut, all that has some of its own."""
+        parts = [(name, part) for name, part in self.own.named_modules() if part._parameters]
+        self.layers.watch(parts if zero_state.cuts_weights(self.zero) else (), _is_gathered)
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
@@ -219,6 +229,7 @@ class ZeroEngine:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with self._named("gathering weights or summing gradients in a backward"):
+            self.layers.backward()
             self.module.backward(loss * weight, scale_wrt_gas=False)
 
     def unused(self) -> Sequence[str]:
@@ -226,6 +237,8 @@ class ZeroEngine:
         return [name for name, p in named if p.requires_grad and name not in self._reached]
 
     def update(self) -> Outcome:
+        with self._named("comparing which layers were used"):
+            self.layers.compare()
         absent, self._reached = self._trained - self._reached, set()
         left = zero_state.left_alone(self.zero, self.own, absent)
         with self._named("updating the weights"), left if absent else models.NO_CONTEXT:
@@ -303,6 +316,11 @@ class ZeroEngine:
         self.module.destroy()
         with suppress(ValueError):
             parameter_offload.FWD_MODULE_STACK.remove(self.own)
+
+
+def _is_gathered(part: nn.Module) -> bool:
+    """In each forward; what DeepSpeed finds small stays whole."""
+    return not all(getattr(p, "ds_persist", True) for p in part.parameters(recurse=False))
 
 
 def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:

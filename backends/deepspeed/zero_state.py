@@ -79,7 +79,12 @@ def trained(zero: Any) -> set[int]:
 def num_calls(zero: Any) -> int:
     """How often a group of the optimizer takes part in one step: at stage 3 in the update of each
     part of the weights."""
-    return 1 if hasattr(zero, "bit16_groups") else len(zero.fp16_groups)
+    return len(zero.fp16_groups) if cuts_weights(zero) else 1
+
+
+def cuts_weights(zero: Any) -> bool:
+    """Whether it is of stage 3."""
+    return not hasattr(zero, "bit16_groups")
 
 
 def partitions(zero: Any, module: nn.Module) -> list[Partition]:

@@ -27,6 +27,7 @@ from ..common.optimizer_state import OptimizerState
 from ..process_group.buffers import Buffers
 from ..process_group.carried import Carried
 from ..process_group.collectives import keep_for_a_while, naming_collectives, refusing_together
+from ..process_group.layers_used import LayersUsed
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
@@ -144,12 +145,32 @@ class FsdpEngine:
         self.carried = Carried(self._to_device(whole), world)
         self.buffers = Buffers(self.module, world, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
+        self.layers = LayersUsed(world)
+        self._watch_layers()
         self.optimizer = models.build_optimizer(recipe, self.module)
         self.state = OptimizerState(self.optimizer, self.module)
         self.stepper = self._stepper()
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
+
+    def _watch_layers(self) -> None:
+        """Units, and where nothing is compiled all that has weights of its own."""
+        units = set(self.units)
+        gathered = units - {self.module} if self.options.reshard_after_forward else set()
+        parts = [
+            (name, part)
+            for name, part in self.module.named_modules()
+            if part in units or (part._parameters and not self.plan.compile)
+        ]
+        self.layers.watch(parts, always=gathered.__contains__)
+        carried = {id(parameter) for parameter in self.carried.parameters}
+        self._absent = [
+            self.layers.kind(f"no gradient of {name!r}")
+            if parameter.requires_grad and id(parameter) not in carried
+            else None
+            for name, parameter in self.module.named_parameters()
+        ]
 
     def _to_device(self, names: Iterable[str]) -> list[nn.Parameter]:
         """These parameters of the module, which nothing else moves there."""
@@ -197,14 +218,16 @@ class FsdpEngine:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with self._named("gathering weights or averaging gradients in a backward"):
+            self.layers.backward()
             stepping.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
         return models.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        self.carried.average(self.plan.precision.reduce)
         parameters = list(self.module.parameters())
+        self._compare_layers(parameters)
+        self.carried.average(self.plan.precision.reduce)
         grads = [p.grad for p in parameters if p.grad is not None]
         parts = [dtensor.own_part(grad) for grad in grads]
         if self.loss_scale is not None:
@@ -216,6 +239,13 @@ class FsdpEngine:
             )
         stepping.forget_gradients(parameters)
         return outcome
+
+    def _compare_layers(self, parameters: Sequence[nn.Parameter]) -> None:
+        for kind, parameter in zip(self._absent, parameters, strict=True):
+            if kind is not None and parameter.grad is None:
+                self.layers.note(kind)
+        with self._named("comparing which layers were used"):
+            self.layers.compare()
 
     def _norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Of the whole gradient: each rank's parts, and what every rank has."""
@@ -268,7 +298,7 @@ class FsdpEngine:
             if wanted is None or name in wanted:
                 data = dtensor.whole(parameter, self.world.device)
                 full[parameter] = nn.Parameter(data, parameter.requires_grad)
-        own_hooks = ("torch.distributed.fsdp", Buffers.__module__)
+        own_hooks = ("torch.distributed.fsdp", Buffers.__module__, LayersUsed.__module__)
         with (
             self.buffers.of_rank_0(),
             meta_init.replaced(self.module, full),

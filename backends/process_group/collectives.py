@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernel import errors
 from ...kernel.errors import CheckpointError, CollectiveFailed
 from ..common import models
-from . import stall_watch
+from . import layers_used, stall_watch
 
 
 class _Naming(AbstractContextManager[None]):
@@ -88,6 +88,8 @@ def _collective_failed(call: str, rank: int, error: BaseException) -> Collective
         elif missing:
             blamed = f"ranks that did not arrive: {_listed(missing)}"
     first = str(error).strip().splitlines()[0].rstrip(".")
+    if used := layers_used.told():
+        blamed = f"{blamed}{'. ' if blamed else ''}{used}"
     return CollectiveFailed(
         f"rank {rank} on {socket.gethostname()}: {call} failed: {first}. "
         f"{blamed[:1].upper()}{blamed[1:]}{'. ' if blamed else ''}Look at the output of those "

@@ -21,7 +21,7 @@ from ...kernel.errors import BackendUnavailable
 from ...kernel.plan import Plan, Probe
 from ...kernel.recipe import Batch, Recipe
 from ..common import fork_gc, layouts, prefetch, random_state
-from . import shm_tally, stall_watch
+from . import layers_used, shm_tally, stall_watch
 from .collectives import (
     default_store,
     keep_for_a_while,
@@ -178,6 +178,7 @@ class ProcessGroupSession:
         self._device = world.device
         self._board: shm_tally.SharedMemorySum | None = None
         self._board_opened = False
+        self._layers: layers_used.LayersUsed | None = None
 
     def watch(self, tell: Callable[[int, float, str], None]) -> None:
         stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
@@ -187,7 +188,11 @@ class ProcessGroupSession:
 
     def prepare(self, recipe: Recipe) -> Engine:
         with naming_collectives("preparing the model", self.world.rank, patient=True):
-            return self._build(recipe, self.plan, self.world)
+            engine = self._build(recipe, self.plan, self.world)
+        if (layers := layers_used.follow(engine)) is not None:
+            layers.board = self._board
+        self._layers = layers
+        return engine
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         return prefetch.feed(batches, self._device)
@@ -196,6 +201,10 @@ class ProcessGroupSession:
         if self.world.size == 1:
             return lambda: list(values)
         stall_watch.count_step()
+        layers, own = self._layers, len(values)
+        if layers is not None:
+            turn, *used = layers.end_turn()
+            values = [*values, *used]
         board = self._shared_board() if len(values) <= shm_tally.MOST else None
         begin = _add_up if board is None else board.show
         with self._named("starting to add up the step's counts"):
@@ -203,7 +212,10 @@ class ProcessGroupSession:
 
         def wait() -> list[float]:
             with self._named("adding up the step's counts"):
-                return sums()
+                added = sums()
+            if layers is not None:
+                layers.require_same(turn, *added[own:])
+            return added[:own]
 
         return wait
 
@@ -214,12 +226,20 @@ class ProcessGroupSession:
             timeout += 0.0 if self.plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
             self._board = shm_tally.opened(world.rank, world.size, timeout, self.exchange)
             self._board_opened = True
+            if self._layers is not None:
+                self._layers.board = self._board
         return self._board
 
     def exchange(self, value: Any) -> list[Any]:
-        encoded = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        parts = self._gather(encoded, "exchanging values", patient=True)
-        return [json.loads(bytes(part.tolist())) for part in parts]
+        turn = None if self._layers is None else self._layers.end_turn()
+        encoded = bytearray(json.dumps([value, turn]).encode())
+        tensor = torch.frombuffer(encoded, dtype=torch.uint8)
+        parts = self._gather(tensor, "exchanging values", patient=True)
+        told = [json.loads(bytes(part.tolist())) for part in parts]
+        if self._layers is not None and turn is not None:
+            shorts, squares = (sum(used[i] for _, used in told) for i in (1, 2))
+            self._layers.require_same(turn.number, shorts, squares)
+        return [one for one, _ in told]
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         result = keep_for_a_while(tensor.detach().clone())

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST", "SharedMemorySum", "opened"]
+__all__ = ["MOST", "ROOM_BYTES", "SharedMemorySum", "opened"]
 
 MOST = 16
 """Numbers that can be shown at once."""
@@ -27,6 +27,8 @@ _PLACE, _SUM = struct.Struct(f"<Q{MOST}d"), struct.Struct("<I")
 _BYTES = 256
 """From one place to the next."""
 _TOKEN_BYTES = 16
+ROOM_BYTES = 2**13
+"""Of a rank, beside its numbers."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 5e-5, 5e-3
 _ALIVE_SECONDS = 0.5
 """Between looks at whether a rank that is waited for still runs."""
@@ -37,6 +39,9 @@ class SharedMemorySum:
 
     def __init__(self, memory: Any, rank: int, pids: Sequence[int], timeout_seconds: float) -> None:
         self._memory, self._rank, self._pids = memory, rank, pids
+        rooms = memoryview(memory)[_TOKEN_BYTES + 2 * len(pids) * _BYTES :]
+        self.rooms = [rooms[i * ROOM_BYTES : (i + 1) * ROOM_BYTES] for i in range(len(pids))]
+        """Of each rank, which alone writes to its own; all zeros at first."""
         self._timeout_seconds = timeout_seconds
         self._number = 0
         self._sums: Callable[[], list[float]] | None = None
@@ -100,7 +105,7 @@ def opened(
     """A board of all ranks, or None on every rank where they cannot share memory: on several
     machines, in containers of their own, without Linux. `exchange`: gives everyone's to everyone.
     """
-    length = _TOKEN_BYTES + 2 * size * _BYTES
+    length = _TOKEN_BYTES + size * (2 * _BYTES + ROOM_BYTES)
     own: dict[str, Any] = {"pid": os.getpid()}
     memory, descriptor = None, -1
     if rank == 0:

@@ -36,6 +36,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from . import layers_used
+
 BUSY = 0.02
 """Of the time: a process that uses less of a processor than this is idle."""
 GRACE_SECONDS = 5.0
@@ -266,6 +268,7 @@ class Watch:
             for other, sign in sorted(stalled.items())
         ]
         text = f"{'; '.join(lines)}. Rank {self.rank} waits for it in {self._call!r} and {seen}"
+        text += f". {used}".rstrip(".") if (used := layers_used.told()) else ""
         self._store.set("verdict", json.dumps({"stalled": sorted(stalled), "text": text}))
         self._end(sorted(stalled), text)
 

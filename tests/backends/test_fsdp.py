@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.backends.fsdp import wrap_units
 from drivetrain.backends.fsdp.driver import FsdpOptions, driver
+from drivetrain.backends.process_group import shm_tally
 from drivetrain.checkpoint import CheckpointReader, CheckpointStore
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
@@ -532,3 +533,48 @@ def test_the_layout_is_what_is_held() -> None:
     own = max(answer["own"] for answer in Subject("fsdp", 2).run(weigh))
     assert layout.parameter_bytes == own
     assert len(layout.units) == 16
+
+
+class OwnBlock(nn.Module):
+    """Each rank skips another block when it is told to."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+        self.rank, self.skips = rank, False
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks[self.rank :][:1] if self.skips else self.blocks:
+            x = x + block(x)
+        return x
+
+
+def skipping(bench: Bench, *, evaluates: bool) -> dict[str, Any]:
+    """A job: where ranks share no memory, what the next numbers that they tell each other say of an
+    uneven update, and of an uneven forward without gradients."""
+    with pytest.MonkeyPatch.context() as patch, bench.open() as session:
+        patch.setattr(shm_tally, "opened", lambda *_: None)
+        rank = session.world.rank
+        engine = session.prepare(recipe(momentum, lambda: OwnBlock(rank)))
+        told = []
+        for skips in (False, True):
+            engine.module.skips = skips
+            session.tally([1.0])()
+            with engine.microbatch(True), torch.set_grad_enabled(not evaluates):
+                loss = engine.module(torch.ones(2, 4)).square().sum()
+            if not evaluates:
+                engine.backward(loss, torch.ones(()))
+                engine.update()
+            try:
+                told.append(session.tally([1.0])() if evaluates else session.exchange(rank))
+            except RecipeError as error:
+                told.append(str(error))
+        return {"even": told[0], "uneven": told[1]}
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_uneven_layers_are_told_before_a_save_where_no_memory_is_shared(evaluates: bool) -> None:
+    for rank, told in enumerate(Subject("fsdp", 2).run(skipping, evaluates=evaluates)):
+        assert told["even"] == ([2.0] if evaluates else [0, 1])
+        assert "ranks used different layers in one step" in told["uneven"]
+        assert f"rank {rank} used" in told["uneven"] and f"'blocks.{rank}'" in told["uneven"]

@@ -1,12 +1,17 @@
 """Law 1, absent gradients. A parameter that no rank has a gradient of is left as it is, and so is
 its state in the optimizer: no moment moves, no weight decays. Where some ranks have a gradient and
 others have none, that of the others counts as zero. A driver that cannot do either refuses it, and
-names the parameters; that ranks differ it may exclude (`Capabilities.uneven_gradients`).
+names the parameters; that ranks differ it may exclude (`Capabilities.uneven_gradients`), and ends
+the run then, by an error that names what they used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 from ..kernel.errors import RecipeError
 from .bench import Bench
 from .cases import Refused, check
+from .harness import WorkerFailure
 from .jobs import accumulate, microbatches
 from .judge import require, require_same_bits
 from .oracle import batch_of
@@ -24,8 +30,15 @@ from .problems import PROBLEMS
 from .state import assemble, pieces
 from .subject import Subject
 
-USERS: Mapping[str, Sequence[int] | None] = {"none": (), "one": (0,), "all": None}
-"""Which feeders use the spare part in an update; None for all of them."""
+USERS: Mapping[str, Callable[[int], int | None]] = {
+    "none": lambda feeder: None,
+    "one": lambda feeder: None if feeder else 0,
+    "all": lambda feeder: 0,
+    "each": lambda feeder: feeder % 2,
+}
+"""Which of the spare parts, if any, a feeder uses in an update."""
+
+MIXED_UP = "an update was made of what ranks had mixed up"
 
 ROWS = 4
 """Samples of a feeder in each update, in two microbatches."""
@@ -52,7 +65,7 @@ def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int
     """Beside plain PyTorch, where the batches of all ranks are in one process."""
     if not subject.can("uneven_gradients"):
         return None
-    updates = ("all", "none", "one", "one", "all")
+    updates = ("all", "none", "one", "each", "all")
     ranks = subject.run(train, updates=updates, microbatch=microbatch)
     if refused := refusal(ranks):
         return refused
@@ -66,12 +79,36 @@ def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int
     return None
 
 
+@check(used=("each", "one"))
+def ranks_that_use_other_layers_end_by_name(subject: Subject, used: str) -> Refused | None:
+    """Where that is not declared, in the first such update, and what all leave behind names the
+    layers: where these are as large as each other, so that all that ranks tell each other fits, and
+    where one rank uses a layer more."""
+    if subject.can("uneven_gradients") or subject.world == 1:
+        return None
+    told = ""
+    try:
+        subject.run(train_to_the_end, last=True, updates=[used], microbatch=1)
+    except WorkerFailure as failure:
+        told = str(failure)
+    require(bool(told), "ranks that used different layers went on as if they had not")
+    require(MIXED_UP not in told, f"{MIXED_UP}: {told}")
+    require("no answer" not in told, f"ranks that used different layers hung: {told}")
+    named = [line for line in told.splitlines() if re.search(r"Error|Failed|Refused", line)]
+    named = [line for line in named if "different layers" in line and "spare." in line]
+    require(bool(named), f"no error names the layers that some ranks alone used: {told}")
+    return Refused(named[0])
+
+
 def refusal(ranks: Sequence[Mapping[str, Any]]) -> Refused | None:
     """What all said, with the names of the parameters."""
     told = [rank["refused"] for rank in ranks if rank["refused"]]
     for words in told:
         require(
-            "spare.weight" in words and "spare.bias" in words,
+            bool(
+                re.search(r"spare\.\d\.0\.weight", words)
+                and re.search(r"spare\.\d\.0\.bias", words)
+            ),
             f"refused without their names: {words!r}",
         )
     return Refused(told[0]) if told else None
@@ -81,41 +118,46 @@ def in_plain_torch(
     weights: Mapping[str, Tensor], feeders: int, updates: Sequence[str], microbatch: int
 ) -> dict[str, Tensor]:
     """The weights at the end, in float64."""
-    plans = [plan(feeder, updates, microbatch) for feeder in range(feeders)]
-    model = WithSparePart(list(chain(*plans)))
-    model.double().load_state_dict(weights)
-    optimizer = decaying(model.named_parameters())
+    whole = model(updates, microbatch, range(feeders))
+    whole.double().load_state_dict(weights)
+    optimizer = decaying(whole.named_parameters())
     for step in range(len(updates)):
         total = torch.zeros((), dtype=torch.float64)
         for feeder in range(feeders):
-            model.turn = 2 * (feeder * len(updates) + step)
+            whole.turn = 2 * (feeder * len(updates) + step)
             for part in parts_of(step, feeder, feeders):
-                total = total + PROBLEMS["regression"].loss(model, batch_of("regression", part))
+                total = total + PROBLEMS["regression"].loss(whole, batch_of("regression", part))
         optimizer.zero_grad()
         (total / (ROWS * feeders)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return {name: tensor.detach() for name, tensor in whole.named_parameters()}
 
 
 class WithSparePart(nn.Module):
-    """`plan`: whether each forward uses it."""
+    """`plan`: which of its spare parts each forward uses; there are two if any uses the second."""
 
-    def __init__(self, plan: Sequence[bool]) -> None:
+    def __init__(self, plan: Sequence[int | None], spare: int) -> None:
         super().__init__()
-        self.used, self.spare = PROBLEMS["regression"].model(), nn.Linear(6, 3)
+        self.used = PROBLEMS["regression"].model()
+        self.spare = nn.ModuleList(nn.Sequential(nn.Linear(6, 3)) for _ in range(spare))
         self.plan, self.turn = plan, 0
 
     def forward(self, x: Tensor) -> Any:
-        uses, self.turn = self.plan[self.turn], self.turn + 1
-        return self.used(x) + self.spare(x) if uses else self.used(x)
+        chosen, self.turn = self.plan[self.turn], self.turn + 1
+        return self.used(x) if chosen is None else self.used(x) + self.spare[chosen](x)
 
 
-def plan(feeder: int, updates: Sequence[str], microbatch: int) -> list[bool]:
+def model(updates: Sequence[str], microbatch: int, feeders: Sequence[int]) -> WithSparePart:
+    """For these feeders, one after the other."""
+    used = list(chain(*(plan(feeder, updates, microbatch) for feeder in feeders)))
+    return WithSparePart(used, 2 if "each" in updates else 1)
+
+
+def plan(feeder: int, updates: Sequence[str], microbatch: int) -> list[int | None]:
     """For each microbatch of each update of a feeder."""
-    users = [USERS[update] for update in updates]
     return [
-        (chosen is None or feeder in chosen) and index == microbatch
-        for chosen in users
+        USERS[update](feeder) if index == microbatch else None
+        for update in updates
         for index in range(2)
     ]
 
@@ -131,12 +173,26 @@ def decaying(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
-def train(bench: Bench, *, updates: list[str], microbatch: int) -> dict[str, Any]:
-    """A job: the state before and after each update, or how one was refused."""
-    with bench.open() as session:
+def train_to_the_end(bench: Bench, **arguments: Any) -> None:
+    """A job: the same, where an error ends the process, as it does that of a run."""
+    try:
+        train(bench, patient=False, stall_seconds=2.0, **arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def train(
+    bench: Bench, *, updates: list[str], microbatch: int, patient: bool = True, **settings: Any
+) -> dict[str, Any]:
+    """A job: the state before and after each update, or how one was refused; unless `patient`, that
+    is an error."""
+    with bench.open(**settings) as session:
         feeder, feeders = session.world.feeder_index, session.world.num_feeders
-        uses = plan(feeder, updates, microbatch)
-        problem = replace(PROBLEMS["regression"], model=lambda: WithSparePart(uses))
+        problem = replace(
+            PROBLEMS["regression"], model=lambda: model(updates, microbatch, [feeder])
+        )
         engine = session.prepare(problem.recipe(optimizer=decaying))
         engine.module.train()
         states = [pieces(engine)]
@@ -146,10 +202,13 @@ def train(bench: Bench, *, updates: list[str], microbatch: int) -> dict[str, Any
         ]
         batches = session.feed(microbatches("regression", dealt))
         try:
-            for _ in updates:
+            for update in updates:
                 accumulate(session, engine, problem, batches, [True, True], [1.0, 1.0])
                 engine.update()
+                require(patient or update in ("all", "none"), MIXED_UP)
                 states.append(pieces(engine))
         except RecipeError as error:
+            if not patient:
+                raise
             return {"refused": str(error)}
         return {"refused": "", "states": states, "feeders": feeders}

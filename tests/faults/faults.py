@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain.backends.common import models
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.resuming import WeightsAlone
 from drivetrain.kernel.contract import Outcome
-from drivetrain.kernel.errors import CheckpointError, CollectiveFailed
+from drivetrain.kernel.errors import CheckpointError, CollectiveFailed, RecipeError
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
 from drivetrain.kernel.shards import Piece, Reader
@@ -181,6 +182,20 @@ class MeanOfThoseThatHaveOne(WrappedEngine):
                 parameter.grad.mul_(self.inner.world.size)
         outcome: Outcome = self.inner.update()
         return outcome
+
+
+class NamesNothing(WrappedEngine):
+    """Ranks that use different layers end by whatever the library says."""
+
+    def update(self) -> Outcome:
+        if missing := models.without_gradient(self.inner.own):
+            raise RecipeError(f"{len(missing)} tensors did not arrive")
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
+def even(able: Capabilities) -> Capabilities:
+    return dataclasses.replace(able, uneven_gradients=False)
 
 
 def finding_unused(plan: Plan) -> Plan:
@@ -615,6 +630,7 @@ def never_over(plan: Plan) -> Plan:
     return dataclasses.replace(plan, timeout_seconds=600.0)
 
 
+OTHER_LAYERS = "1_absent-ranks_that_use_other_layers"
 SGD = "1_gradient-plain_sgd_equals_one_process"
 NORM = "2_norm-norm_is_that_of_one_process"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
@@ -652,6 +668,8 @@ FAULTS: dict[str, Fault] = {
     "mean of those that have one": Fault(
         "1_absent-what_has_none_on_some", MeanOfThoseThatHaveOne, plan=finding_unused
     ),
+    "tells nobody": Fault(OTHER_LAYERS, plan=finding_unused, capabilities=even),
+    "names nothing": Fault(OTHER_LAYERS, NamesNothing, plan=finding_unused, capabilities=even),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
     "scalars summed": Fault("1_gradient-a_parameter_of_no_dimension", ScalarsSummed),
     "one step a parameter": Fault("1_gradient-an_optimizer_takes_one_step", OneStepAParameter),
