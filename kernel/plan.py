@@ -106,7 +106,8 @@ class Capabilities:
     samples where there are too few and weighing their loss less."""
     uneven_gradients: bool = True
     """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
-    it all use the same layers, in order; else the run ends, before a save, by the layers' names."""
+    it all must use the same layers, in order; where they do not, the run ends before an update or a
+    save of theirs, by an error that names the layers: the driver's duty (law 1)."""
     timeout_seconds: bool = False
     """It does the duty of `Plan.timeout_seconds`. Where there are several ranks, another value than
     the default is refused without it; of the default the kernel says that nobody keeps it."""

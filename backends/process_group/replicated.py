@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...kernel.contract import Outcome, World
-from ...kernel.errors import RecipeError
+from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ...kernel.recipe import Recipe
@@ -44,7 +44,7 @@ class ReplicatedOptions:
     """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
     (`torch.nn.SyncBatchNorm`), not over each rank's own."""
     static_graph: bool = False
-    """Promise that every step uses the same parameters in the same order."""
+    """Promise that every step uses the same parameters in the same order. Not with accumulation."""
 
     def __post_init__(self) -> None:
         check_range("backend.bucket_cap_mb", self.bucket_cap_mb, 0)
@@ -74,6 +74,8 @@ class DdpEngine(PlainEngine):
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.options: ReplicatedOptions = plan.options or ReplicatedOptions()
         super().__init__(recipe, plan, world)
+        if plan.micro_batch and plan.micro_batch * world.size < plan.global_batch:
+            self._refuse_accumulation()
         autocast = self.autocast
         self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
         self.module = _InOneOrder(self.own, self.options.static_graph, **self.options.arguments())
@@ -89,7 +91,20 @@ class DdpEngine(PlainEngine):
         )
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        if not last:
+            self._refuse_accumulation()
         return models.NO_CONTEXT if last else self.module.no_sync()
+
+    def _refuse_accumulation(self) -> None:
+        """DDP counts the gradients of its first backward, and takes one without others for all."""
+        if self.options.static_graph:
+            raise CapabilityRefused(
+                "backend.static_graph=true in updates of several microbatches",
+                "ddp",
+                "DistributedDataParallel learns the graph from a first backward that sends "
+                "gradients, and that of an accumulated microbatch sends none. Leave it out, or "
+                "make micro_batch as large as each rank's part of global_batch",
+            )
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):

@@ -1,5 +1,7 @@
 """The ddp driver keeps the laws."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -37,6 +39,28 @@ def test_each_rank_resumes_with_its_own_buffers(backend: str) -> None:
 
 def test_a_static_graph_resumes_bit_by_bit_on_three_ranks() -> None:
     resumed_run_of_three_ranks_is_bit_exact(Subject("ddp", 3, {"static_graph": True}))
+
+
+def refusal_of_accumulation(bench: Bench, *, settings: dict[str, Any]) -> str:
+    with bench.open(**settings) as session:
+        try:
+            engine = session.prepare(
+                PROBLEMS["regression"].recipe(optimizer=optimizer_called("SGD"))
+            )
+            assert not settings, "it was known, and not refused when the run began"
+            engine.microbatch(True)
+            engine.microbatch(False)
+        except CapabilityRefused as refused:
+            return str(refused)
+    return ""
+
+
+@pytest.mark.parametrize("settings", [{"global_batch": 8, "micro_batch": 2}, {}])
+def test_a_static_graph_refuses_to_accumulate(settings: dict[str, Any]) -> None:
+    for told in Subject("ddp", 2, {"static_graph": True}).run(
+        refusal_of_accumulation, settings=settings
+    ):
+        assert "'ddp' refuses backend.static_graph=true in updates of several microbatches" in told
 
 
 def refusal_of_synced_batch_norm(bench: Bench) -> str:
