@@ -42,7 +42,6 @@ class Accelerator(Collectives):
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
         self._told_of_trackers = False
-        self.parallelism_config: Any = getattr(trainer.args, "parallelism_config", None)
         resolve_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)
@@ -249,15 +248,25 @@ class Accelerator(Collectives):
         the run's own), and return its path; `train(resume_from_checkpoint=...)` takes it, too.
         """
         trainer = self._in_training("save_state")
-        folder = Path(output_dir or trainer.args.output_dir)
-        trainer._write_kernel_checkpoint(folder, trainer.state.global_step)
-        return str(folder / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+        step = trainer.state.global_step
+        folder = Path(output_dir or trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        trainer._write_kernel_checkpoint(folder, step)
+        return str(folder)
 
-    def load_state(self, input_dir: str) -> None:
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: Any = None, **model_options: Any
+    ) -> None:
         """Give the run under way the weights, the optimizer, the schedule and the random state of
-        a checkpoint, or of the newest in a folder; how far it is stays.
+        a checkpoint, or of the newest in a folder; how far it is stays. Raises `ArgumentError` for
+        options: there is one way to load.
         """
+        if load_kwargs or model_options:
+            raise ArgumentError(
+                f"accelerator.load_state has no options, and was given {load_kwargs or ''}"
+                f"{model_options or ''}: remove them"
+            )
         trainer = self._in_training("load_state")
+        input_dir = self.args.output_dir if input_dir is None else input_dir
         folder = get_last_checkpoint(input_dir) or str(input_dir)
         trainer.driver_session.engine.restore(CheckpointReader(folder))
         trainer._load_optimizer_and_scheduler(folder)

@@ -58,6 +58,12 @@ class Processes:
         """The rank of this process."""
         return int(self.args.process_index)
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"accelerator.state has no {name!r}: it reads the arguments and the driver, and holds "
+            "nothing itself. See docs/from-hf-trainer.md"
+        )
+
     @property
     def local_process_index(self) -> int:
         """The rank of this process on its machine."""
@@ -144,6 +150,11 @@ class Processes:
     def mixed_precision(self) -> str:
         """`no`, `fp16` or `bf16`."""
         return backend.mixed_precision(self.args)
+
+    @property
+    def parallelism_config(self) -> Any:
+        """As given: only sizes of 1 are driven."""
+        return getattr(self.args, "parallelism_config", None)
 
     @property
     def deepspeed_plugin(self) -> Any:
