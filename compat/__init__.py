@@ -7,6 +7,7 @@ from importlib import import_module as _import_module
 from typing import Any as _Any
 
 from .logs import show as _show
+from .theirs import theirs as _theirs
 
 _HOMES = {
     "DEFAULT_CALLBACKS": "callbacks.flow_callbacks",
@@ -38,7 +39,7 @@ _HOMES = {
     "EvalPrediction": "evaluation.outputs",
     "ExportableState": "callbacks.state",
     "FSDPOption": "enums",
-    "GreedyLR": "optim.plateau",
+    "GreedyLR": "transformers.optimization",
     "HPSearchBackend": "enums",
     "HubStrategy": "enums",
     "IntervalStrategy": "enums",
@@ -61,7 +62,7 @@ _HOMES = {
     "Trainer": "trainer.trainer",
     "TrainerCallback": "callbacks.base",
     "TrainerControl": "callbacks.state",
-    "TrainerMemoryTracker": "trainer.memory",
+    "TrainerMemoryTracker": "transformers.trainer_utils",
     "TrainerState": "callbacks.state",
     "TrainingArguments": "arguments",
     "UnknownArgument": "errors",
@@ -91,7 +92,7 @@ _HOMES = {
     "speed_metrics": "callbacks.reporting",
     "uninstall": "install",
 }
-"""Each public name and the module that it lives in; sorted as `__all__` is."""
+"""Each public name and the module that it lives in, here or there; sorted as `__all__` is."""
 
 __all__ = list(_HOMES)
 
@@ -102,7 +103,10 @@ def __getattr__(name: str) -> _Any:
     home = _HOMES.get(name) or ("data.collators" if name.startswith("DataCollator") else None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(_import_module(f".{home}", __name__), name)
+    if home.startswith("transformers."):
+        value = _theirs(home.removeprefix("transformers."), name)
+    else:
+        value = getattr(_import_module(f".{home}", __name__), name)
     globals()[name] = value
     return value
 

@@ -22,6 +22,7 @@ from ..callbacks.state import TrainerControl, TrainerState
 from ..names import TRAINER_STATE_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..optim.parameters import hyper_parameters
+from ..optim.schedules import restore_schedule
 from ..profile import profile_of
 from ..trainer.inspection import is_peft_model
 from ..trainer.overrides import is_overridden
@@ -336,7 +337,7 @@ class ResumingMixin(TrainerParts):
             groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
-            self.lr_scheduler.load_state_dict(schedule)
+            restore_schedule(self.lr_scheduler, schedule)
 
     def _restore_their_optimizer(self, folder: Path, saved: dict[str, Any]) -> None:
         prepared, optimizer = self.driver_session.prepared, self._optimizer_there_is()

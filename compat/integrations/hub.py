@@ -144,22 +144,23 @@ class HubMixin(TrainerParts):
     ) -> None:
         """Write README.md into the output folder, on the first rank: what is given, and what the
         run knows of its model, data, metrics and arguments. Tags of a card that is there are kept.
+        Raises ImportError where transformers, which writes it, is missing.
         """
         if not self.is_world_process_zero():
             return
-        library = write_card(
+        is_peft = write_card(
             self,
+            _listed(tags),
             language=language,
             license=license,
-            tags=_listed(tags),
             model_name=model_name,
             finetuned_from=finetuned_from,
-            tasks=_listed(tasks),
-            dataset_tags=_listed(dataset_tags),
-            datasets=_listed(dataset),
-            dataset_args=_listed(dataset_args),
+            tasks=tasks,
+            dataset_tags=dataset_tags,
+            dataset=dataset,
+            dataset_args=dataset_args,
         )
-        if library == "peft":  # which adds what it says about adapters
+        if is_peft:  # which adds what it says about adapters
             model = self.accelerator.unwrap_model(self.model)
             model.create_or_update_model_card(self.args.output_dir)
 

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..profile import profile_of
 from ..trainer.parts import TrainerParts
 from . import optimizer_class_and_kwargs
 from .parameters import decay_groups, decayed_names
-from .plateau import GreedyLR
 from .quantized import keep_embeddings_whole
-from .schedules import get_scheduler
+from .schedules import follows_a_metric, get_scheduler
 
 __all__ = ["OptimizationMixin"]
 
@@ -113,7 +112,7 @@ class OptimizationMixin(TrainerParts):
 
     def _get_learning_rate(self) -> float:
         """The rate of the first group: what the next update will use."""
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau | GreedyLR):
+        if follows_a_metric(self.lr_scheduler):
             rate = self._optimizer_there_is().param_groups[0]["lr"]
         elif self.lr_scheduler is None:
             raise ValueError("there is no learning rate yet: the trainer has no scheduler")

@@ -14,6 +14,7 @@ from ..enums import SaveStrategy
 from ..evaluation.loop import EvaluationMixin
 from ..integrations.search import SearchMixin
 from ..names import PREFIX_CHECKPOINT_DIR
+from ..optim.schedules import follows_a_metric
 from ..profile import profile_of
 
 __all__ = ["BetweenStepsMixin"]
@@ -103,7 +104,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
             ) from error
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         schedule: Any = self.lr_scheduler
-        if hasattr(schedule, "patience") and not skip_scheduler:
+        if follows_a_metric(schedule) and not skip_scheduler:
             schedule.step(_watched(self.args, metrics))
         return metrics
 

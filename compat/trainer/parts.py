@@ -23,7 +23,6 @@ from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
 from ..callbacks.state import TrainerControl, TrainerState
 from .loss import LabelSmoother
-from .memory import TrainerMemoryTracker
 from .overrides import is_replaced
 
 __all__ = ["TrainerParts"]
@@ -72,7 +71,7 @@ class TrainerParts:
     is_in_train: bool
     gather_function: Callable[..., Any]
     current_flos: float
-    _memory_tracker: TrainerMemoryTracker
+    _memory_tracker: Any
     _train_batch_size: int
     _created_lr_scheduler: bool
     _globalstep_last_logged: int

@@ -12,7 +12,8 @@ from ..integrations.liger import apply_liger_kernel
 from ..integrations.neftune import NeftuneMixin
 from ..optim.build import OptimizationMixin
 from ..profile import profile_of
-from .debugging import OverflowWatch, is_debugged
+from ..theirs import theirs
+from .debugging import is_debugged
 from .recompute import enable_recompute
 
 __all__ = ["PreparationMixin"]
@@ -45,8 +46,6 @@ def align_special_tokens(model: Any, processing_class: Any) -> None:
 class PreparationMixin(OptimizationMixin, NeftuneMixin):
     """The model as the driver wraps it, with its optimizer and schedule."""
 
-    _overflow_watch: OverflowWatch
-
     def _make_ready(self) -> None:
         """Kernels, recomputed activations, noise, watches: what the arguments ask for."""
         args, model = self.args, self.model
@@ -60,7 +59,8 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         align_special_tokens(model, self.processing_class)
         self._activate_neftune(model)
         if is_debugged(args, "underflow_overflow"):
-            self._overflow_watch = OverflowWatch(model)
+            # its hooks hold it: at the first nan or infinity it prints what led there, and raises
+            theirs("debug_utils", "DebugUnderflowOverflow")(model)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ...kernel.batches import Group
 from ...kernel.contract import Outcome
@@ -16,7 +15,7 @@ from ...kernel.events import Request, StepSkipped
 from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
-from ..optim.plateau import GreedyLR
+from ..optim.schedules import follows_a_metric
 from .between_steps import BetweenStepsMixin
 from .debugging import print_xla_metrics
 from .epochs import Epochs
@@ -194,9 +193,9 @@ class TrainerPolicy:
 
     def _advance_schedule(self, outcome: Outcome) -> None:
         scheduler: Any = self.trainer.lr_scheduler
-        if isinstance(scheduler, (ReduceLROnPlateau, GreedyLR)):  # stepped by evaluations
-            return
         gradients, self._gradients = self._gradients, {}
+        if follows_a_metric(scheduler):
+            return
         if self._scales_loss and not outcome.applied():
             return
         for parameter, gradient in gradients.items():

@@ -26,7 +26,7 @@ from ..integrations.trackers import all_callbacks
 from ..profile import profile_of
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import LabelSmoother, loss_shifts_labels
-from .memory import TrainerMemoryTracker
+from .memory import memory_tracker
 from .overrides import is_overridden, refuse_replaced, refuse_uncalled
 from .placement import move_model
 from .seeding import enable_full_determinism, set_seed
@@ -69,7 +69,7 @@ class Trainer(TrainingMixin):
         self.model: Any = model
         self.deepspeed: Any = None
         self.create_accelerator_and_postprocess()
-        self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
+        self._memory_tracker = memory_tracker(args.skip_memory_metrics)
         self._memory_tracker.start()
         set_verbosity(args.get_process_log_level())
         self._take_model(model, model_init)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from built_alike import ours
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers.integrations.neftune import activate_neftune as their_neftune
@@ -21,7 +23,6 @@ from drivetrain.compat.integrations.neftune import (
     activate_neftune,
     deactivate_neftune,
 )
-from drivetrain.compat.trainer.debugging import OverflowWatch
 from drivetrain.compat.trainer.recompute import enable_recompute
 
 # what PEFT asks of models still has the old name
@@ -193,16 +194,12 @@ def test_liger_patches_models_of_transformers_alone(
 
 
 @pytest.mark.row("L23")
-def test_the_first_infinity_is_named_with_what_led_to_it() -> None:
-    model = Deep()
-    watch = OverflowWatch(model, num_frames=3)
-    model(torch.ones(2, 4))
+def test_the_first_infinity_is_named_with_what_led_to_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = ours(tmp_path).trainer(debug="underflow_overflow", max_steps=1)
     with torch.no_grad():
-        model.blocks()[2].linear.bias[0] = math.inf
-    with pytest.raises(ValueError, match=r"bias, output of body.blocks.2.linear") as caught:
-        model(torch.ones(2, 4))
-    text = str(caught.value)
-    assert "forward 1 " in text and "input[0]" in text
-    assert "body.blocks.1 (Block)" in text and "body.blocks.0" not in text
-    watch.remove()
-    model(torch.ones(2, 4))
+        trainer.model.inner.bias[0] = math.inf
+    with pytest.raises(ValueError, match="inf/nan detected"):
+        trainer.train()
+    assert "inner Linear" in capsys.readouterr().out

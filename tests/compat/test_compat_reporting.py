@@ -19,6 +19,7 @@ from transformers import trainer_pt_utils, trainer_utils
 from drivetrain import compat
 from drivetrain.compat import TrainerCallback, TrainerControl, TrainerState
 from drivetrain.compat.callbacks.reporting import ReportingMixin, metrics_format, set_verbosity
+from drivetrain.compat.trainer.memory import memory_tracker
 
 FIGURES = {
     "train_runtime": 3725.789,
@@ -255,84 +256,14 @@ def test_the_level_holds_for_both_libraries() -> None:
         assert not logging.getLogger(f"drivetrain.compat.{module}").isEnabledFor(logging.WARNING)
 
 
-class Phases:
-    """Calls a memory tracker from methods that are named as a Trainer's."""
-
-    def __init__(self, library: Any, skip: bool = False) -> None:
-        self.tracker = library.TrainerMemoryTracker(skip)
-        self.tracker.start()
-        # at least 32 MiB: smaller ones may find room that earlier tests have left to the allocator
-        self.kept = [bytearray(40 << 20)]
-        self.tracker.stop_and_update_metrics()
-
-    def train(self) -> dict[str, Any]:
-        self.tracker.start()
-        self.kept.append(bytearray(48 << 20))
-        self.evaluate()
-        big = bytearray(96 << 20)
-        time.sleep(0.05)
-        del big
-        metrics: dict[str, Any] = {}
-        self.tracker.stop_and_update_metrics(metrics)
-        return metrics
-
-    def evaluate(self) -> dict[str, Any]:
-        self.tracker.start()
-        metrics: dict[str, Any] = {}
-        self.tracker.stop_and_update_metrics(metrics)
-        return metrics
-
-    predict = evaluate
-
-    def elsewhere(self) -> None:
-        self.tracker.start()
-
-
-@pytest.mark.row("F1")
-def test_memory_is_measured_by_phase_as_theirs() -> None:
-    ours, theirs = Phases(compat), Phases(trainer_utils)
-    told = [ours.train(), theirs.train()]
-    assert set(told[0]) == set(told[1])
-    assert told[0]["train_mem_cpu_alloc_delta"] >= 40 << 20
-    assert told[0]["train_mem_cpu_peaked_delta"] >= 64 << 20
-    assert told[0]["init_mem_cpu_alloc_delta"] >= 32 << 20
-    assert set(ours.evaluate()) == set(theirs.evaluate())
-    assert set(ours.predict()) == set(theirs.predict())
-    with pytest.raises(ValueError, match="not in elsewhere"):
-        ours.elsewhere()
-
-
-def test_a_phase_may_be_named_and_begun_anew() -> None:
-    tracker, metrics = compat.TrainerMemoryTracker(), {}
-    tracker.start("train")
-    tracker.start("train")
-    tracker.stop_and_update_metrics(metrics, "train")
-    assert set(metrics) == {"train_mem_cpu_alloc_delta", "train_mem_cpu_peaked_delta"}
-
-
-@pytest.mark.row("F1")
-def test_the_accelerator_is_measured_beside_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the functions that torch.cuda and torch.xpu share, stood in for here."""
-    calls: list[str] = []
-    allocated = iter([100, 150])
-    device = SimpleNamespace(
-        empty_cache=lambda: calls.append("empty"),
-        reset_peak_memory_stats=lambda: calls.append("reset"),
-        memory_allocated=lambda: next(allocated),
-        max_memory_allocated=lambda: 170,
-    )
-    monkeypatch.setattr("drivetrain.compat.trainer.memory._device_memory", lambda: device)
-    tracker, metrics = compat.TrainerMemoryTracker(), {}
-    tracker.start("eval")
-    tracker.stop_and_update_metrics(metrics, "eval")
-    assert calls == ["empty", "reset"]
-    assert metrics["eval_mem_gpu_alloc_delta"] == 50
-    assert metrics["eval_mem_gpu_peaked_delta"] == 20
-
-
 @pytest.mark.row("F1")
 def test_memory_is_measured_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Phases(compat, skip=True).train() == {}
+    assert compat.TrainerMemoryTracker is trainer_utils.TrainerMemoryTracker
+    metrics: dict[str, Any] = {}
+    nothing = memory_tracker(skip_memory_metrics=True)
+    nothing.start()
+    nothing.stop_and_update_metrics(metrics)
+    assert metrics == {}
     monkeypatch.setitem(sys.modules, "psutil", None)
     with pytest.raises(ImportError, match="pip install psutil"):
-        compat.TrainerMemoryTracker()
+        memory_tracker(skip_memory_metrics=False)

@@ -1,0 +1,18 @@
+"""Parts of transformers that are used as they are there, imported when they are asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["theirs"]
+
+
+def theirs(module: str, name: str) -> Any:
+    """That name of `transformers.<module>`. Raises ImportError, naming it, where it is missing."""
+    try:
+        return getattr(import_module(f"transformers.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError(f"{name} is transformers' own: pip install transformers") from error
