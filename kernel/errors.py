@@ -21,6 +21,7 @@
     |-- StorageFailed              a remote storage did not do as asked, however often it was
     |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
     |-- OutOfMemory                a step does not fit into memory, however it is cut
+    |-- RecipeFailed               the recipe's file raised, or something called sys.exit
     |-- DataFailed                 the data set, a stream, a loader or `collate` raised
     |   `-- WorkerFailed           in a data worker, or the worker died
     `-- CollectiveFailed           ranks disagree, or a rank did not arrive in time
@@ -47,6 +48,7 @@ __all__ = [
     "OutOfMemory",
     "OutputError",
     "RecipeError",
+    "RecipeFailed",
     "SaveFailed",
     "SettingError",
     "StorageFailed",
@@ -162,6 +164,11 @@ class NonFiniteTraining(UsageError):
 
 class TrainingDiverged(UsageError):
     """The loss spiked again after as many roll-backs as were allowed."""
+
+
+class RecipeFailed(DrivetrainError):
+    """The recipe's file or function raised, which this error's `__cause__` is, or something that a
+    run calls called `sys.exit`."""
 
 
 class DataFailed(DrivetrainError):

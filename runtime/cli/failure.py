@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from ..data.user_frames import last_line, user_frames
-from ..kernel.errors import DataFailed, DrivetrainError, RecipeError
+from ..kernel.errors import DataFailed, DrivetrainError, RecipeError, RecipeFailed
+from ..trainer.recipe_checks import exit_called
 from .quoted import quoted
 from .stopping import StoppedEarly
 
@@ -114,7 +115,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, StoppedEarly):
         return str(error)
     if isinstance(error, DrivetrainError):
-        blamed = error.__cause__ if type(error) in (DataFailed, RecipeError) else None
+        users = type(error) in (DataFailed, RecipeError, RecipeFailed)
+        blamed = error.__cause__ if users else None
         return f"{error}\n{user_frames(blamed) if blamed else ''}".rstrip()
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
@@ -124,5 +126,5 @@ def _message(error: BaseException) -> str:
 
 def _title(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"
+        return exit_called(error)
     return last_line(error)

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ..data.user_frames import last_line
-from ..kernel.errors import DrivetrainError, RecipeError, SettingError
+from ..kernel.errors import DrivetrainError, RecipeError, RecipeFailed, SettingError
 from ..kernel.recipe import Recipe
 from ..trainer.recipe_checks import check_recipe
 from ..trainer.setting_values import override
@@ -57,7 +57,7 @@ class RecipeFile:
         return override(config, values, prefix="recipe.") if values else config
 
     def build(self, config: Any) -> Recipe:
-        """The recipe. Raises `RecipeError` with the traceback of the file's own error."""
+        """The recipe. Raises `RecipeFailed` with the traceback of the file's own error."""
         built = self._recipe
         if callable(built):
             with_config = () if self.config is None else (config,)
@@ -72,7 +72,8 @@ class RecipeFile:
 
 
 def load_recipe_file(path: Path) -> RecipeFile:
-    """Run the file. Raises `RecipeError`: no such file, it raised, or it has no recipe."""
+    """Run the file. Raises `RecipeError`: no such file, or it has no recipe; `RecipeFailed`: it
+    raised."""
     if not path.is_file():
         raise RecipeError(f"there is no recipe file {path}; give the path of a Python file")
     module = _attempt(lambda: _execute(path), f"{path} raised")
@@ -134,10 +135,10 @@ def _default_config(path: Path, module: ModuleType, recipe: Any) -> Any:
 
 
 def _attempt(action: Callable[[], Any], what: str) -> Any:
-    """Errors of the user's file become a `RecipeError` that is caused by them."""
+    """Errors of the user's file become a `RecipeFailed` that is caused by them."""
     try:
         return action()
     except DrivetrainError:
         raise
     except Exception as error:
-        raise RecipeError(f"{what} {last_line(error)}") from error
+        raise RecipeFailed(f"{what} {last_line(error)}") from error

@@ -20,7 +20,7 @@ from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .late_ranks import flight_records_kept
 from .out_of_memory import with_remembered
-from .recipe_checks import check_recipe
+from .recipe_checks import check_recipe, exits_told
 from .result import Result, RetryWithSmallerBatch
 from .run import Run
 from .run_lock import RunLock
@@ -51,7 +51,8 @@ def fit(
     the user's own module, whole and in evaluation mode, on every rank.
 
     Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
-    `DataFailed` and `CollectiveFailed`; what else the recipe raises comes through unchanged.
+    `DataFailed`, `CollectiveFailed`, and `RecipeFailed` where `sys.exit` is called; what else the
+    recipe raises comes through unchanged.
     """
     check_recipe(recipe)
     settings = settings or Settings()
@@ -83,7 +84,7 @@ def fit(
 
             return train()  # a function, so that the model is let go before the session ends
 
-    with preempt_on_signals(requests), ExitStack() as stack:
+    with exits_told(), preempt_on_signals(requests), ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
 

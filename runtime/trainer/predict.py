@@ -16,6 +16,7 @@ from ..kernel.paths import Url
 from ..kernel.recipe import Batch, Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .predictions import Chunk, gather_predictions
+from .recipe_checks import exits_told
 from .resume import find_checkpoint
 from .setting_values import override
 from .settings import Settings
@@ -49,13 +50,13 @@ def predict(
     otherwise.
 
     Raises `UsageError` (a checkpoint that is not there or of another model, among others), and
-    `DataFailed`.
+    `DataFailed`, `RecipeFailed`.
     """
     driver, settings = usable_driver(backend), settings or Settings()
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
     size = settings.evaluate.micro_batch or settings.micro_batch or settings.global_batch
-    with driver.open(plan) as session:
+    with exits_told(), driver.open(plan) as session:
         engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
         if checkpoint is not None:
             found = find_checkpoint(session, checkpoint, None, verify=settings.checkpoint.verify)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..data.indexed import length_of
-from ..kernel.errors import DataError, RecipeError
+from ..kernel.errors import DataError, RecipeError, RecipeFailed
 from ..kernel.recipe import Recipe
 
-__all__ = ["check_recipe"]
+__all__ = ["check_recipe", "exit_called", "exits_told"]
 
 _FUNCTIONS = ("collate", "count_items", "optimizer", "measure", "summarise", "step")
 
@@ -67,3 +68,20 @@ def _is_finite(value: Any) -> bool:
 
 def _name(value: object) -> str:
     return type(value).__name__
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """Around code of the user's: `sys.exit` there must not pass for the end of the run. Raises
+    `RecipeFailed`."""
+    try:
+        yield
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):
+            raise  # nobody reads what is printed, as with `| head`
+        raise RecipeFailed(exit_called(error)) from error
+
+
+def exit_called(error: SystemExit) -> str:
+    """What is said of it."""
+    return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"

@@ -8,9 +8,9 @@ import pytest
 from command_line import Drive
 
 
-def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
+def refused(drive: Drive, tmp_path: Path, *arguments: object, code: int = 2) -> str:
     ran = drive("train", *arguments, "--out", "new")
-    assert ran.code == 2, ran.stdout + ran.stderr
+    assert ran.code == code, ran.stdout + ran.stderr
     assert not (tmp_path / "new").exists()
     assert ran.stdout == ""
     assert ran.stderr.count("error: ") == 1
@@ -25,10 +25,6 @@ def refused(drive: Drive, tmp_path: Path, *arguments: object) -> str:
         ("recipe = 3", "it must be a Recipe"),
         ("def recipe():\n    return 3", "it must be a Recipe"),
         ("def recipe(a, b): ...", "must take nothing, or one dataclass"),
-        ("1 / 0", "1 / 0"),
-        ("x = (", "SyntaxError: '(' was never closed"),
-        ("import nowhere_at_all", 'bad.py", line 1'),
-        ("def recipe():\n    return 1 / 0", "line 2, in recipe"),
         ("settings = 3\ndef recipe(): ...", "it must be a drivetrain.trainer.settings.Settings"),
         (
             "from drivetrain.kernel.contract import Recipe\nrecipe = Recipe(lambda: 0, None)",
@@ -42,6 +38,24 @@ def test_recipes(drive: Drive, tmp_path: Path, text: str | None, expected: str) 
     message = refused(drive, tmp_path, "bad.py")
     assert expected in message
     assert "cli/" not in message  # our own frames are not the user's concern
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1 / 0", "1 / 0"),
+        ("x = (", "SyntaxError: '(' was never closed"),
+        ("import nowhere_at_all", 'bad.py", line 1'),
+        ("def recipe():\n    return 1 / 0", "line 2, in recipe"),
+    ],
+)
+def test_a_recipe_that_raises_has_failed(
+    drive: Drive, tmp_path: Path, text: str, expected: str
+) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    message = refused(drive, tmp_path, "bad.py", code=1)
+    assert expected in message
+    assert "cli/" not in message
 
 
 @pytest.mark.parametrize(
@@ -176,6 +190,19 @@ def test_a_data_set_that_fails_is_the_same_with_and_without_workers(
     assert "fetch.py" not in ran.stderr
 
 
+def test_the_folder_of_a_process_that_left_in_silence_has_no_end(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    text = recipe.read_text()
+    recipe.write_text(text.replace("module, batch:", 'module, batch: __import__("os")._exit(0) or'))
+    drive("train", recipe, "--out", "run")  # with a code that nobody but its launcher can change
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert '"run_started"' in metrics.read_text() and '"run_ended"' not in metrics.read_text()
+    recipe.write_text(text)
+    assert drive("train", recipe, "--out", "run", "--resume", "auto").code == 0
+    assert '"reason": "finished"' in metrics.read_text()
+
+
 def test_ranks_that_leave_in_silence_have_not_finished(drive: Drive, recipe: Path) -> None:
     recipe.write_text(recipe.read_text() + "\nimport os\nif 'RANK' in os.environ: os._exit(0)\n")
     ran = drive("train", recipe, "--out", "run", "--nproc", 2)
@@ -188,7 +215,7 @@ def test_ranks_that_leave_in_silence_have_not_finished(drive: Drive, recipe: Pat
     [
         ("batch: ", "batch: only_here() or ", 1),
         # the other one waits for it where torchrun ends it after half a minute
-        pytest.param("settings = ", "only_here()\nsettings = ", 2, marks=pytest.mark.slow),
+        pytest.param("settings = ", "only_here()\nsettings = ", 1, marks=pytest.mark.slow),
     ],
     ids=["in a step", "in the recipe"],
 )

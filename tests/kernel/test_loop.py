@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from drivetrain.kernel.errors import (
     DataError,
     NonFiniteTraining,
     RecipeError,
+    RecipeFailed,
     SaveFailed,
     UnknownBackend,
 )
@@ -80,6 +82,18 @@ def test_a_run_in_fifteen_lines_learns(tmp_path: Path) -> None:
     assert result.step == 100
     assert result.metrics["held_out"]["loss"] < losses(events)[50]
     assert result.checkpoint == tmp_path / "checkpoints" / "checkpoint-000100"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("where", ["loss", "observer"])
+def test_sys_exit_is_no_end_of_a_run(where: str, code: int) -> None:
+    def leave(*_: object) -> Any:
+        sys.exit(code)
+
+    left = dataclasses.replace(recipe(), loss=leave) if where == "loss" else recipe()
+    observers = [leave] if where == "observer" else []
+    with pytest.raises(RecipeFailed, match=rf"sys\.exit\({code}\) was called"):
+        kernel_fit(left, Settings(steps=2), backend="cpu", observers=observers)
 
 
 def test_the_order_of_events(tmp_path: Path) -> None:
