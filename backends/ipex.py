@@ -154,8 +154,8 @@ class IpexEngine(PlainEngine):
 
 
 class _IpexState(OptimizerState):
-    """Made before the extension replaces parameters and lays their state out anew: `state_dict`
-    gives it as it was."""
+    """Create it before the extension replaces parameters and lays their state out differently:
+    `state_dict` gives the state in the old layout."""
 
     def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         order = [name for of_group in self.names for name in of_group]

@@ -1,1 +1,1 @@
-"""What drivers share; public, so that nobody else's driver has to copy it."""
+"""Shared by all drivers, and public, so that a third party's driver need not copy it."""

@@ -1,4 +1,4 @@
-"""Buffers of a module: kept as they are, and written without autograd noticing."""
+"""Buffers of a module: restored after a block, and written without autograd noticing."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 def write_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Unseen by autograd: a backward may follow that was given them, and does not look at them."""
+    """Copy `values` into `tensors` without autograd noticing: a backward may follow that saved them
+    and does not read their values."""
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         torch._foreach_copy_(list(tensors), list(values))
 
 
 @contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """What is done inside leaves the buffers as they were."""
+    """Restore the module's buffers when the block ends."""
     buffers = [buffer.detach() for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:

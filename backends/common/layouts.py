@@ -1,4 +1,4 @@
-"""How much memory there is, and what a model takes of it."""
+"""Estimates: the memory of this machine, and the memory that a model takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, and the way back."""
+"""Saves and restores models that every rank holds whole: weights, optimizer, loss scaler."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ def buffer_pieces(module: nn.Module, rank: int) -> Iterator[Piece]:
 def dealt_pieces(
     replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
 ) -> Iterator[Piece]:
-    """Every tensor exactly once over all ranks, dealt out by bytes so that all ranks write. Numbers
-    of one kind go together: whoever resumes needs all of them, and opens one file for that."""
+    """Pieces that hold every tensor exactly once over all ranks, dealt out by bytes so that all
+    ranks write. Numbers of one kind go together: resuming needs all of them, and opens one file for
+    that."""
     written = [0] * size
     for kind, tensors in replicated.items():
         of_numbers: int | None = None
@@ -83,7 +84,7 @@ def dealt_pieces(
 def shapes_and_dtypes(
     tensors: Mapping[str, Tensor],
 ) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
-    """What `check_same_model` takes."""
+    """Shapes and dtypes by name, as `check_same_model` takes them."""
     return (
         {name: tensor.shape for name, tensor in tensors.items()},
         {name: tensor.dtype for name, tensor in tensors.items()},
@@ -151,7 +152,8 @@ def read_scale(reader: Reader, loss_scale: LossScale | None) -> dict[str, Tensor
 
 
 def read_number(reader: Reader, name: str) -> Tensor:
-    """One of the loss scaler's. Raises `CheckpointDamaged` when it is none that it can have."""
+    """Read one number of the loss scaler's. Raises `CheckpointDamaged` for a value that no scaler
+    can have."""
     tensor = reader.read("state", name)
     if tensor.dim() or not 0 <= float(tensor) < math.inf or (name == "loss_scale" and not tensor):
         shown = f"of shape {tuple(tensor.shape)}" if tensor.dim() else f"{float(tensor)}"
@@ -167,7 +169,7 @@ def load_scale(stored: Mapping[str, Tensor], loss_scale: LossScale | None) -> No
 
 
 def load_weights(reader: Reader, name: str, tensor: Tensor) -> None:
-    """Into a whole tensor: straight from the file where it lies as it is stored."""
+    """Read into a whole tensor: straight from the file where the stored dtype is the tensor's."""
     same = reader.info("weights", name).dtype == tensor.dtype
     if same and tensor.is_cpu and tensor.is_contiguous():
         reader.read("weights", name, out=tensor)

@@ -1,4 +1,4 @@
-"""Building what is trained: the model, its optimizer, what recomputes and what is cast."""
+"""Builds the model and its optimizer; recomputes activations, and casts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.M
 def with_synced_batch_norm(
     module: nn.Module, asked: bool, device: torch.device, driver: str
 ) -> nn.Module:
-    """If asked: its batch normalisation takes mean and variance over the microbatches of all ranks,
-    by `torch.nn.SyncBatchNorm`. Raises `CapabilityRefused` on the CPU, where torch has none.
-    """
+    """With `asked`, batch normalisation takes mean and variance over the microbatches of all ranks,
+    by `torch.nn.SyncBatchNorm`. Raises `CapabilityRefused` on the CPU, where torch has none."""
     if not asked:
         return module
     if device.type == "cpu":
@@ -97,7 +96,8 @@ def _recomputed(part: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted_once(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Forward, of which the second call leaves running statistics alone: the first counted."""
+    """The forward; its second call (recomputing) leaves running statistics alone, since the first
+    counted them."""
     again = False
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def without_gradient(module: nn.Module) -> list[str]:
 
 
 def autocast(plan: Plan, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """What `Engine.autocast` returns under the plan's compute dtype."""
+    """Returns the implementation of `Engine.autocast` for the plan's compute dtype."""
     if plan.precision.compute == plan.precision.params:
         return lambda: NO_CONTEXT
     dtype = plan.precision.compute

@@ -45,8 +45,9 @@ _GIVEN = ("params", "lr", "initial_lr", "capturable", "differentiable", "foreach
 
 
 class GroupNumbers:
-    """What an optimizer counts in its parameter groups. Made when it has just been built: only what
-    changes from then on is its own doing, and all else is the recipe's.
+    """The numbers that an optimizer keeps in its parameter groups. Create it right after the
+    optimizer: only entries that change from then on are the optimizer's own; all others are the
+    recipe's.
 
     `names`: the FQNs of each group's parameters.
     """
@@ -95,7 +96,8 @@ class GroupNumbers:
     def load(
         self, groups: Iterable[dict[str, Any]], stored: Iterable[Mapping[str, Any]] = ()
     ) -> None:
-        """Make groups what they were when that was read; without it, when they were built."""
+        """Restore the groups' numbers to those that were read; without them, to those at
+        construction."""
         read = list(stored) or [{} for _ in self._built]
         for group, built, values in zip(groups, self._built, read, strict=True):
             for key in _counted(group).keys() - built.keys():
@@ -214,16 +216,16 @@ def _compare_entry(reader: Reader, name: str, kept: Tensor, shape: tuple[int, ..
 
 @dataclass(frozen=True)
 class Stored:
-    """What was read: entries by the parameter's number among those of all groups, and what each
-    group had counted."""
+    """Entries that were read, by the parameter's number among those of all groups, and each group's
+    counts."""
 
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 class OptimizerState:
-    """The state of a `torch.optim.Optimizer` over parameters of a module. Made when the optimizer
-    has just been built: that is how it is when a checkpoint holds nothing of it."""
+    """The state of a `torch.optim.Optimizer` over parameters of a module. Create it right after the
+    optimizer: a checkpoint without optimizer state resets the optimizer to this state."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -249,9 +251,9 @@ class OptimizerState:
         reader: Reader,
         read: Callable[[Reader, str, nn.Parameter], Tensor] | None = None,
     ) -> Stored:
-        """What a checkpoint holds for this optimizer; nothing is changed. `read(reader, name,
-        parameter)` reads what this rank needs of an entry; by default all of it. Raises as `check`
-        does."""
+        """Read this optimizer's state from a checkpoint; changes nothing. `read(reader, name,
+        parameter)` reads the part of an entry that this rank needs; by default all of it. Raises as
+        `check` does."""
         check(reader, self.optimizer, self.names, self.shapes)
         entries: dict[str, dict[str, Tensor]] = {}
         trained = {name for of_group in self.names for name in of_group}
@@ -266,8 +268,8 @@ class OptimizerState:
         return Stored(states, self.numbers.read(reader))
 
     def load(self, stored: Stored) -> None:
-        """Hand it over through the optimizer's own `load_state_dict`, which places and casts each
-        entry as that optimizer wants it. The hyper-parameters stay those of the recipe."""
+        """Load the state through the optimizer's own `load_state_dict`, which places and casts each
+        entry. The hyper-parameters stay those of the recipe."""
         packed = self.optimizer.state_dict()
         order = [name for of_group in self.names for name in of_group]
         foreign = {
@@ -281,7 +283,7 @@ class OptimizerState:
         self.numbers.load(self.optimizer.param_groups, stored.groups)
 
     def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-        """Number and name of each parameter that has a state, and that."""
+        """Yields number, name and state of each parameter that has a state."""
         states = self.optimizer.state
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         names = (name for of_group in self.names for name in of_group)

@@ -23,7 +23,7 @@ class PlainEngine:
         self.plan, self.world = plan, world
         self.own = self.build_model(recipe)
         self.module = self.own
-        """What is called: put a wrapper here."""
+        """The module that is called: put a wrapper here."""
         self.tied = models.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = [p for p in self.own.parameters() if p.requires_grad]

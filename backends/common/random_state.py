@@ -64,7 +64,8 @@ def set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
 
 
 _Act = tuple[str, Callable[[], Any], Callable[[], Any]]
-"""Name, and how to put a state into a generator that nobody uses, and into the process's."""
+"""Name; a function that tries the state on a new generator; one that sets the process's generator.
+"""
 
 
 def _of_torch(device: torch.device, state: Mapping[str, Tensor]) -> Iterator[_Act]:

@@ -1,4 +1,4 @@
-"""One process with nobody to talk to."""
+"""A session of one process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import random_state
 
 
 class SingleProcess:
-    """The part of a session that talks to others: every sum over ranks is the value itself."""
+    """The communication of a session of one process: every sum over ranks is the value itself."""
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         return lambda: list(values)
@@ -33,10 +33,7 @@ class SingleProcess:
 
 
 class HostSession(SingleProcess):
-    """On the host's processor, with all of its threads; `build` makes the driver's own engine.
-
-    `world`: of several processes, where a subclass says how these talk to each other.
-    """
+    """A session on the CPU, with all of its threads; `build` makes the driver's engine."""
 
     def __init__(
         self,
@@ -65,7 +62,7 @@ class HostSession(SingleProcess):
 
 @contextmanager
 def threads_of_one_operation(number: int | None) -> Iterator[None]:
-    """Within, operations use so many threads; None leaves torch's own choice."""
+    """Within the block operations use that many threads; None: torch's default."""
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

@@ -38,7 +38,7 @@ class LossScale:
 
 
 def backward(loss: Tensor, weight: Tensor, loss_scale: LossScale | None = None) -> None:
-    """Adds the gradient of `weight * loss`, scaled if it is to be."""
+    """Add the gradient of `weight * loss`, multiplied by the loss scale if there is one."""
     if loss_scale is not None:
         weight = weight * loss_scale.scale
     torch.autograd.backward(loss, weight)  # starts with it: a product would be two operations more
@@ -60,7 +60,8 @@ def update(
 
 
 def forget_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Those of parameters that the optimizer does not have, too: it would leave them to pile up."""
+    """Clear all gradients, also those of parameters that the optimizer lacks and `zero_grad` would
+    skip."""
     for parameter in parameters:
         parameter.grad = None
 
@@ -84,11 +85,11 @@ def step_if_finite(
     max_norm: float | None,
     loss_scale: LossScale | None = None,
 ) -> Outcome:
-    """Clip to `max_norm`, and step unless `norm` is not finite. The gradients are left.
+    """Clip to `max_norm`, and step unless `norm` is not finite. The gradients are kept.
 
-    `norm` must be equal on all ranks: it decides. On the host it is looked at; on an accelerator
-    an optimizer that honours `found_inf` decides on the device, and the answer is fetched behind
-    the queued work.
+    `norm` must be equal on all ranks, since it decides. On the CPU it is read at once; on an
+    accelerator an optimizer that supports `found_inf` decides on the device, and the answer is
+    fetched after the queued work.
     """
     if norm.device.type != "cpu":
         return _step_on_device(optimizer, grads, norm, max_norm, loss_scale)

@@ -315,9 +315,8 @@ def refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_stale_locks() -> None:
-    """Raises `BackendUnavailable` when a lock keeps DeepSpeed's operators from being compiled and
-    nobody has been compiling for a while. A build that is killed leaves one behind, on which every
-    later run would wait for ever.
+    """Raises `BackendUnavailable` when a stale lock keeps DeepSpeed's operators from being
+    compiled. A build that is killed leaves its lock, on which every later run would wait for ever.
     """
     from torch.utils import cpp_extension
 
@@ -339,9 +338,8 @@ def refuse_stale_locks() -> None:
 
 
 def compile_file_operator() -> None:
-    """What NVMe offload needs; the first rank compiles it, once an environment, and the others
-    wait. Raises `BackendUnavailable` where it cannot be compiled.
-    """
+    """Compile the operator that NVMe offload needs, once an environment: on the first rank, while
+    the others wait. Raises `BackendUnavailable` where it cannot be compiled."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     refuse_stale_locks()

@@ -161,9 +161,8 @@ def low_precision(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def bucket_elements(config: Mapping[str, Any], num_elements: int) -> int:
-    """Of the bucket in which gradients are reduced. DeepSpeed allocates it whole, 5e8 elements
-    unless told otherwise: here it is no larger than the model, which is all that it can hold.
-    """
+    """The size of the bucket in which gradients are reduced. DeepSpeed allocates it whole, 5e8
+    elements by default: here it is at most as large as the model, which is all that it can hold."""
     return int(_get(config, "zero_optimization.reduce_bucket_size") or min(5 * 10**8, num_elements))
 
 
@@ -224,7 +223,7 @@ def fill_optimizer(section: Mapping[str, Any], base: torch.optim.Optimizer) -> d
 
 
 def swaps(config: Mapping[str, Any]) -> bool:
-    """Whether masters and moments lie in files between updates."""
+    """True if masters and moments lie in files between updates."""
     return bool(_get(config, "zero_optimization.offload_optimizer.device") == "nvme")
 
 

@@ -1,4 +1,4 @@
-"""What a ZeRO optimizer holds, in the coordinates of the model's own parameters.
+"""The state of a ZeRO optimizer, in the coordinates of the model's own parameters.
 
 ZeRO keeps float32 masters and moments in flat tensors, one a group of parameters and a rank. Each
 stretch of such a tensor is a flat range of one parameter, which is how it is saved; what DeepSpeed
@@ -77,13 +77,13 @@ def trained(zero: Any) -> set[int]:
 
 
 def num_calls(zero: Any) -> int:
-    """How often a group of the optimizer takes part in one step: at stage 3 in the update of each
-    part of the weights."""
+    """The number of times that a group of the optimizer takes part in one step: at stage 3 once for
+    each part of the weights."""
     return len(zero.fp16_groups) if cuts_weights(zero) else 1
 
 
 def cuts_weights(zero: Any) -> bool:
-    """Whether it is of stage 3."""
+    """True at stage 3."""
     return not hasattr(zero, "bit16_groups")
 
 
@@ -145,7 +145,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
 def _apart(
     module: nn.Module, parts: list[Partition], trained: frozenset[str]
 ) -> tuple[dict[str, Tensor], list[tuple[Slice, Tensor]]]:
-    """What has no master: whole tensors that every rank holds, and own ranges of frozen ones."""
+    """Weights without a master: tensors that every rank holds whole, own ranges of frozen ones."""
     whole, ranges = {}, []
     for name, tensor in _weights(module).items():
         if name in trained:
@@ -168,7 +168,8 @@ def pieces(
     rank: int,
     size: int,
 ) -> Iterator[Piece]:
-    """What this rank writes; weights are the masters. `counted`: in the optimizer's groups."""
+    """The pieces that this rank writes; weights are the masters. `counted`: numbers in the
+    optimizer's groups."""
     parts = partitions(zero, module)
     for part in parts:
         with _in_memory(zero, part.index) as for_a_while:
@@ -203,7 +204,7 @@ def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:
 
 
 def built_state(zero: Any, module: nn.Module) -> dict[int, dict[str, Any]]:
-    """What the optimizer keeps of each group before its first update; nothing, mostly."""
+    """The optimizer's state of each group before its first update; mostly empty."""
     state = zero.optimizer.state
     kept = {p.index: copied(dict(state.get(p.master, {}))) for p in partitions(zero, module)}
     return {index: entries for index, entries in kept.items() if entries}
@@ -211,7 +212,7 @@ def built_state(zero: Any, module: nn.Module) -> dict[int, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a checkpoint holds for one partition."""
+    """The entries of a checkpoint for one partition."""
 
     elements: dict[str, torch.dtype] = field(default_factory=dict)
     """The keys with a value an element."""
@@ -221,7 +222,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class Planned:
-    """What was read of a checkpoint before anything is changed."""
+    """All that was read of a checkpoint, before anything is changed."""
 
     parts: list[tuple[Partition, _Plan]]
     counted: list[dict[str, Any]]
@@ -299,9 +300,9 @@ def _filled(
 
 @contextmanager
 def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """What is done inside leaves the parameters of these names, which no rank has a gradient of, as
-    they were: DeepSpeed updates them by a gradient of zero, which weight decay and moments add to.
-    """
+    """Within the block an update leaves these parameters, which no rank has a gradient of,
+    unchanged: DeepSpeed updates them by a gradient of zero, to which weight decay and moments would
+    add."""
     kept = [_copied(zero, part, names) for part in partitions(zero, module)]
     yield
     for part, copies in zip(partitions(zero, module), kept, strict=True):

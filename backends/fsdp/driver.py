@@ -2,7 +2,7 @@
 
 FSDP2, `torch.distributed.fsdp.fully_shard` (https://arxiv.org/abs/2304.11277); NCCL where there is
 CUDA, gloo on the CPU. The model is cut into *units*: the weights of a unit are gathered when its
-forward or backward begins, and let go of afterwards.
+forward or backward begins, and freed afterwards.
 """
 
 from __future__ import annotations

@@ -37,18 +37,18 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it updates `DTensor`s rightly, each rank its part."""
+    """True for an optimizer that may update each rank's part of a `DTensor` by itself."""
     kind = type(optimizer)
     return kind in ELEMENTWISE and (kind in FUSED or not optimizer.defaults.get("fused"))
 
 
 def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it may update one whole tensor after another."""
+    """True for an optimizer that may update one whole tensor after another."""
     return type(optimizer) in ELEMENTWISE | BY_TENSOR
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of it."""
+    """True if ranks hold different parts of the tensor."""
     return (
         isinstance(tensor, DTensor)
         and tensor.numel() > 0
@@ -57,13 +57,13 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank holds, in place: the whole of a tensor that is not cut."""
+    """This rank's part, in place: the whole of a tensor that is not cut."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def own_box(tensor: DTensor) -> Box:
-    """Where `own_part` lies."""
+    """The box of the whole tensor that `own_part` is."""
     mesh = tensor.device_mesh
     cuts = [
         (placement.dim, mesh.get_local_rank(axis), mesh.size(axis))  # type: ignore[attr-defined]
@@ -128,7 +128,8 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> Iterator[Piece]:
-    """What is cut: this rank's part, of which one replica in turn writes. All else: dealt out."""
+    """The pieces that this rank writes: of tensors that are cut its part, which one replica in turn
+    writes; all others are dealt out."""
     replicated: dict[Kind, dict[str, Tensor]] = {}
     for kind, tensors in state.items():
         for turn, (name, tensor) in enumerate(tensors.items()):
@@ -143,7 +144,7 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
 
 
 def _writes(tensor: DTensor, turn: int) -> bool:
-    """Whether this rank is the replica whose turn it is."""
+    """True on the replica whose turn it is."""
     replica, num_replicas = 0, 1
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_shard():
@@ -154,7 +155,7 @@ def _writes(tensor: DTensor, turn: int) -> bool:
 
 
 def read_weight(reader: Reader, name: str, tensor: Tensor) -> Tensor:
-    """What this rank holds of it, and no more."""
+    """Read this rank's part of a weight, and no more."""
     if not is_cut(tensor):
         return reader.read("weights", name)
     assert isinstance(tensor, DTensor)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from ...kernel.errors import RecipeError
 
 _NOTES = "__composable_api"
-"""Where `torch.distributed._composable` keeps what `fully_shard` knows of a module."""
+"""The attribute in which `torch.distributed._composable` keeps its state of a module."""
 
 
 @contextmanager

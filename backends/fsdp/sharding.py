@@ -1,4 +1,4 @@
-"""What torch's FSDP2 is told of a plan: the driver's options, the mesh of ranks, the policies."""
+"""The arguments of torch's FSDP2: the driver's options, the mesh of ranks, the policies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    """How the model is cut, and what is traded for memory."""
+    """How the model is sharded, and the trade-offs for memory."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes CUDA where there is a device for every local rank."""
@@ -91,8 +91,8 @@ def options_of(plan: Plan) -> FsdpOptions:
 
 
 def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """What cannot be cut, and so stays whole on every rank, by FQN: parameters of no dimension, and
-    those of another dtype than most of their unit has, since a unit is gathered in one."""
+    """Parameters that cannot be cut and stay whole on every rank, by FQN: those without dimensions,
+    and those of another dtype than most of their unit, since a unit is gathered in one."""
     dtypes = {unit: Counter[torch.dtype]() for unit in (*units, module)}
     held = list(wrap_units.held(module, set(units), module, ""))
     for _, parameter, unit in held:

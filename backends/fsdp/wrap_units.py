@@ -1,4 +1,4 @@
-"""Which submodules are gathered, and let go of, as one."""
+"""Chooses the submodules whose weights are gathered, and freed, together."""
 
 from __future__ import annotations
 

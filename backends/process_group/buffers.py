@@ -41,7 +41,7 @@ class Buffers:
             called.register_forward_pre_hook(self._before_forward)
 
     def own_pieces(self) -> Iterator[Piece]:
-        """What this rank saves of its own, beside those of rank 0."""
+        """The buffers that this rank saves of its own, beside those of rank 0."""
         if not self._synchronised and self.rank > 0:
             for name, buffer in model_state.named_buffers(self._module).items():
                 yield Piece("state", _own(self.rank, name), buffer, tuple(buffer.shape))

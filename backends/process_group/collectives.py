@@ -104,7 +104,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _flight_records() -> str:
-    """What the libraries noted of their last calls; each kind of records that this torch has."""
+    """The communication libraries' records of their last calls, as far as this torch has them."""
     library, found = torch._C._distributed_c10d, {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with suppress(AttributeError, RuntimeError, ValueError, TypeError):
@@ -165,7 +165,7 @@ def refusing_together(rank: int, size: int) -> Iterator[None]:
 
 
 def default_store() -> Any:
-    """Where the ranks of the default process group have met."""
+    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 

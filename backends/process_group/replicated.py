@@ -51,7 +51,7 @@ class ReplicatedOptions:
 
     @property
     def finds_unused(self) -> bool:
-        """Whether parameters may go without a gradient."""
+        """True if parameters may go without a gradient."""
         return self.find_unused_parameters or self.static_graph
 
     def arguments(self) -> dict[str, Any]:
@@ -144,10 +144,10 @@ class DdpEngine(PlainEngine):
 
 
 class _InOneOrder(DistributedDataParallel):
-    """Whose buckets are the same in every step.
+    """DDP whose gradient buckets are the same in every step.
 
-    It would arrange them anew after the first backward, in the order in which the gradients came,
-    so that the first step of a resumed run would add three ranks' numbers in another order.
+    DDP would rearrange them after the first backward, in the order in which the gradients came, so
+    that the first step of a resumed run would add three ranks' numbers in another order.
     """
 
     def __init__(self, module: nn.Module, static_graph: bool, **arguments: Any) -> None:

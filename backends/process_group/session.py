@@ -38,7 +38,7 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
     Host tensors go over gloo, device tensors over the device's own library.
     """
     fork_gc.leave_the_parents_garbage()
-    if dist.is_initialized():  # with the limit of whoever made it
+    if dist.is_initialized():  # with the time limit of its creator
         _set_limit(_limit(plan))
     with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
@@ -63,8 +63,8 @@ def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
 
 
 def _limit(plan: Plan) -> timedelta:
-    """Of a collective. Where ranks are watched, the watch ends what takes too long, and knows who
-    is late."""
+    """The time limit of a collective. Where ranks are watched, the watch ends calls that take too
+    long, since it knows which rank is late."""
     grace = 0.0 if plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
     return timedelta(seconds=plan.timeout_seconds + grace)
 
@@ -92,10 +92,10 @@ _num_sessions: Counter[tuple[str, str]] = Counter()
 
 def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
     """A fresh store for one session, with this rank and the number of ranks; without a launcher
-    this process is alone.
+    this process is the only rank.
 
-    All sessions of a launch share one server. Were each to open its own at the launcher's port, a
-    rank that is ahead would meet at the last one, which a rank that is behind has yet to close.
+    All sessions of a launch share one server. If each opened its own at the launcher's port, a rank
+    that is ahead would connect to the last one, which a slower rank has yet to close.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def probe_devices(preference: int, **versions: str) -> Probe:
 
 
 def num_launched() -> int:
-    """How many ranks the launcher started; 1 without one."""
+    """The number of ranks that the launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -70,7 +70,7 @@ class SharedMemorySum:
         return sums
 
     def _read(self, rank: int, number: int) -> tuple[float, ...]:
-        """What a rank showed then, once it is there."""
+        """The numbers that a rank published for that tally; waits for them."""
         start = self._start(rank, number)
         began, alive = None, _ALIVE_SECONDS
         while True:
@@ -146,7 +146,7 @@ def _mapped(pid: int, descriptor: int, length: int, token: bytes) -> mmap.mmap |
 
 
 def _runs(pid: int) -> bool:
-    """Whether this machine has that process, and it has not ended."""
+    """True if a process of that number runs on this machine."""
     try:
         told = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,19 +1,20 @@
-"""Notices ranks that stand still while others wait for them; names the late, ends with the dead.
+"""Notices ranks that stand still while others wait for them; names late ranks, ends the run for
+dead ones.
 
-Two threads of each rank, none of which touches the device or holds a step up. One tells the others
-through the store, a few times in `stall_seconds`, that this process lives, when it last worked and
-where its main thread is. The other reads the clock alone, since the store may be what stands still.
+Two threads of each rank, neither of which touches the device or delays a step. One publishes in the
+store, a few times in `stall_seconds`, that this process lives, when it last worked and where its
+main thread is. The other reads the clock alone, since the store may be what stands still.
 
 When a rank has waited in a call for `stall_seconds`, another that did not come is
 
 - silent: stopped, dead, or cut off. The run ends.
-- late: it lives, and is in the user's code, by its own word: a debugger, a server that is asked, a
-  slow disk. It is named, and waited for until `timeout_seconds`.
+- late: it lives, and is in the user's code, as it says itself: a debugger, a server that is asked,
+  a slow disk. It is named, and waited for until `timeout_seconds`.
 
-Where nobody is late, all wait in calls, and no process nor child of one uses the processor, ranks
+Where no rank is late, all wait in calls, and no process nor child of one uses the processor, ranks
 wait for each other in different calls, and the run ends. That is not judged before the second step,
 while models are fetched and compiled. In saving and resuming, where one rank may wait for a slow
-disk, only silence is.
+disk, only silence ends the run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PATIENT_STEPS = 2
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank tells the others of itself."""
+    """What a rank publishes of itself."""
 
     beat: int
     idle_seconds: float
@@ -72,11 +73,11 @@ class Late:
 
     rank: int
     seconds: float
-    """That it was waited for when it was found."""
+    """The time that others had waited for it when it was found."""
     steps: int
     place: str
     by: int
-    """Who waits, and in which call."""
+    """The rank that waits, and the call that it waits in."""
     call: str
 
     def __str__(self) -> str:
@@ -84,12 +85,12 @@ class Late:
 
     @property
     def key(self) -> tuple[int, int]:
-        """It is told once a step."""
+        """Identifies an announcement: a late rank is announced once a step."""
         return self.rank, self.steps
 
 
 def print_late(late: Late) -> None:
-    """Where nobody else tells; by the rank that waits."""
+    """Print a late rank on stderr, where no observer is told; called by the rank that waits."""
     if (watch := _open[-1] if _open else None) is not None and watch.rank == late.by:
         words = f"rank {late.rank} has kept others waiting for {late.seconds:.0f} s: {late}"
         print(words, file=sys.stderr, flush=True)
@@ -115,7 +116,7 @@ class Watch:
         self.tell: Callable[[Late], None] = print_late
         self.steps = 0
         self.verdict = ""
-        """Who stalls, and where; empty while nobody does."""
+        """The report on the ranks that stall; empty while none does."""
         self.stalled: Sequence[int] = ()
         self._told_late: tuple[int, int] | None = None
         self._store = store
@@ -138,7 +139,7 @@ class Watch:
             thread.start()
 
     def stop(self) -> None:
-        """Before ranks leave: from here on nobody waits for another."""
+        """Stop watching, before ranks leave."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(1.0)
@@ -197,7 +198,7 @@ class Watch:
         return ", called from ".join(places)
 
     def _look(self, mine: Heartbeat) -> None:
-        """At the others, when this rank waits for them. It asks nobody until it has for a while."""
+        """Look at the other ranks once this rank has waited for a while."""
         limit = self.stall_seconds
         waited = time.monotonic() - self._since if self._call and not mine.own else 0.0
         if waited < limit / 3:
@@ -212,7 +213,7 @@ class Watch:
             self._look_for_late(signs, mine, waited)
 
     def _works(self, mine: Heartbeat) -> bool:
-        """What looks like a call may be work."""
+        """True if this rank works in what looks like a call."""
         return self._mixed and mine.idle_seconds < self.stall_seconds
 
     def _silent(self, signs: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
@@ -248,7 +249,7 @@ class Watch:
             self._hear_of_late(late)
 
     def _hear_of_late(self, late: Late) -> None:
-        """Once on each rank, whoever saw it first."""
+        """Announce a late rank, once on each rank, whichever found it first."""
         if self._told_late != late.key:
             self._told_late = late.key
             self.tell(late)
@@ -300,9 +301,8 @@ class Watch:
 
 
 def processor_seconds() -> float:
-    """What this process and its living children have used of processors, where Linux tells of
-    children; else this process alone.
-    """
+    """Processor seconds used by this process and its living children; of this process alone where
+    the system does not count children."""
     total = time.process_time()
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = os.sysconf("SC_CLK_TCK")
@@ -325,9 +325,8 @@ _NOTHING = contextlib.nullcontext()
 def watching(
     store: Any, rank: int, size: int, stall_seconds: float | None, timeout_seconds: float
 ) -> Iterator[None]:
-    """While it is open, `waiting` is watched. `store`: the process group's; every rank opens its
-    watches in the same order. Without `stall_seconds`, or others, nobody watches.
-    """
+    """Watch `waiting` while the block runs. `store`: the process group's; every rank opens its
+    watches in the same order. Without `stall_seconds`, or with one rank, nothing is watched."""
     if size == 1 or stall_seconds is None:
         yield
         return
@@ -382,7 +381,7 @@ def waiting(
 
 
 def listen(tell: Callable[[Late], None]) -> None:
-    """Who hears of late ranks from here on, in another thread; else they are printed."""
+    """Call `tell` for late ranks from now on, in another thread, instead of printing them."""
     for watch in _open:
         watch.tell = tell
 
@@ -394,5 +393,5 @@ def count_step() -> None:
 
 
 def verdict() -> tuple[str, Sequence[int]]:
-    """Who stalls, and where, and which these are; nothing while nobody does."""
+    """The report on the ranks that stall, and their numbers; empty while none does."""
     return (_open[-1].verdict, _open[-1].stalled) if _open else ("", ())

@@ -41,7 +41,7 @@ from . import placing
 __all__ = ["driver"]
 
 _HOST_BYTES = 2**28
-"""What is copied to the host at once while saving."""
+"""The most bytes copied to the host at once while saving."""
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ class XlaEngine:
         placing.cut_graph()
 
     def _read_entry(self, reader: Reader, name: str, parameter: nn.Parameter) -> Tensor:
-        """What is of the parameter's shape is placed as it is; a large tensor is never whole on a
-        device."""
+        """Read an entry; a tensor of the parameter's shape is placed like the parameter, and a
+        large one is never whole on a device."""
         value = reader.read("optimizer", name)
         if value.shape != parameter.shape or not value.dim():
             return value

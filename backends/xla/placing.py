@@ -1,6 +1,5 @@
-"""What the xla driver needs of torch_xla: where tensors lie, when recorded work is run, and what
-replaces the parts of torch that do not reach this device.
-"""
+"""The xla driver's use of torch_xla: where tensors lie, when recorded work is run, and replacements
+of the parts of torch that do not reach this device."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def start(platform: str | None, devices: int | None, spmd: bool | None) -> Place
 
 
 class Placement:
-    """Where tensors go: whole on the one device, or cut over the mesh of all devices."""
+    """Places tensors: whole on the one device, or cut over the mesh of all devices."""
 
     def __init__(self, device: torch.device, num_devices: int) -> None:
         self.device, self.num_devices = device, num_devices
@@ -117,7 +116,7 @@ class Placement:
             self._spmd.mark_sharding(tensor, self._mesh, axes)
 
     def is_cut(self, tensor: Tensor) -> bool:
-        """Whether a tensor on the device is in parts."""
+        """True if a tensor on the device is in parts."""
         import torch_xla
 
         spec = torch_xla._XLAC._get_xla_sharding_spec(tensor) if self.num_devices > 1 else ""
