@@ -1,8 +1,8 @@
-"""What a checkpoint is: files of tensor pieces, and a manifest that commits them.
+"""Checkpoints: files of tensor pieces, and a manifest that commits them.
 
 `CheckpointStore` saves, `newest` and `list_checkpoints` find, `CheckpointReader` reads any region
-of any tensor whoever wrote it, `export_weights` and `import_weights` speak to other libraries.
-No pickle, in or out.
+of any tensor of a checkpoint of any driver, `export_weights` and `import_weights` exchange weights
+with other libraries. No pickle is written or read.
 """
 
 from __future__ import annotations

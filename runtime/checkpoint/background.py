@@ -1,4 +1,4 @@
-"""What a process writes and removes while its training goes on: one thread, in order."""
+"""Writing and removing checkpoints while training goes on: one thread of a process, in order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _give_way() -> None:
 
 
 _BEHIND = _Behind()
-if hasattr(os, "register_at_fork"):  # a thread is not forked, and nobody would do its work
+if hasattr(os, "register_at_fork"):  # a thread is not forked, and its work would not be done
     os.register_at_fork(after_in_child=_BEHIND.__init__)  # type: ignore[misc]
 
 
@@ -41,7 +41,7 @@ def write_behind(act: Callable[[], Any]) -> Future[Any]:
 
 
 def remove_behind(act: Callable[[], None]) -> None:
-    """What it raises is raised by the next `removed`."""
+    """Run `act` in the background; an error is raised by the next `removed`."""
     _BEHIND.removal = _BEHIND.submit(act)
 
 

@@ -1,13 +1,14 @@
-"""Which checkpoints lie in a folder, which of them are complete, and which are kept.
+"""Lists the checkpoints in a folder, finds which are complete, and deletes those that are not kept.
 
-Folder names are the protocol that survives a kill at any moment. `checkpoint-000100` is complete
-if its manifest and files are there. Beside it may lie `.checkpoint-000100.writing` (being saved),
-`.removing` (being deleted) and `.replaced`, which is the old one while a new one takes its name;
-it counts as `checkpoint-000100` as long as nothing else has that name. `checkpoint-000100.damaged`
-was found to be so by a run that went on from another, and is nobody's.
+Folder names are the protocol that survives a kill at any moment. `checkpoint-000100` is complete if
+its manifest and files are there. Beside it may lie `.checkpoint-000100.writing` (being saved),
+`.removing` (being deleted) and `.replaced`, which is the old one while a new one takes its name; it
+counts as `checkpoint-000100` as long as no other folder has that name. `checkpoint-000100.damaged`
+was set aside as damaged by a run that resumed from an older checkpoint; it is never listed or
+deleted.
 
 Where folders cannot be renamed (`Storage.renames`), a checkpoint is written under its own name, the
-manifest last, and deleted manifest first: without one it is as good as not there.
+manifest last, and deleted manifest first: without a manifest it does not count.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """What looks like a checkpoint and cannot be resumed from; kept."""
+    """A folder that looks like a checkpoint and cannot be resumed from; kept."""
 
     folder: Place
     reason: str
@@ -64,14 +65,14 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies in a folder. `complete` is sorted by step."""
+    """The checkpoints in a folder. `complete` is sorted by step."""
 
     complete: tuple[Found, ...]
     rejected: tuple[Rejected, ...]
 
 
 def checkpoint_path(root: Place, step: int, digits: int = 6) -> Place:
-    """Where the checkpoint of that step is, or will be. `digits`: the step is padded to so many."""
+    """The folder of the checkpoint of that step. `digits`: the step is padded to that many."""
     if not 0 <= step < 10**18:
         raise SettingError(f"step is {step}: must be from 0 to 10**18 - 1")
     return root / f"checkpoint-{step:0{digits}d}"
@@ -115,7 +116,7 @@ def newest(root: str | os.PathLike[str] | Url) -> Place | None:
 
 
 def is_checkpoint(folder: Place) -> bool:
-    """Whether it was committed."""
+    """True if the checkpoint was committed."""
     return storage_of(folder).is_file(folder / MANIFEST)
 
 
@@ -149,7 +150,7 @@ def begin(folder: Place) -> None:
 
 
 def writing_place(folder: Place) -> Place:
-    """Where the files of a checkpoint are put."""
+    """The folder that the files of a checkpoint are written to before it is committed."""
     return hidden_path(folder, "writing") if storage_of(folder).renames else folder
 
 
@@ -191,13 +192,13 @@ def put_away(folder: Place) -> Place:
 
 
 def _is_taken(folder: Place) -> bool:
-    """Whether a checkpoint that was set aside has been replaced."""
+    """True if a checkpoint that was set aside has been replaced."""
     storage = storage_of(folder)
     return storage.exists(folder) if storage.renames else is_checkpoint(folder)
 
 
 def _is_torn(folder: Place) -> bool:
-    """Whether only files of a save that was not committed lie there."""
+    """True if the folder holds only files of a save that was not committed."""
     names = storage_of(folder).names(folder)
     return MANIFEST not in names and all(map(FILE_NAME.fullmatch, names))
 

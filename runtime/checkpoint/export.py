@@ -42,7 +42,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def export_weights(
     checkpoint: str | Path | Url, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
 ) -> Path:
-    """Write the weights of a checkpoint, whoever wrote it, as whole tensors; returns `folder`.
+    """Write the weights of a checkpoint of any driver as whole tensors; returns `folder`.
 
     Tied weights are written once. One tensor at a time is in memory (one that is larger than
     `max_shard_bytes` gets a file of its own). The folder appears complete or not at all. Raises

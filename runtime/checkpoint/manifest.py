@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself. The manifest is written last: its presence is the commit."""
+"""The manifest of a checkpoint. It is written last: its presence is the commit."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How a checkpoint holds what an optimizer keeps: names and values that all drivers share.
+"""The names and values by which all drivers store an optimizer's state in a checkpoint.
 
-What is no tensor says in its name what it was: `<key>:int`, `:float` and `:bool` are 0-d (float64,
-or int64 where that is not exact), `:none` is a 0, and `:list` and `:tuple` hold a length; their
-items are `<key>.0`, `<key>.1` and so on.
+A value that is not a tensor has its type in its name: `<key>:int`, `:float` and `:bool` are 0-d
+(float64, or int64 where that is not exact), `:none` is a 0, and `:list` and `:tuple` hold a length;
+their items are `<key>.0`, `<key>.1` and so on.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def _kind(value: Any, kinds: Iterable[type]) -> type | None:
 
 
 def can_be_stored(value: Any) -> bool:
-    """Whether it is a tensor, a number, None, or a list or tuple of these."""
+    """True for a tensor, a number, None, or a list or tuple of these."""
     if _kind(value, _SEQUENCES):
         return all(map(can_be_stored, value))
     return isinstance(value, Tensor) or _kind(value, _NUMBERS) is not None
 
 
 def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """An entry as it is stored; nothing of what cannot be (see `unsaved`)."""
+    """Yields an entry as it is stored; nothing if it cannot be (see `unsaved`)."""
     if isinstance(value, Tensor):
         narrow = value.is_floating_point() and value.element_size() < 4
         yield key, value.detach().float() if narrow else value.detach()
@@ -58,8 +58,8 @@ def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def nested(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """What `flat` made these entries of. Raises `CheckpointDamaged`, naming the entry (`where` is
-    put before its key), for what it cannot have made."""
+    """Rebuild the values that `flat` stored. Raises `CheckpointDamaged`, naming the entry (`where`
+    is put before its key), for entries that `flat` cannot have made."""
     left = dict(entries)
 
     def take(key: str) -> Any:

@@ -33,11 +33,11 @@ _Overlap = tuple[Stored, Box, int, Box]
 
 
 class CheckpointReader:
-    """Implements `contract.Reader` for one checkpoint folder; needs no process group.
+    """Implements `shards.Reader` for one checkpoint folder; needs no process group.
 
-    Opens the files of a kind when that kind is first asked for, or, where an index tells which, the
-    files that a region lies in; and then reads only the bytes that it overlaps. Host memory: the
-    result, a fixed buffer, and the headers of these files.
+    Opens the files of a kind on its first use, or, where there is an index, the files that a region
+    lies in; and then reads only the bytes that the region overlaps. Host memory: the result, a
+    fixed buffer, and the headers of these files.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | Url) -> None:
@@ -67,7 +67,7 @@ class CheckpointReader:
         Raises `CheckpointMismatch` for an unknown name, a region outside the tensor or another
         `out`, and `CheckpointDamaged` when the stored pieces leave a gap or overlap.
         """
-        # All is found before any of it gets memory: a forged shape must not ask for the moon.
+        # Locate all pieces before allocating: a forged shape must not cause a huge allocation.
         known, wanted = self.plan(kind, name, region)
         dtype, shape = known.info.dtype, known.info.shape
         result = regions.result_shape(region, shape)
@@ -87,8 +87,9 @@ class CheckpointReader:
     def plan(
         self, kind: Kind, name: str, region: Region | None = None
     ) -> tuple[TensorEntry, list[tuple[Box, int, list[_Overlap]]]]:
-        """What is known of a tensor, and, for each box of the region, how many of its elements are
-        before it and what of which pieces lies in it. Reads headers only; raises as `read` does."""
+        """Returns a tensor's entry and, for each box of the region, the number of elements before
+        it and the parts of stored pieces that lie in it. Reads headers only; raises as `read` does.
+        """
         stored, known = self._known(kind, name)
         shape = known.info.shape
         try:
@@ -102,7 +103,8 @@ class CheckpointReader:
         ]
 
     def own(self, kind: Kind, part: int, prefix: str) -> dict[str, Tensor]:
-        """The whole tensors that rank `part` wrote under names with that prefix, without it."""
+        """The whole tensors that rank `part` wrote under names with that prefix, by their names
+        without it."""
         return {
             name.removeprefix(prefix): self._whole(name, pieces)
             for name, pieces in self._lookup.in_part(kind, part).items()
@@ -140,7 +142,7 @@ class CheckpointReader:
                 yield f"{path}: the safetensors package reads {', '.join(sorted(other))} otherwise"
 
     def _contradictions(self) -> Iterator[str]:
-        """What the manifest says that cannot be, though it is as it was written."""
+        """Contradictions in a manifest whose checksum is right."""
         where, step = self.folder / MANIFEST, self.manifest.step
         state, named = self.manifest.state, step_of(self.folder)
         if named not in (None, step):

@@ -1,8 +1,8 @@
 """Saves checkpoints so that every rank's share is on disk, or nothing is.
 
-A save is four acts, agreed by all ranks one after the other: collect the pieces, prepare the
-folder, write the files, commit. A save behind training is the same acts at other times: the first
-copies, a thread writes, and the commit waits until all ranks have written.
+A save is four steps, agreed by all ranks one after the other: collect the pieces, prepare the
+folder, write the files, commit. A save in the background has the same steps at other times: the
+first copies, a thread writes, and the commit waits until all ranks have written.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class CheckpointStore:
         driver: str = "",
         beside: Callable[[Path], None] | None = None,
     ) -> Place:
-        """Write the checkpoint of `step`; all ranks call it, and return once it is committed. Those
-        that are not kept are off the list then, and deleted behind training.
+        """Write the checkpoint of `step`; called by all ranks, and returns once it is committed.
+        Older checkpoints that are not kept are no longer listed then, and deleted in the
+        background.
 
         `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
         called on all ranks with the folder that is being written, to put other files there: they
@@ -131,12 +132,12 @@ class CheckpointStore:
         return saving.folder
 
     def wait(self) -> None:
-        """Until nothing is going on behind training any more. What was begun is to be finished."""
+        """Wait until nothing is written or removed in the background. Finish a save first."""
         removed()
 
     def tidy(self) -> None:
-        """Remove what a save that failed has left, if that can be done by now; any rank may call
-        it, while nobody saves."""
+        """Remove the remains of a failed save, if that is possible by now; any rank may call it
+        while no save is under way."""
         with contextlib.suppress(OSError):
             catalog.sweep(self.root)
 
@@ -203,7 +204,8 @@ class _Saving:
         self.pieces: list[Piece] = []
 
     def write(self) -> list[tuple[str, int, int]]:
-        """This rank's files: names, sizes, sums. Talks to nobody."""
+        """Write this rank's files; returns names, sizes, checksums. Communicates with no other
+        rank."""
         world = self.session.world
         pieces, self.pieces = self.pieces, []
         written = write_pieces(self.place, pieces, world.rank, world.size)
@@ -245,7 +247,7 @@ class SavingBehind:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has written its share, or failed to."""
+        """True once this rank has written its share, or failed to."""
         return self.writing.done()
 
     def finish(self) -> Place:
@@ -364,9 +366,9 @@ def _on_first(session: Session, folder: Place, act: Callable[[], None]) -> None:
 
 
 def _together(session: Session, folder: Place, act: Callable[[], Any]) -> list[Any]:
-    """Everyone's result (JSON types), once all ranks have acted; `SaveFailed` on all if one failed.
+    """All ranks' results (JSON types), once all have acted; `SaveFailed` on all if one failed.
 
-    Every `Exception` is told to the others: a rank that left without a word would stop them all.
+    Every `Exception` is sent to the others: a rank that left without a word would block them.
     """
     cause: Exception | None = None
     answer: dict[str, Any] = {"rank": session.world.rank}

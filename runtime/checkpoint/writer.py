@@ -29,7 +29,7 @@ RNG = "rng"
 
 
 def collect(engine: Engine, session: Session) -> list[Piece]:
-    """What this rank has to save, still on its devices; nothing is copied."""
+    """The pieces that this rank saves, still on its devices; nothing is copied."""
     pieces = list(engine.shards())
     for name, tensor in session.rng_state().items():
         name = f"{RNG}/{session.world.rank}/{name}"

@@ -1,1 +1,1 @@
-"""What stands in the files of a checkpoint: tensors, their regions, and JSON."""
+"""The formats of a checkpoint's files: tensors, their regions, and JSON."""

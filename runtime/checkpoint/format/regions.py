@@ -55,7 +55,7 @@ def result_shape(region: Region | None, shape: Shape) -> Shape:
 
 
 def is_whole(region: Region | None, shape: Shape) -> bool:
-    """Whether nothing of the tensor is left out."""
+    """True if the region is the whole tensor."""
     return math.prod(result_shape(region, shape)) == math.prod(shape)
 
 
@@ -100,7 +100,7 @@ def _flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[Box]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes share; None when that is nothing."""
+    """The intersection of two boxes; None if it is empty."""
     offsets, sizes = [], []
     for a_start, a_size, b_start, b_size in zip(
         a.offsets, a.sizes, b.offsets, b.sizes, strict=True
@@ -114,11 +114,11 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def tile(parts: Iterable[Box], whole: Box) -> str:
-    """What keeps `parts`, boxes within `whole`, from tiling it: a gap, an overlap, or ''.
+    """Names a gap or an overlap if `parts`, boxes within `whole`, do not tile it; '' if they do.
 
-    The time is linear in the parts, however they lie: boxes tile another one exactly if their
-    corners, counted + and - in turn, leave those of that box, which a polynomial at a random point
-    tells (https://en.wikipedia.org/wiki/Schwartz-Zippel_lemma): it is wrong once in 2**54 times.
+    The time is linear in the number of parts: boxes tile another one exactly if their corners,
+    counted + and - in turn, leave those of that box. That is checked by a polynomial at a random
+    point (https://en.wikipedia.org/wiki/Schwartz-Zippel_lemma), which is wrong once in 2**54 times.
     """
     parts, at = list(parts), _RandomPoint()
     if sum(map(at.corners, parts)) % _PRIME == at.corners(whole):

@@ -64,8 +64,8 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be written. `load` is called when its turn comes, and again where the file has
-    to be begun anew."""
+    """A tensor to be written. `load` is called when it is written, and again where the file has to
+    be begun anew."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -149,7 +149,7 @@ def _load(name: str, source: Source) -> Tensor:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: `start` is its first byte in the file."""
+    """A tensor's dtype, shape and place: `start` is its first byte in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -267,7 +267,7 @@ def read_whole(path: Path) -> dict[str, Tensor]:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether a JSON value is the shape of a tensor that can exist."""
+    """True if a JSON value is the shape of a tensor that can exist."""
     return (
         _naturals(value)
         and len(value) <= _MAX_DIMS

@@ -86,7 +86,7 @@ def _pack(value: Any, where: _Where) -> Any:
 
 
 def _named(where: _Where) -> str:
-    """Put together only where it is told: keys may be long, and what is in them much."""
+    """The path to a value, built only for an error: keys may be long, and values nested deeply."""
     keys: list[str] = []
     while where is not None:
         where, key = where

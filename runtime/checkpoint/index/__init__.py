@@ -1,1 +1,1 @@
-"""Where each tensor lies in a checkpoint of many files."""
+"""The index of a checkpoint of many files: the files that hold each tensor."""

@@ -1,10 +1,11 @@
-"""Where each tensor of a checkpoint lies, so that a reader opens only the files that it needs.
+"""The index of a checkpoint: which files hold each tensor, so that a reader opens only those it
+needs.
 
-Every file says in its header what it holds, and to read all headers is quick where they are few. A
+Every file's header lists its tensors, and reading all headers is quick where they are few. A
 checkpoint of more than `FEW` parts has an index besides. In it, pieces of a tensor that lie in
-files at equal distances, each piece as far from the one before, are one *run*: a tensor that is cut
-by a rule is a line or two, whatever the number of ranks. Indexes of neighbouring parts are joined
-in a tree, `FEW` at a time, so that no rank ever handles what all ranks say of their files.
+files at equal distances, each piece as far from the one before, are one *stride*: a tensor that is
+cut by a rule is a line or two, whatever the number of ranks. Indexes of neighbouring parts are
+joined in a tree, `FEW` at a time, so that no rank handles the headers of all.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Stride:
     every: int = 0
     """Parts from one piece to the next."""
     by: Numbers = ()
-    """How much further the next one begins: in each dimension, or in elements."""
+    """The distance from one piece to the next: in each dimension, or in elements."""
 
     def last(self) -> tuple[int, Numbers]:
         """The part of the last piece, and where it begins."""
@@ -86,7 +87,7 @@ class Stride:
 
 @dataclass
 class TensorEntry:
-    """What is known of a tensor without opening a file of it."""
+    """A tensor's dtype, shape and pieces, known without opening its files."""
 
     info: TensorInfo
     runs: list[Stride] = field(default_factory=list)
@@ -168,14 +169,15 @@ class Index:
 
 
 def _extent(region: Region) -> tuple[Numbers, Numbers]:
-    """Where it begins and how large it is: in each dimension, or in elements."""
+    """Start and size of a region: in each dimension, or in elements."""
     if isinstance(region, Flat):
         return (region.start,), (region.stop - region.start,)
     return region.offsets, region.sizes
 
 
 def _flat(box: Box, shape: Numbers) -> tuple[Numbers, Numbers]:
-    """From its first element to behind its last one, where rows lie one after the other."""
+    """The box as a flat range: from its first element to its last, where rows lie one after the
+    other."""
     first = last = 0
     for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
         first, last = first * dim + offset, last * dim + offset + size - 1

@@ -1,4 +1,4 @@
-"""Which pieces, in which files, make up a tensor: read from headers, as few as need be."""
+"""Finds the pieces of a tensor and their files, from as few headers as possible."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Lookup:
         self._made: dict[Kind, dict[str, TensorEntry]] = {}
 
     def tensors(self, kind: Kind) -> Mapping[str, TensorEntry]:
-        """What is known of each tensor of that kind, by name. An index leaves out random states."""
+        """The entries of all tensors of that kind, by name. An index leaves out random states."""
         if INDEX not in self._files:
             return self.in_headers(kind)
         if self._index is None:
@@ -84,7 +84,7 @@ class Lookup:
         return found
 
     def in_part(self, kind: Kind, part: int) -> Mapping[str, list[Stored]]:
-        """What the file of that part holds, by name; nothing where there is no such file."""
+        """The tensors in the file of that part, by name; empty where there is no such file."""
         key = kind, part
         if key not in self._opened:
             found: dict[str, list[Stored]] = {}

@@ -21,7 +21,7 @@ __all__ = ["join_level", "num_levels"]
 
 
 def num_levels(num_parts: int) -> int:
-    """How often indexes are joined until there is one; 0 where no index is needed."""
+    """The number of levels at which indexes are joined; 0 where no index is needed."""
     levels = 0
     while num_parts > FEW**levels:
         levels += 1
@@ -31,10 +31,9 @@ def num_levels(num_parts: int) -> int:
 def join_level(
     place: Place, below: Sequence[FileEntry], level: int, rank: int, num_parts: int
 ) -> tuple[str, int, int] | None:
-    """What this rank does at a level, once all have done the one before: the name, the size and
-    the sum of what it wrote, if it is its turn. `below`: what all ranks wrote at the level before,
-    at the first one the files of tensors.
-    """
+    """Join indexes at one level, after all ranks have done the one before; returns name, size and
+    checksum of the file that this rank wrote, if it is its turn. `below`: the files of all ranks at
+    the level before, at the first level those of tensors."""
     width = FEW**level
     if rank % width:
         return None

@@ -1,1 +1,1 @@
-"""Where checkpoints lie: a local file system, or an object store that fsspec reaches."""
+"""Storage of checkpoints: a local file system, or an object store that fsspec reaches."""

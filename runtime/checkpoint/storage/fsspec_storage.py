@@ -84,7 +84,7 @@ class FsspecStorage:
         return (self.info(path) or {}).get("type") == "file"
 
     def is_folder(self, path: Url) -> bool:
-        """Where there are no folders, whether anything lies in it."""
+        """True for a folder; in stores without folders, if anything lies under that name."""
         return bool(self._listing(path))
 
     def is_link(self, path: Url) -> bool:
@@ -92,7 +92,7 @@ class FsspecStorage:
         return False
 
     def free_bytes(self, folder: Url) -> None:
-        """Nobody knows."""
+        """Unknown."""
 
     def check(self, folder: Url) -> None:
         """Writes a small file, and deletes it."""
@@ -101,11 +101,11 @@ class FsspecStorage:
             self.create(probe, lambda: [memoryview(b"may this be written?")])
         except StorageFailed as error:
             raise OutputError(f"{folder}: nothing can be saved there: {error}") from error
-        with contextlib.suppress(OSError):  # who may not delete keeps what is old, and is told then
+        with contextlib.suppress(OSError):  # without the right to delete, old files stay
             self.remove(probe)
 
     def info(self, path: Url) -> dict[str, Any] | None:
-        """What fsspec says of a file or folder; None where there is none."""
+        """fsspec's record of a file or folder; None where there is none."""
         fs, key = _reach(path)
         try:
             found: dict[str, Any] = self.patience.persist(
@@ -248,7 +248,7 @@ class _Object:
             self.storage.fetch(self.path, start + begin, target[begin : begin + step])
 
     def _within_window(self, start: int, num_bytes: int) -> int:
-        """Where in the window such bytes are, once they are."""
+        """The position of these bytes in the window, which is read if needed."""
         end = self._window_start + len(self._window)
         if not self._window_start <= start <= start + num_bytes <= end:
             in_order = self._window_start < start <= end + AHEAD_BYTES
@@ -284,7 +284,7 @@ def _upload(path: Url, blocks: Iterable[memoryview]) -> None:
 
 
 def _abandon(file: Any) -> None:
-    """Let go of a file that is being written. Closing it, which its end would do, commits it."""
+    """Drop a file that is being written without closing it, since closing commits it."""
     with contextlib.suppress(Exception):
         file.discard()
     if isinstance(file, AbstractBufferedFile):

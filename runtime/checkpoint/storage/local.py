@@ -22,8 +22,9 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.E
 
 @contextmanager
 def beside(path: Path, name: str = "writing") -> Iterator[Path]:
-    """Where to write what then takes the place of `path`, all of it or nothing. `name`: one that no
-    other process writes by meanwhile; the next one takes what a kill left."""
+    """Gives a temporary path whose content replaces `path` when the block ends, all of it or
+    nothing. `name`: not used by another process at the same time; what a kill left under it is
+    overwritten."""
     temporary = path.with_name(f".{path.name}.{name}")
     try:
         temporary.unlink(missing_ok=True)
@@ -99,8 +100,8 @@ class LocalStorage:
             temporary.write_bytes(raw)
 
     def claim(self, path: Path, raw: bytes) -> bool:
-        """By a link to what was written aside, so that nobody reads half of it; where there are no
-        links, by creating it."""
+        """Claims by linking to a finished file, so that no process reads half of it; where there
+        are no links, by creating it."""
         if os.path.lexists(path):
             return False
         temporary = path.with_name(f".{path.name}.{os.getpid()}")

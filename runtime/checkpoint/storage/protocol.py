@@ -1,9 +1,9 @@
-"""Where checkpoints lie: a `Path`, or a `Url` such as `s3://bucket/run`; what can be done there.
+"""The operations on storage that checkpoints need; a place is a `Path`, or a `Url` such as
+`s3://bucket/run`.
 
-The local file system is `local.LOCAL`. Others come from the entry-point group
-`drivetrain.storage`:
-the name is a URL's scheme, and what it names is called with the scheme and gives a `Storage`.
-Schemes that nobody named are left to `fsspec_storage`, which asks fsspec.
+The local file system is `local.LOCAL`. Others come from the entry-point group `drivetrain.storage`:
+the name is a URL's scheme, and its target is called with the scheme and returns a `Storage`. Other
+schemes are left to `fsspec_storage`, which asks fsspec.
 """
 
 from __future__ import annotations
@@ -38,36 +38,38 @@ class OpenFile(Protocol):
 
 
 class Storage(Protocol):
-    """What saving and reading checkpoints needs of a place. `P` below is a `Path` or a `Url`.
+    """The operations that saving and reading need. `P` below is a `Path` or a `Url`.
 
-    Whatever cannot be done raises an `OSError` that names the place; `StorageFailed` is one.
+    An operation that fails raises an `OSError` that names the place; `StorageFailed` is one.
     """
 
     renames: bool
-    """Whether a folder is given its name in one act, which then is the commit of a checkpoint.
-    Where it is not, a checkpoint is there once its manifest is."""
+    """True if a folder is renamed atomically, which then commits a checkpoint. Otherwise a
+    checkpoint is committed by its manifest."""
     short_bytes: int
     """Reading so much costs about as much as reading a byte."""
     long_bytes: int
     """Reading more at a time is no faster."""
     stays_open: bool
-    """Whether a file may be read from after it was closed, since nothing was held open."""
+    """True if a file may be read from after it was closed, since nothing was held open."""
 
     def check(self, folder: Any) -> None:
         """Raises `OutputError` for a folder that nothing can be written to."""
         ...
 
     def create(self, path: Any, blocks: Callable[[], Iterable[memoryview]]) -> None:
-        """A new file of these blocks, durable on return. `blocks` is called again to begin anew."""
+        """Write a new file of these blocks, durable on return. `blocks` is called again if writing
+        has to start again."""
         ...
 
     def replace(self, path: Any, raw: bytes) -> None:
-        """Write a small file in place of what is there, all of it or nothing, whoever else does."""
+        """Replace a small file atomically, also if several processes do."""
         ...
 
     def claim(self, path: Any, raw: bytes) -> bool:
-        """Write a small file where there is none. False, and nothing is changed, where one is: of
-        several that try, one is told True, as far as the storage can know."""
+        """Write a small file if there is none, and return True; otherwise change nothing and return
+        False. Of several processes that try at once, one gets True, as far as the storage can
+        guarantee it."""
         ...
 
     def open(self, path: Any) -> AbstractContextManager[OpenFile]:
@@ -75,7 +77,7 @@ class Storage(Protocol):
         ...
 
     def names(self, folder: Any) -> list[str]:
-        """What lies in a folder, sorted; nothing where there is no such folder."""
+        """The names in a folder, sorted; none where there is no such folder."""
         ...
 
     def sizes(self, folder: Any, names: Sequence[str]) -> list[int]:
@@ -83,19 +85,19 @@ class Storage(Protocol):
         ...
 
     def exists(self, path: Any) -> bool:
-        """Whether anything is there, a link that leads nowhere included."""
+        """True if anything is there, a broken link included."""
         ...
 
     def is_file(self, path: Any) -> bool:
-        """Whether a file is there."""
+        """True if a file is there."""
         ...
 
     def is_folder(self, path: Any) -> bool:
-        """Whether a folder is there, or a link to one."""
+        """True if a folder is there, or a link to one."""
         ...
 
     def is_link(self, path: Any) -> bool:
-        """Whether it leads elsewhere."""
+        """True for a symbolic link."""
         ...
 
     def make_folder(self, folder: Any) -> None:
@@ -132,7 +134,7 @@ def read_small(path: Place, max_bytes: int) -> bytes:
 
 
 def storage_of(path: Place) -> Storage:
-    """What can be done there. Raises `StorageUnavailable`, with the package that is missing."""
+    """The storage of a place. Raises `StorageUnavailable`, with the package that is missing."""
     if isinstance(path, Url):
         return _remote(path.scheme)
     return LOCAL

@@ -1,4 +1,4 @@
-"""How long a remote storage is asked again before it is said to have failed."""
+"""Retries of operations on a remote storage."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ class Patience:
     longest_pause: float = 20.0
 
     def persist(self, what: str, act: Callable[[], T]) -> T:
-        """What `act` returns, once it does. `what`, such as `s3://b/a: cannot be read`, begins the
-        message of the `StorageFailed` that is raised otherwise, at once for what would not change.
+        """Call `act` until it succeeds, and return its result. `what`, such as `s3://b/a: cannot be
+        read`, begins the message of the `StorageFailed` that is raised after the last try, or at
+        once for errors that a retry would not change.
 
-        What is missing, and errors that are not the storage's, are raised as they are.
+        A missing file, and errors that are not the storage's, are raised as they are.
         """
         started = time.monotonic()
         for number in range(self.tries):
