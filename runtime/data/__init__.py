@@ -1,1 +1,1 @@
-"""Where samples come from, in which order, and how they are dealt to feeders and fetched."""
+"""Data: the order of samples, their distribution over feeders, and fetching them."""

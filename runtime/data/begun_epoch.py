@@ -33,20 +33,21 @@ _COUNTED_AT_ONCE = 1 << 17
 
 @dataclass(frozen=True)
 class Begun:
-    """What the order of a begun epoch is made of: it is finished in it, whatever has changed since.
+    """The order of an epoch that was begun, and is finished in that order whatever has changed
+    since.
 
-    Samples are the same while their index is: new ones come after those that were there.
+    A sample is identified by its index: new samples come after those that were there.
     """
 
     epoch: int
     start: int
-    """How much of it was consumed."""
+    """The number of samples that were consumed."""
     length: int
     """Of the data, when the epoch was begun."""
     seed: int
     shuffled: bool
     rest: Sequence[int] = ()
-    """What comes next, where that depends on more (the lengths of samples)."""
+    """The next samples, where they depend on more than the seed (on the lengths of samples)."""
 
     def to_json(self) -> dict[str, Any]:
         """For the manifest of a checkpoint, which holds the position beside it."""

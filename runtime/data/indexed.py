@@ -1,20 +1,21 @@
-"""How the order of samples is cut into steps, and how a feeder's part of each step is fetched.
+"""Cuts the order of samples into steps, and fetches a feeder's part of each step.
 
 A *group* is the global batch of one step: the next G samples of the epoch's order. It is dealt to
 the feeders in contiguous parts of nearly equal size, and each part is cut into microbatches, as
 many on every feeder, since ranks that run different numbers of forwards wait for each other for
-ever. Read one after the other, the parts give the order back: which samples train together
-depends neither on the number of feeders, nor on accumulation, workers, or where a run resumed.
+ever. Read one after the other, the parts are in the order of the epoch: which samples train
+together depends neither on the number of feeders, nor on accumulation, workers, or where a run
+resumed.
 
 Randomness in the data (augmentation, masking) is exact on resume in one of two ways. Without
-workers, a data set draws from the process's own generators, which a checkpoint holds. With
-workers, or with `isolate_random=True`, Python's, torch's and NumPy's global generators are seeded
-for each sample from (seed, epoch, offset), and for `collate` from the first offset of its
-microbatch: a sample is then the same on any world size and for any microbatch size.
+workers, a data set draws from the process's own generators, which a checkpoint holds. With workers,
+or with `isolate_random=True`, Python's, torch's and NumPy's global generators are seeded for each
+sample from (seed, epoch, offset), and for `collate` from the first offset of its microbatch: a
+sample is then the same on any world size and for any microbatch size.
 
-`Source` is what the loop takes steps from. `Loader` here is one over data that can be indexed;
-`stream.py` has one over what can only be read from the front, `prebatched.py` one over batches that
-somebody else makes.
+The loop takes steps from a `Source`. `Loader` here is one over data that can be indexed;
+`stream.py` has one over data that can only be read from the front, `prebatched.py` one over batches
+that a loader of the user's makes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class InOwnOrder:
 
     @property
     def _group_length(self) -> int:
-        """What `Position.samples` grows by in a step."""
+        """The increase of `Position.samples` in a step."""
         raise NotImplementedError
 
     def begun(self, position: Position) -> dict[str, Any]:
@@ -90,9 +91,9 @@ class InOwnOrder:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Dealing:
-    """How samples are dealt to feeders, cut, collated and fetched.
+    """The settings by which samples are dealt to feeders, cut, collated and fetched.
 
-    Raises `SettingError` for numbers that cannot be.
+    Raises `SettingError` for numbers out of range.
     """
 
     global_batch: int
@@ -111,7 +112,7 @@ class Dealing:
     prefetch: int = 2
     """Microbatches that each worker keeps ready."""
     start_method: str | None = None
-    """How workers start: fork, forkserver or spawn; None is the platform's default."""
+    """The start method of workers: fork, forkserver or spawn; None is the platform's default."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.feeder_index < self.num_feeders:
@@ -152,7 +153,7 @@ class Loader(Dealing):
     epoch_length: int = field(init=False)
     steps_per_epoch: int = field(init=False)
     _begun: Begun | None = field(init=False, default=None)
-    """What an epoch was begun with that another run began."""
+    """The order of an epoch that another run began."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -304,7 +305,7 @@ def through_epochs(
 
 
 def is_indexed(dataset: Any) -> bool:
-    """Whether samples can be fetched by index, so that an epoch can be read from anywhere."""
+    """True if samples can be fetched by index, so that an epoch can be read from anywhere."""
     indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return indexed and not isinstance(dataset, IterableDataset)
 

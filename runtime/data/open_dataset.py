@@ -97,21 +97,22 @@ class Source(Protocol):
 
     @property
     def num_samples(self) -> int | None:
-        """In an epoch, over all feeders; None where only reading tells."""
+        """Samples in an epoch, over all feeders; None where the length is unknown."""
         ...
 
     @property
     def epoch_length(self) -> int | None:
-        """What `Position.samples` comes to in an epoch; None where only reading tells."""
+        """The value of `Position.samples` at the end of an epoch; None where the length is
+        unknown."""
         ...
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None where only reading tells."""
+        """Steps in an epoch; None where the length is unknown."""
         ...
 
     def begun(self, position: Position) -> dict[str, Any]:
-        """What the epoch of `position` was begun with, for a checkpoint (JSON types)."""
+        """The order that the epoch of `position` was begun with, for a checkpoint (JSON types)."""
         ...
 
     def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
@@ -121,15 +122,16 @@ class Source(Protocol):
         ...
 
     def going_on(self, position: Position) -> str:
-        """How a begun epoch goes on where the data have another length, in words."""
+        """Describes how a begun epoch continues where the data has another length."""
         ...
 
     def length_at(self, position: Position) -> int | None:
-        """What `samples` comes to in that epoch; None where only reading tells."""
+        """The value of `samples` at the end of that epoch; None where the length is unknown."""
         ...
 
     def steps_left(self, position: Position, part: float = 1.0) -> int | None:
-        """In its epoch, or that part of it; None where only reading tells."""
+        """Steps left in the epoch of `position`, or in that part of it; None where the length is
+        unknown."""
         ...
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
@@ -142,5 +144,5 @@ class Source(Protocol):
         ...
 
     def where(self, position: Position, num_samples: int) -> str:
-        """Where the samples of a group are to be found, in words."""
+        """Describes where the samples of a group are found."""
         ...

@@ -77,7 +77,7 @@ class ByLength:
         return self.sort(shuffled(num_samples, seed, epoch), seed, epoch)
 
     def sort(self, order: Order, seed: int, epoch: int, origin: int = 0) -> Sorted:
-        """That order in stretches of similar length, the first of which begins at `origin`."""
+        """Sort the order within stretches by length; the first stretch begins at `origin`."""
         return Sorted(order, self, mix(seed, epoch, _BY_LENGTH), origin)
 
     def of(self, samples: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Sorted:
         self._order, self._by, self._seed, self._origin = order, by, seed, origin
 
     def stretch_end(self, start: int) -> int:
-        """Where that ends which was put in order together with what came before `start`."""
+        """The end of the stretch that holds the sample before `start`."""
         return min(start + (self._origin - start) % self._by.stretch, len(self))
 
     def __len__(self) -> int:

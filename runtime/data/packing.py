@@ -72,10 +72,10 @@ class Pack:
     capacity: int
     """Tokens in a row."""
     mask: Literal["dense", "none"] = "dense"
-    """`none` for kernels that tell sequences apart by `position_ids` or `sequence_ids`."""
+    """`none` for kernels that distinguish sequences by `position_ids` or `sequence_ids`."""
     causal: bool = True
     padding: Mapping[str, int] = field(default_factory=dict)
-    """What fills the rest of a row, by key; 0 where nothing is said, and ignored labels."""
+    """The values that fill the rest of a row, by key; by default 0, and ignored labels."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:

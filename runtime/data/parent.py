@@ -1,7 +1,7 @@
-"""Processes that end when the one that started them is gone, even where it had no time to say so.
+"""Ends a process when its parent is gone, even if the parent was killed.
 
-A thread looks: a parent that is killed tells its children nothing, and the signal that Linux has
-for it comes when the parent's thread ends.
+A thread looks for the parent: a parent that is killed cannot notify its children, and the signal
+that Linux has for it comes when the parent's thread ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a global batch is dealt to feeders and cut into microbatches."""
+"""Deals a global batch to feeders and cuts it into microbatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Part(NamedTuple):
     num_samples: int
     """`stop - start`; 0 for a part that only keeps its feeder busy."""
     repeats: int = 1
-    """How often its samples stand in the batch, one round after the other."""
+    """The number of times that its samples stand in the batch, one round after the other."""
 
 
 @lru_cache(maxsize=64)

@@ -41,9 +41,9 @@ def count_rows(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Batches:
-    """Says that data of a recipe are batches already: `Recipe(train_data=Batches(loader), ...)`.
+    """Marks data of a recipe as batches already: `Recipe(train_data=Batches(loader), ...)`.
 
-    The settings' `global_batch` and `micro_batch` then only tell a driver what to expect.
+    The settings' `global_batch` and `micro_batch` then only say which sizes a driver is to expect.
     """
 
     loader: Any
@@ -63,10 +63,10 @@ class Batches:
 
 
 class PrebatchedLoader(InOwnOrder):
-    """The groups of ready batches, from any position on, as one feeder sees them.
+    """The groups of ready batches, from any position on, for one feeder.
 
-    Feeders may have unequally many batches: who has none left runs its last one again, counted 0.
-    Made, and read, by all ranks together.
+    Feeders may have different numbers of batches: one that has none left runs its last one again,
+    counted 0. Constructed, and read, by all ranks together.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class PrebatchedLoader(InOwnOrder):
         )
 
     def _epoch(self, start: Position) -> Iterator[Group]:
-        """What is left of an epoch."""
+        """The groups from `start` to the end of its epoch."""
         size, feeders = self.batches.accumulation, self.session.world.num_feeders
         if start.samples % feeders:
             raise DataError(
@@ -196,7 +196,7 @@ class _Pass:
 
     @property
     def over(self) -> bool:
-        """Whether `take` has nothing more to give."""
+        """True if `take` has no more batches to give."""
         return not self._ahead
 
     def spare(self) -> Batch:

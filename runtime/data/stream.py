@@ -35,7 +35,7 @@ from .workers import COLLATE, from_one_worker
 __all__ = ["OPENING", "ReadAgain", "StreamLoader", "set_epoch", "tell_epoch"]
 
 OPENING = 2
-"""Tells the seed of opening an epoch from that of its first sample, and of a collation."""
+"""Distinguishes the seed of opening an epoch from those of its first sample and of a collation."""
 
 
 class ReadAgain:
@@ -50,7 +50,7 @@ class ReadAgain:
         return iter(self.stream)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream."""
+        """Call `set_epoch` of the stream."""
         tell_epoch(self.stream, epoch)
 
 
@@ -111,7 +111,7 @@ class StreamLoader(InOwnOrder, Dealing):
         return f"samples {position.samples} to {last} of epoch {position.epoch} of the stream"
 
     def _epoch(self, start: Position) -> Iterator[Group]:
-        """What is left of an epoch."""
+        """The groups from `start` to the end of its epoch."""
         ahead = self.global_batch if self.drop_last else 1
         reading = _Pass(self.stream, self.seed, start, self.global_batch, ahead)
         position = start
@@ -179,7 +179,7 @@ class _Pass:
 
     @property
     def over(self) -> bool:
-        """Whether what was read ahead is too little to be trained on."""
+        """True if the samples read ahead are too few to be trained on."""
         return len(self._buffer) < self._ahead
 
     def _pull(self) -> bool:
@@ -233,7 +233,7 @@ class _Pass:
 
 
 def _not_json(value: Any, where: str) -> str | None:
-    """What would not come back from JSON as it was, and where; None when all would."""
+    """Names the first part that JSON would not return unchanged; None if there is none."""
     if value is None or type(value) in (bool, int, str):
         return None
     if type(value) is float:
@@ -258,6 +258,6 @@ def tell_epoch(data: Any, epoch: int) -> None:
 
 
 def set_epoch(listener: Any, epoch: int) -> None:
-    """Say which epoch comes next, to whoever wants to know."""
+    """Call `set_epoch` of the listener, if it has one."""
     if callable(told := getattr(listener, "set_epoch", None)):
         told(epoch)

@@ -14,13 +14,14 @@ _LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib
 
 
 def last_line(error: BaseException) -> str:
-    """What Python prints last of an error: its type and message."""
+    """The last line that Python prints of an error: its type and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def user_frames(error: BaseException) -> str:
-    """What Python prints before that: from the user's first frame on, without ours, and so for all
-    that led to it. Empty for an error of ours alone."""
+    """The traceback that Python prints above it, from the user's first frame on and without
+    drivetrain's; the same for the errors that caused it. Empty for an error of drivetrain's
+    alone."""
     shown = traceback.TracebackException.from_exception(error)
     _cut(shown, error)
     if not (shown.stack or shown.__cause__ or shown.__context__ or isinstance(error, SyntaxError)):
@@ -43,7 +44,8 @@ def _cut(shown: traceback.TracebackException, error: BaseException) -> None:
 
 
 def _kept(frames: list[FrameType]) -> list[bool]:
-    """From the first frame of the user's on, or behind our last one where a library raised."""
+    """Marks the frames to show: from the user's first one on, or after drivetrain's last one
+    where a library raised."""
     ours = [_is_ours(frame) for frame in frames]
     users = [not (own or _is_library(frame)) for frame, own in zip(frames, ours, strict=True)]
     behind_ours = len(ours) - ours[::-1].index(True) if True in ours else 0

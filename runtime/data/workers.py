@@ -32,13 +32,13 @@ __all__ = [
 
 
 COLLATE = 1
-"""Tells the seed of a collation from that of its first sample."""
+"""Distinguishes the seed of a collation from that of its first sample."""
 
 T = TypeVar("T")
 
 
 class MicrobatchRequest(NamedTuple):
-    """What to fetch for one microbatch."""
+    """The samples to fetch for one microbatch."""
 
     epoch: int
     offset: int
@@ -107,7 +107,7 @@ class Fetcher:
 
 
 class _Failure(NamedTuple):
-    """What a worker sends in place of a result: some exceptions cannot be pickled."""
+    """An error as a worker sends it in place of a result: some exceptions cannot be pickled."""
 
     kind: type[DrivetrainError]
     message: str
@@ -122,7 +122,7 @@ class _Failure(NamedTuple):
 
 
 class _WorkerSide:
-    """What the `DataLoader` takes for its data set, with requests for indices."""
+    """The `DataLoader`'s data set in workers that get requests for indices."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -135,7 +135,7 @@ class _WorkerSide:
 
 
 class _OneWorkerSide(IterableDataset[Any]):
-    """What the `DataLoader` takes for its data set, where one worker reads a stream."""
+    """The `DataLoader`'s data set where one worker reads a stream."""
 
     def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
         self._read = read
@@ -166,7 +166,8 @@ def from_workers(
             yield request
 
     def work_of(worker: int) -> str:
-        """What a worker was at, and had next: requests are handed out in turn."""
+        """The request that a worker was working on, and the next ones: requests are handed out
+        in turn."""
         numbered = enumerate(under_way, num_received)
         own = [str(request) for number, request in numbered if number % num_workers == worker]
         return f", which was to fetch {', then '.join(own)}," if own else ""
@@ -184,9 +185,8 @@ def from_workers(
 def from_one_worker(
     read: Callable[[], Iterator[T]], prefetch: int, start_method: str | None
 ) -> Generator[T, None, None]:
-    """What `read()` yields in a worker that lives as long as this generator. Raises `WorkerFailed`
-    when it raises or dies.
-    """
+    """Yields the results of `read()` in a worker that lives as long as this generator. Raises
+    `WorkerFailed` when it raises or dies."""
     return _receive(_OneWorkerSide(read), None, 1, prefetch, start_method, lambda worker: "")
 
 
