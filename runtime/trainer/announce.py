@@ -57,7 +57,7 @@ def unused_note(names: Sequence[str]) -> str:
 def never_finite(
     event: StepSkipped, samples: str, limit: int, last: Place | None
 ) -> NonFiniteTraining:
-    """What ends a run of which too many steps in a row could not be applied."""
+    """The error of a run of which too many steps in a row could not be applied."""
     kept = f"the last checkpoint is {last}" if last else "none saved"
     return NonFiniteTraining(
         f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "

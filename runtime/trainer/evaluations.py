@@ -1,4 +1,5 @@
-"""The evaluations of one run: each data set measured, within memory, and told once a step."""
+"""The evaluations of one run: each data set is measured, within memory, and announced once a
+step."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ def fit(
     """Train `recipe` as `settings` say on the driver called `backend`; every rank calls it.
 
     `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
-    `s3://bucket/run`; None saves nothing. `resume`: None starts anew; `auto` continues from the
-    newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or a folder
-    of them. One run at a time writes to a folder (see `lock`). `finish` is called at the end with
-    the user's own module, whole and in evaluation mode, on every rank.
+    `s3://bucket/run`; None saves nothing. `resume`: None starts a new training; `auto` continues
+    from the newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or
+    a folder of them. One run at a time writes to a folder (see `lock`). `finish` is called at the
+    end with the user's own module, whole and in evaluation mode, on every rank.
 
-    Raises `UsageError` (something asked for cannot be had; nothing was started), `SaveFailed`,
-    `DataFailed`, `CollectiveFailed`, and `RecipeFailed` where `sys.exit` is called; what else the
-    recipe raises comes through unchanged.
+    Raises `UsageError` (something asked for is not possible; nothing was started), `SaveFailed`,
+    `DataFailed`, `CollectiveFailed`, and `RecipeFailed` where `sys.exit` is called; other errors of
+    the recipe are raised unchanged.
     """
     check_recipe(recipe)
     settings = settings or Settings()
@@ -82,7 +82,7 @@ def fit(
                     run.resume(resume)
                 return run.go(finish)
 
-            return train()  # a function, so that the model is let go before the session ends
+            return train()  # a function, so that the model is freed before the session ends
 
     with exits_told(), preempt_on_signals(requests), ExitStack() as stack:
         if lock is not None:

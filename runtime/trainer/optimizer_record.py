@@ -1,5 +1,5 @@
-"""What a run remembers of its optimizer: to refuse what cannot be saved, and to tell another run
-what has changed."""
+"""A run's record of its optimizer: to refuse one that cannot be saved, and to report what has
+changed when another run resumes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _Build = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 class OptimizerRecord:
-    """A recipe's `optimizer` that remembers what it built. `of_recipe`: the recipe's own, whose
-    settings nobody else tells. `saved`: the run saves checkpoints."""
+    """A recipe's `optimizer` that remembers what it built. `of_recipe`: it is the recipe's own,
+    whose settings are recorded nowhere else. `saved`: the run saves checkpoints."""
 
     def __init__(self, build: _Build, of_recipe: bool, saved: bool) -> None:
         self._build, self._of_recipe, self._saved = build, of_recipe, saved
@@ -31,7 +31,7 @@ class OptimizerRecord:
         """Its name, the settings of its groups, and what it does not train; JSON types."""
 
     def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """What the recipe builds; refused in its first step if it cannot be saved."""
+        """Build the recipe's optimizer; the first step refuses it if it cannot be saved."""
         pairs = list(named)
         self.optimizer = optimizer = self._build(pairs)
         if not hasattr(optimizer, "param_groups"):
@@ -66,8 +66,8 @@ class OptimizerRecord:
         return bool(_mapping(stored)) and stored.get("name") != self.noted.get("name")
 
     def refuse_another(self, stored: Any) -> None:
-        """Raises `CheckpointMismatch` for an optimizer of another name, where none but the names
-        can tell: of torch's own drivers know what they keep."""
+        """Raises `CheckpointMismatch` for an optimizer of another name, where only the name
+        shows the difference: drivers know the state of torch's own optimizers."""
         own = isinstance(self.optimizer, torch.optim.Optimizer) and (
             getattr(torch.optim, type(self.optimizer).__name__, None) is type(self.optimizer)
         )
@@ -81,9 +81,9 @@ class OptimizerRecord:
     def taken_from(
         self, reader: CheckpointReader, keep: bool
     ) -> tuple[CheckpointReader, tuple[str, ...]]:
-        """What is read of a checkpoint: all, or, unless the optimizer is to `keep` its state, all
-        but that; and what has changed. It starts anew once: a run that is started again goes on.
-        Raises `CheckpointMismatch`."""
+        """Returns the reader of a checkpoint, without the optimizer's state unless that is to be
+        kept (`keep`), and notes of what has changed. The optimizer is reset once: a run that is
+        resumed again keeps its state. Raises `CheckpointMismatch`."""
         manifest = reader.manifest
         stored = manifest.state.get("optimizer")
         notes = tuple(self.differences(stored))
@@ -95,7 +95,7 @@ class OptimizerRecord:
         return WithoutOptimizer(reader.folder), (*notes, note)
 
     def differences(self, stored: Any) -> list[str]:
-        """Changes since the run whose `noted` that is, in words."""
+        """Describes the changes since the run whose `noted` that is."""
         then, now = _mapping(stored), self.noted
         if not then or not now:
             return []

@@ -31,9 +31,9 @@ _MAX_BYTES = 1 << 20
 
 
 class OutOfMemoryPolicy:
-    """What one rank does when memory runs out.
+    """Handles exhausted memory on one rank.
 
-    `saves_memory`: what its driver offers (`Capabilities`).
+    `saves_memory`: the driver's advice (`Capabilities`).
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class OutOfMemoryPolicy:
             raise
 
     def less(self, doing: str, key: str, size: int, cause: str, data: Any) -> int:
-        """The size of microbatches to go on with in this process, told and remembered.
+        """Returns the size of microbatches to continue with in this process; announces and
+        remembers it.
 
-        Called outside of the `except` block, so that nothing holds what the failed step held.
-        Raises `OutOfMemory` where this process cannot go on: others may wait in a call of the step
-        that failed here, `data` are made by somebody else, or a single sample does not fit.
+        Called outside of the `except` block, so that no frame keeps the failed step's tensors
+        alive. Raises `OutOfMemory` where this process cannot continue: other ranks may wait in a
+        call of the step that failed here, `data` comes as ready batches, or a single sample does
+        not fit.
         """
         own = isinstance(data, Batches)
         less = -(-size // 2) if size > 1 and not own else None
@@ -86,7 +88,7 @@ class OutOfMemoryPolicy:
         return less
 
     def advice(self) -> str:
-        """What else needs less memory."""
+        """Advice on what else needs less memory."""
         advice = []
         if not self.settings.activation_checkpointing:
             advice.append("recompute activations (activation_checkpointing)")

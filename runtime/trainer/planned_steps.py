@@ -1,8 +1,9 @@
-"""How many steps a run comes to: planned at its start, and anew when the data or the batch changed.
+"""The number of steps of a run: planned at its start, and again when the data or the batch
+changed.
 
-A run of three epochs is three passes over its data, however long these were. So what a run has
-planned is kept in its checkpoints: while nothing has changed it stands, and else the steps that are
-done count, and what is left of the data at the position.
+A run of three epochs is three passes over its data, however long these were. So the plan of a run
+is kept in its checkpoints: if nothing has changed it stands; otherwise the steps that are done
+count, and what is left of the data at the position.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ class Planned:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """What `restore` takes."""
+        """The plan, as `restore` takes it."""
         total = None if self.settings.steps else self.total
         return {**self._made_from, "total": total}
 
     def resume(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
-        """Go on with a begun epoch, and with what was planned then; what changed, in words. Raises
+        """Continue a begun epoch with the plan of its run; returns notes of what changed. Raises
         `CheckpointDamaged`, naming `where`."""
         progress = Progress.from_json(state, where) if state else Progress()
         try:
@@ -61,9 +62,8 @@ class Planned:
         return self.restore(state.get("planned"), progress, where)
 
     def restore(self, value: Any, progress: Progress, where: str) -> tuple[str, ...]:
-        """Go on from there; what the data's other length means, in words. `value`: None in
-        checkpoints that do not say it. Raises `CheckpointDamaged`, naming `where`.
-        """
+        """Continue with a stored plan; returns notes of what another length of the data means.
+        `value`: None in checkpoints without one. Raises `CheckpointDamaged`, naming `where`."""
         self._plan(_total(self.settings, self.source.steps_per_epoch))
         if value is None:
             return ()

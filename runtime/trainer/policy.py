@@ -1,4 +1,4 @@
-"""What happens between the steps of a run, as its settings say."""
+"""Acts between the steps of a run, as its settings say."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class SettingsPolicy:
         return restored
 
     def _tell_spikes(self) -> bool:
-        """Whether there were any since the last look."""
+        """Announce the spikes since the last call; returns True if there were any."""
         found = self.state.spikes.find()
         for spike in found:
             self.announce(spike)

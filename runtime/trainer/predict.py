@@ -37,20 +37,21 @@ def predict(
     ranks: Collection[int] | None = None,
     receive: Callable[[Chunk], None] | None = None,
 ) -> Any:
-    """What the recipe's model gives for every sample of `data`, in their order; called by every
-    rank. No optimizer is built; of the recipe only `model` and `collate` are used.
+    """Returns the outputs of the recipe's model for every sample of `data`, in their order;
+    called by every rank. No optimizer is built; of the recipe only `model` and `collate` are
+    used.
 
-    `checkpoint`: whose weights (a checkpoint, a folder of them, a run folder, a URL); None: the
+    `checkpoint`: the weights (a checkpoint, a folder of them, a run folder, a URL); None: the
     recipe's own. `forward(module, batch)`: by default `module(batch)`; it returns a tensor, or
     mappings, lists and tuples of tensors, each with the samples as its first dimension; where sizes
     of the second differ, shorter rows are filled up with `padding`. `settings.evaluate.micro_batch`
-    samples, or `micro_batch`, or `global_batch`, are a batch of one feeder. `ranks`: who wants the
-    outputs, by default all. With `receive`, these get each `Chunk` in order and nothing is kept, so
-    that memory does not grow; without it they get everything as one structure. None is returned
-    otherwise.
+    samples, or `micro_batch`, or `global_batch`, are a batch of one feeder. `ranks`: the ranks that
+    get the outputs, by default all. With `receive`, these get each `Chunk` in order and nothing is
+    kept, so that memory does not grow; without it they get everything as one structure. Other ranks
+    get None.
 
-    Raises `UsageError` (a checkpoint that is not there or of another model, among others), and
-    `DataFailed`, `RecipeFailed`.
+    Raises `UsageError` (for a checkpoint that does not exist or is of another model, among others),
+    `DataFailed` and `RecipeFailed`.
     """
     driver, settings = usable_driver(backend), settings or Settings()
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))

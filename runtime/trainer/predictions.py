@@ -57,18 +57,19 @@ def gather_predictions(
     ranks: Collection[int] | None = None,
     receive: Callable[[Chunk], None] | None = None,
 ) -> Any:
-    """What `forward(module, batch)` returns for every sample of `groups`; called by all ranks.
+    """Returns the outputs of `forward(module, batch)` for every sample of `groups`; called by
+    all ranks.
 
     `forward` returns a tensor, or mappings, lists and tuples of tensors, each with the samples of
     the batch as its first dimension; where sizes of the second differ, shorter rows are filled up
     with `padding`. `groups`: of data that are not shuffled. After each `groups_in_chunk` of them
-    outputs leave the device, so that this bounds its memory. `ranks`: who wants the outputs, by
-    default all; the others hold no more than a chunk. With `receive`, these ranks get each chunk in
-    order and nothing is kept; without it they get everything as one structure. None is returned
-    otherwise.
+    outputs are moved to the host, which bounds the device's memory. `ranks`: the ranks that get the
+    outputs, by default all; the others hold no more than a chunk. With `receive`, these ranks get
+    each chunk in order and nothing is kept; without it they get everything as one structure. Other
+    ranks get None.
 
-    Runs under `no_grad`; who only predicts may call it under `torch.inference_mode()`, under which
-    small models take less time.
+    Runs under `no_grad`; to predict only, call it under `torch.inference_mode()`, under which small
+    models take less time.
 
     Raises `RecipeError` when `forward` returns something else, or another structure than before.
     """
@@ -83,7 +84,7 @@ def gather_predictions(
 
 
 class _Part(NamedTuple):
-    """What is to be known of a microbatch once its outputs are there."""
+    """A microbatch's place in the data, until its outputs are there."""
 
     offset: int
     num_samples: int

@@ -46,11 +46,13 @@ class Profiled:
 
 
 class Profiler:
-    """Give it to `fit` as an observer: `observers=[Profiler(10, 13, Path("profile"))]`.
+    """An observer that profiles steps: `fit(..., observers=[Profiler(10, 13,
+    Path("profile"))])`.
 
     It profiles steps `first` up to, and without, `end`, on every rank, with shapes and memory: each
     rank writes `steps-10-12.rank-0.json.gz` into `folder`. Other steps cost nothing. A run that
-    ends before writes what there is. `tell` hears of it on rank 0.
+    ends earlier writes the steps so far. `tell` is called on rank 0 with the files that were
+    written.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the parts of a recipe may be, looked at before anything is started."""
+"""Checks the parts of a recipe before anything is started."""
 
 from __future__ import annotations
 

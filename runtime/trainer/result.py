@@ -26,14 +26,14 @@ class Result:
     checkpoint: Place | None
     """The newest that this run saved or resumed from."""
     finish: Any = None
-    """What `finish` returned."""
+    """The return value of `finish`."""
     save_error: str = ""
     """Why the last checkpoint that was to be saved is not there."""
 
 
 @dataclass(frozen=True)
 class RetryWithSmallerBatch:
-    """How to go on where memory ran out."""
+    """The smaller batch to continue with where memory ran out."""
 
     settings: Settings
     resume: Place | None

@@ -32,7 +32,7 @@ _Problems = list[tuple[str, str]]
 def differences(
     manifest: Manifest, settings: Settings, driver: str, world_size: int
 ) -> tuple[str, ...]:
-    """What is not as in the run that wrote the checkpoint; all of it is allowed."""
+    """Differences from the run that wrote the checkpoint; all of them are allowed."""
     then = {"backend": manifest.driver, "world size": manifest.world_size, **manifest.settings}
     now = {"backend": driver, "world size": world_size, **json_types(settings)}
     return tuple(
@@ -43,9 +43,9 @@ def differences(
 
 
 def damage(session: Session, folder: Place) -> list[str]:
-    """What is not as it was written in a checkpoint, as all ranks find together: each reads the
-    files of the ranks of its number, which it is likely to read again when it resumes. Raises
-    `StorageFailed` on all ranks: what cannot be read may be sound."""
+    """The files of a checkpoint that are not as they were written, found by all ranks together:
+    each reads the files of the ranks of its number, which it is likely to read again when it
+    resumes. Raises `StorageFailed` on all ranks: a file that cannot be read may be sound."""
     world = session.world
     mine: list[str] = []
     failed = ""
@@ -69,12 +69,12 @@ def find_checkpoint(
     verify: bool = True,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Place | None:
-    """The checkpoint to resume from; None when `auto` finds none. Rank 0 looks which there are.
+    """The checkpoint to resume from; None when `auto` finds none. Rank 0 lists them.
 
-    `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. What is
-    not as it was written is left out, which `tell` hears on all ranks, and renamed in `out`, so
-    that nothing replaces it. `verify`: compare checksums, too. Raises `CheckpointNotFound` or
-    `CheckpointDamaged` on all ranks, and `StorageFailed`: what cannot be looked into may hold one.
+    `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. Damaged
+    ones are skipped, with a call of `tell` on all ranks, and renamed in `out`, so that they are not
+    replaced. `verify`: compare checksums, too. Raises `CheckpointNotFound` or `CheckpointDamaged`
+    on all ranks, and `StorageFailed`: a place that cannot be read may hold a checkpoint.
     """
     automatic = source == "auto"
     if automatic and out is None:

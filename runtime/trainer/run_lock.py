@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder, or to a URL: a small file there says which.
+"""One run at a time writes to a folder, or to a URL: a small file there names it.
 
 The file is claimed in one act where the storage can, and no system of locks is needed. Its holder
 renews it every `BEAT_SECONDS`. Another run that finds it
@@ -6,10 +6,10 @@ renews it every `BEAT_SECONDS`. Another run that finds it
 - ends at once when the holder lives: it runs on this machine, or renews the file meanwhile;
 - takes it over at once when the holder is dead on this machine, or belongs to this run's own job,
   whose launcher has ended its processes before it starts others;
-- takes it over after `SILENT_SECONDS` in which nothing came of a holder on another machine.
+- takes it over when a holder on another machine has not renewed it for `SILENT_SECONDS`.
 
-A holder that was not heard of for so long, and comes back, finds that the file is another's and
-ends: it looks at it with each beat, and before each save.
+A holder that did not renew it for so long, and continues, finds that the file is another run's and
+ends: it reads the file with each beat, and before each save.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 0.5
-"""At a URL, where two may have been told that they hold it, until the last of them is seen."""
+"""At a URL, where two runs may both seem to hold the lock, the wait until the last one is seen."""
 _MOST_BYTES = 1 << 16
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
@@ -59,7 +59,7 @@ class Holder:
     """When, by the machine's own count: numbers of processes are used again."""
     since: str
     job: str
-    """Of a launcher that starts its processes anew; empty without one."""
+    """The job of a launcher that restarts its processes; empty without one."""
 
     @classmethod
     def here(cls) -> Holder:
@@ -110,7 +110,7 @@ class RunLock:
     def __init__(self, folder: Place) -> None:
         self.folder, self.path = folder, folder / LOCK
         self.lost = ""
-        """Who has taken it over; empty as long as nobody has."""
+        """The run that has taken it over; empty as long as none has."""
         self._storage = storage_of(folder)
         self._me = Holder.here()
         self._count = 0
@@ -122,9 +122,9 @@ class RunLock:
         self._released = threading.Event()
 
     def take(self, session: Session, tell: Callable[[str], None]) -> None:
-        """Called by all ranks; the first holds it. `tell` hears on all of them why that takes long.
-        Raises `OutputError`, with the holder, where another run does.
-        """
+        """Take the lock; called by all ranks, held by the first. `tell` is called on all of them
+        with the reason for a wait. Raises `OutputError`, with the holder, where another run
+        holds it."""
         noted = ""
         while True:
             held, note = on_rank_0(session, self._try)
@@ -169,7 +169,7 @@ class RunLock:
     # --- to get it --------------------------------------------------------------------------
 
     def _try(self) -> tuple[bool, str]:
-        """Whether it is held now, and what there is to tell."""
+        """Try once; returns whether the lock is held now, and a message."""
         if self._leader is not None or self._joined():
             return True, ""
         try:
@@ -194,7 +194,7 @@ class RunLock:
             self._made = True
 
     def _joined(self) -> bool:
-        """Whether a run of this process holds it: whoever starts several knows of them."""
+        """True if a run of this process holds it, which is allowed."""
         with _MUTEX:
             self._leader = _ours.get(self._name())
             if self._leader is not None:
@@ -254,7 +254,7 @@ class RunLock:
         return self._settled()
 
     def _settled(self) -> bool:
-        """Whether what was written is still there, where more than one may have been let."""
+        """True if the file is still this run's, where several may have claimed it."""
         if not isinstance(self.path, Path):
             time.sleep(_SETTLE_SECONDS)
             if not self._is_mine(self._look()[0]):
@@ -293,7 +293,7 @@ class RunLock:
         return (json.dumps({**asdict(self._me), "beat": self._count}, indent=1) + "\n").encode()
 
     def _look(self) -> tuple[bytes, int]:
-        """What it holds, and when that was renewed."""
+        """The file's content, and when it was renewed."""
         with contextlib.suppress(OSError):
             if isinstance(self.path, Path):
                 return _contents(self.path), os.stat(self.path).st_mtime_ns
@@ -311,7 +311,7 @@ class RunLock:
 
 _MUTEX = threading.Lock()
 _ours: dict[str, RunLock] = {}
-"""What runs of this process hold."""
+"""The locks that runs of this process hold."""
 
 
 def _contents(path: Place) -> bytes:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run besides its tensors, and how a run takes it over."""
+"""The state of a run in a checkpoint, besides tensors, and how a run restores it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ class RunState:
     def _restore_data(
         self, loop: TrainLoop, state: Mapping[str, Any], where: str
     ) -> tuple[str, ...]:
-        """The order of the begun epoch and the number of steps; what changed, in words."""
+        """Restore the order of the begun epoch and the number of steps; returns notes of what
+        changed."""
         notes = self.planned.resume(state, where)
         loop.total_steps = ENDLESS if self.planned.total is None else self.planned.total
         return notes

@@ -1,4 +1,4 @@
-"""The checkpoints of one run, saved while training stands still, or behind it."""
+"""The checkpoints of one run, saved while training waits, or in the background."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Saves:
         self._step = step
 
     def save(self, step: int, behind: bool, what: Callable[[], Mapping[str, Any]]) -> None:
-        """Save this step, if that has not been done; `behind`: begin to. `what()`: the arguments of
-        `CheckpointStore.save`."""
+        """Save this step, unless that was done; with `behind`, begin to save it in the
+        background. `what()`: the arguments of `CheckpointStore.save`."""
         self.finish()
         if self._step == step:
             return
@@ -63,7 +63,8 @@ class Saves:
         self._behind = self._attempt(lambda: self.store.save_behind(**what()))
 
     def after_step(self, requests: Sequence[float]) -> Request | None:
-        """Commit what all ranks have written by now. Returns what this rank has to tell."""
+        """Commit a checkpoint that all ranks have written by now. Returns this rank's request,
+        if any."""
         if self._behind is None:
             return None
         self._num_written += requests[Request.WRITTEN]
@@ -88,7 +89,8 @@ class Saves:
             self.store.tidy()
 
     def _attempt(self, act: Callable[[], T], buffer_bytes: int = 0) -> T | None:
-        """None where it failed, which is told, and may end the run."""
+        """Returns the result of `act`; None where saving failed, which is announced and may end
+        the run."""
         started, result, error = time.perf_counter(), None, ""
         try:
             result = act()
@@ -112,7 +114,7 @@ class Saves:
 def checkpoint_store(
     folder: Place, keep: CheckpointSettings, guard: Callable[[], None] | None
 ) -> CheckpointStore:
-    """Where a run saves, and what it keeps there."""
+    """The store that a run saves to, and the checkpoints that it keeps."""
     return CheckpointStore(
         folder,
         keep_last=keep.keep_last,

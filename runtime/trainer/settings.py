@@ -1,7 +1,7 @@
-"""What a user may set, with defaults, and how a text becomes a value.
+"""Settings: what a user may set, with defaults.
 
 Settings are nested frozen dataclasses. `override` takes dotted keys (`optimizer.lr`) and texts or
-values, and refuses what is unknown or ill-typed by name.
+values, and refuses unknown keys and values of a wrong type by name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OptimizerSettings:
     """Further keyword arguments of the optimizer's constructor."""
 
     def factory(self) -> Any:
-        """What `name` names. Raises `SettingError`."""
+        """The object that `name` names. Raises `SettingError`."""
         module, _, attribute = self.name.rpartition(".")
         try:
             return getattr(importlib.import_module(module), attribute)
@@ -94,7 +94,7 @@ class OptimizerSettings:
 
 
 def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether torch has fused optimizers for where the parameters are."""
+    """True if torch has fused optimizers for the device of the parameters."""
     devices = _get_fused_kernels_supported_devices()
     return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
@@ -111,7 +111,7 @@ class ScheduleSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How samples are ordered and fetched."""
+    """The order of samples, and how they are fetched."""
 
     shuffle: bool | None = None
     """None: shuffled where samples can be fetched by index; other data come in their own order."""
@@ -160,7 +160,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class ResumeSettings:
-    """What is taken of a checkpoint besides weights and progress."""
+    """What a resumed run takes from a checkpoint besides weights and progress."""
 
     optimizer: Literal["keep", "fresh"] = "keep"
     """`keep`: the optimizer's state; what another optimizer, or other options of it, had kept is
@@ -276,7 +276,7 @@ class Settings:
         build_schedule(total_steps=1, **dataclasses.asdict(self.schedule))
 
     def plan(self, options: Any = None) -> Plan:
-        """What the driver gets to know. `options`: its own arguments."""
+        """The driver's part of the settings. `options`: its own arguments."""
         return Plan(
             precision=PRECISIONS[self.precision],
             max_grad_norm=self.max_grad_norm,

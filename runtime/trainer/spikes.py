@@ -1,4 +1,5 @@
-"""Losses far above the usual: found late, so that nothing waits for the device, and told or undone.
+"""Finds losses far above the usual, later than they come, so that nothing waits for the device;
+announces or undoes them.
 
 Each step's loss stays on the device until the next log or save, which waits for it anyhow; there
 they are reduced over ranks together, so every rank finds the same spikes.
@@ -25,7 +26,7 @@ from .settings import SpikeSettings
 __all__ = ["SkipGroups", "Spikes"]
 
 _JUDGED_FROM = 20
-"""Steps; fewer do not tell what is usual."""
+"""Steps before spikes are judged: fewer do not show the usual loss."""
 
 
 class _Step(NamedTuple):
@@ -35,9 +36,9 @@ class _Step(NamedTuple):
 
 
 class Spikes:
-    """The watch for them on one rank. Every method is called by all ranks in the same order.
+    """Watches for spikes on one rank. Every method is called by all ranks in the same order.
 
-    `where(position, num_samples)`: the samples of a group, in words.
+    `where(position, num_samples)`: describes the samples of a group.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Spikes:
     # --- saving and resuming --------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """What `restore` takes."""
+        """The state, as `restore` takes it."""
         return {
             "history": self._history,
             "left_out": sorted(self.left_out),
@@ -120,7 +121,7 @@ class Spikes:
             raise CheckpointDamaged(f"{where}: its spikes are malformed: {error!r}") from error
 
     def diverged(self, checkpoint: Place) -> TrainingDiverged:
-        """What ends a run that may not go back once more."""
+        """The error of a run that may not roll back once more."""
         return TrainingDiverged(
             f"the loss spiked again after {self.roll_backs} roll-backs (spikes.max_roll_backs); "
             f"the last checkpoint is {checkpoint}, from before the spike. Lower optimizer.lr, "

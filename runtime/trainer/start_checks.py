@@ -52,8 +52,8 @@ def start_conditions(
 
 
 def on_rank_0(session: Session, act: Callable[[], T]) -> T:
-    """What rank 0 finds (JSON types), on all ranks. What it raises is raised by all: a rank that
-    left alone would leave the others waiting."""
+    """Call `act` on rank 0; returns its result (JSON types) on all ranks. An error is raised on
+    all ranks: a rank that left alone would leave the others waiting."""
     cause: Exception | None = None
     answer: dict[str, Any] = {}
     if session.world.rank == 0:
@@ -124,7 +124,8 @@ def _named(part: Any) -> str:
 
 
 def _words(code: CodeType) -> Iterator[str]:
-    """What a function does: not where its file lies, nor the order of a set in this process."""
+    """The words of a function's code, without its file's place and the order of a set in this
+    process."""
     yield code.co_code.hex()
     yield " ".join(code.co_names)
     for constant in code.co_consts:
