@@ -34,7 +34,7 @@ def locate(path: Place) -> Place:
 
 
 def inspect(path: Place) -> dict[str, Any]:
-    """What a checkpoint holds, without reading its tensors."""
+    """The contents of a checkpoint, without reading its tensors."""
     reader = CheckpointReader(path)
     manifest = reader.manifest
     tensors = {

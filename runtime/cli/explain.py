@@ -145,7 +145,8 @@ def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) 
 
 
 def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_ranks: int) -> int:
-    """What autograd keeps for the backward of one microbatch, measured on the host in float32.
+    """The bytes that autograd keeps for the backward of one microbatch, measured on the host in
+    float32.
 
     Weights are not counted; storage that several operations keep is counted once.
     """

@@ -1,4 +1,4 @@
-"""How a command fails: one message on stderr and an exit code, and a traceback only on request."""
+"""Failures of a command: one message on stderr and an exit code; a traceback only on request."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ EXIT_INTERRUPTED = 130
 OUTCOMES = "DRIVETRAIN_OUTCOMES"
 """Environment: the folder where ranks leave word of how they ended; the launcher reads it out."""
 PREEMPTED = "preempted"
-"""What a rank that saved and stopped leaves word of; there is nothing to tell."""
+"""Left by a rank that saved and stopped; nothing is reported of it."""
 FINISHED = "finished"
-"""What one that did all leaves word of: one that leaves none was ended by its own code."""
+"""Left by a rank that finished: one that leaves nothing was ended by the user's code."""
 RESTARTS = "DRIVETRAIN_RESTARTS"
-"""Environment: set where the launcher may start ranks anew, so that their end is not the run's."""
+"""Environment: set where the launcher may restart ranks, so that their end is not the run's."""
 
 
 def rank() -> int:

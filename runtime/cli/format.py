@@ -1,4 +1,4 @@
-"""Records in words: one line each, for people."""
+"""Formats records for people: one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `drivetrain train` trains when it is given no recipe: a small GPT on Python's own source.
+"""The recipe of `drivetrain train` without a recipe: a small GPT on Python's own source.
 
 Copy this file to start your own (`drivetrain train my.py`). Nothing is downloaded: the text is the
 standard library of the Python that runs this, byte by byte, so that the vocabulary is 0..255.
@@ -33,7 +33,7 @@ SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test
 SKIPPED_FOLDERS |= {"encodings", "pydoc_data"}  # tables and manuals, long enough to sway a split
 
 item_name = "bytes"
-"""What progress and report call the items that `count_items` counts."""
+"""The name that progress and report use for the items that `count_items` counts."""
 
 settings = Settings(
     steps=700,
@@ -48,7 +48,7 @@ settings = Settings(
 
 @dataclass(frozen=True)
 class Config:
-    """What `--set recipe.KEY=VALUE` changes."""
+    """The values that `--set recipe.KEY=VALUE` changes."""
 
     width: int = 192
     layers: int = 6
@@ -203,7 +203,7 @@ def count_items(batch: Tensor) -> int:
 
 
 def measure(module: nn.Module, batch: Tensor) -> Mapping[str, Tensor]:
-    """What evaluation adds up."""
+    """The sums that evaluation adds up."""
     return {"nats": loss(module, batch)}
 
 
@@ -221,7 +221,7 @@ def flops_per_item(config: Config) -> float:
 
 
 def recipe(config: Config) -> Recipe:
-    """What `drivetrain train` asks a recipe file for."""
+    """The function that `drivetrain train` calls in a recipe file."""
     training, held_out = read_library(Path(sysconfig.get_paths()["stdlib"]))
     return Recipe(
         model=lambda: GPT(config),

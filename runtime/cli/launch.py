@@ -32,7 +32,7 @@ RANKS_PER_CPU = 4
 
 @dataclass(frozen=True)
 class Launch:
-    """How many ranks, and the flags that go to torchrun as they are."""
+    """The number of ranks, and the flags that go to torchrun as they are."""
 
     nproc: int
     nnodes: str | None = None
@@ -56,7 +56,7 @@ class Launch:
 
     @property
     def may_restart(self) -> bool:
-        """The ranks may be started anew, with others or after a failure, before the run ends."""
+        """True if ranks may be restarted, with others or after a failure, before the run ends."""
         least, _, most = (self.nnodes or "1").partition(":")
         restarts = dict(self.torchrun or {}).get("max-restarts", "0")
         return most not in ("", least) or restarts != "0"
@@ -90,7 +90,7 @@ def launched_as(ranks: int) -> Iterator[None]:
 
 
 def adopt_slurm(environment: MutableMapping[str, str]) -> None:
-    """Under `srun` with several tasks, say who we are in torchrun's words."""
+    """Under `srun` with several tasks, set torchrun's environment variables from SLURM's."""
     if "RANK" in environment or int(environment.get("SLURM_NTASKS", "1")) < 2:
         return
     if "SLURM_PROCID" not in environment:

@@ -1,4 +1,4 @@
-"""What is printed, where it goes to a file on a disk that is full."""
+"""Printing to a file on a disk that may be full."""
 
 from __future__ import annotations
 

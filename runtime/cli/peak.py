@@ -1,7 +1,7 @@
-"""What this device can do at best: a short matrix product, timed on the device itself.
+"""The peak speed of this device: a short matrix product, timed on the device itself.
 
-A data sheet's figure would flatter no one less, but it is not known for most devices, and a
-processor that is shared or throttled does not reach it.
+A data sheet's figure is not known for most devices, and a processor that is shared or throttled
+does not reach it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How this command was started, so that a command that it tells can be pasted."""
+"""The way in which this command was started, so that commands that it prints can be pasted."""
 
 from __future__ import annotations
 

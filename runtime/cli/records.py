@@ -1,4 +1,4 @@
-"""Events as records of plain JSON types, and the history that a sequence of records tells."""
+"""Events as records of plain JSON types, and the history of a run in its records."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _is_sound(record: Record) -> bool:
-    """Whether it holds what is read of it."""
+    """True if the record has the fields that are read of it."""
     held = _HELD.get(str(record.get("event")), {})
     return (
         isinstance(record.get("event"), str)

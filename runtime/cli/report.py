@@ -18,13 +18,13 @@ __all__ = ["Outcome", "fill", "html_table", "render", "section"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the run stands."""
+    """The state of the run."""
 
     text: str
     mood: str = ""
     """`good`, `bad` or empty: how it is coloured."""
     command: str = ""
-    """What to type to go on with it."""
+    """The command that continues it."""
     sample: str = ""
 
 

@@ -33,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a run is made with; `sources` and `values` go by dotted key."""
+    """The values of a run; `sources` and `values` are by dotted key."""
 
     settings: Settings
     config: Any
@@ -121,8 +121,8 @@ def _naming(source: str) -> Iterator[None]:
 
 
 def refuse_early(driver: Driver, layers: Sequence[Layer]) -> None:
-    """Raises what can be told without the recipe, before ranks are started for it: `SettingError`,
-    `CapabilityRefused`."""
+    """Check what is known without the recipe, before ranks are started for it. Raises
+    `SettingError` and `CapabilityRefused`."""
     settings, options = Settings(), driver.options_type()
     for source, values in layers:
         with _naming(source):

@@ -1,7 +1,7 @@
-"""The files of a run folder that are for looking at: no failure to write them ends a run.
+"""The files of a run folder that people read: no failure to write them ends a run.
 
-What cannot be written now, for a disk that is full or read-only, is kept and tried again with
-whatever is written next; the first time that is told. What was there stays until then.
+Content that cannot be written, for a disk that is full or read-only, is kept and written with the
+next content; the first failure is reported. The old file stays until then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["RunFiles"]
 
 
 class RunFiles:
-    """Never raises an `OSError`. `tell` is given what went wrong, once each time that it begins."""
+    """Never raises an `OSError`. `tell` is called with the failure, once each time that failures
+    begin."""
 
     def __init__(self, folder: Path, tell: Callable[[str], None]) -> None:
         self.folder, self.tell = folder, tell

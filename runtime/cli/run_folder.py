@@ -54,7 +54,8 @@ def default_folder(recipe: Path, label: str | None = None) -> Path:
 
 
 def records_folder(run: Place) -> Path:
-    """Where the files beside the checkpoints are written: the run folder, or one for its URL."""
+    """The folder of the files beside the checkpoints: the run folder, or a local one for its
+    URL."""
     return (
         Path("runs", run.text.partition("://")[2].replace("/", "-"))
         if (isinstance(run, Url))
@@ -97,7 +98,7 @@ def check_folder(folder: Place, *, resuming: bool) -> None:
 
 
 def _used(names: Iterable[str]) -> bool:
-    """Whether there is anything of a run; a lock says itself who holds it."""
+    """True if the folder has files of a run; a lock does not count, since it names its holder."""
     return any(not name.startswith(LOCK) for name in names)
 
 
@@ -123,7 +124,7 @@ def find_earlier(path: Place) -> Earlier:
 
 
 def read_config(folder: Place) -> Mapping[str, Any]:
-    """What `config.json` of a run folder holds; nothing where there is none."""
+    """The content of a run folder's `config.json`; empty where there is none."""
     if not storage_of(folder).exists(folder / CONFIG):
         return {}
     try:

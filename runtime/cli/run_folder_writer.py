@@ -40,7 +40,7 @@ def configuration(
     resolved: Resolved,
     track: Sequence[str],
 ) -> Record:
-    """What `config.json` holds: enough to repeat the run, and to resume it without a recipe."""
+    """The content of `config.json`: enough to repeat the run, and to resume it without a recipe."""
     return {
         "name": name,
         "command": [shlex.quote(word) for word in (*program(), *sys.argv[1:])],
@@ -75,7 +75,7 @@ class Keeper:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return records_folder(self.run)
 
     def sink(self, record: Record) -> None:
@@ -97,7 +97,7 @@ class Keeper:
                 copy_records(self.run)
 
     def command(self, reason: str) -> str:
-        """What to type to go on after an end for that reason."""
+        """The command that continues a run that ended for that reason."""
         return self.onward(self.started, reason) if self.started else ""
 
     def fail(self, message: str) -> None:

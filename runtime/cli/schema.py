@@ -90,7 +90,7 @@ def _of_type(hint: Any) -> Schema:
 
 
 def _default(value: Any) -> Schema:
-    """Where JSON has it."""
+    """The default, where JSON can express it."""
     if isinstance(value, tuple):
         value = list(value)
     return {"default": value} if isinstance(value, (bool, int, float, str, list, dict)) else {}

@@ -1,4 +1,4 @@
-"""What a signal does while `fit` does not hear it itself: before it, and after."""
+"""Handles signals while `fit` does not: before it, and after."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 
 
 class StoppedEarly(KeyboardInterrupt):
-    """A signal came before training began. No `Exception`: nobody's handling of errors is meant."""
+    """A signal came before training began. No `Exception`, so that `except Exception` does not
+    catch it."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class Stopping:
-    """An observer, and what hears the signals of a command until it ends.
+    """An observer that handles a command's signals until it ends.
 
-    Before training begins there is nothing to save, and a signal ends the command. When training is
-    over it is let be: what is left takes a moment.
+    Before training begins there is nothing to save, and a signal ends the command. After training
+    signals are ignored: the rest takes a moment.
     """
 
     def __init__(self) -> None:
         self._begun = self._asked = False
 
     def begin(self) -> None:
-        """`fit` is called next, and hears signals as soon as it can."""
+        """Call it right before `fit`, which handles signals as soon as it can."""
         self._begun = True
 
     def __call__(self, event: Any) -> Request | None:

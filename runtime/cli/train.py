@@ -50,7 +50,7 @@ __all__ = ["TrainRequest", "train"]
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What was asked for on the command line; None where nothing was said."""
+    """The options of the command line; None for those that were not given."""
 
     recipe: Path | None
     backend: str | None
@@ -164,7 +164,7 @@ def _earlier(request: TrainRequest) -> tuple[Earlier | None, Place | str | None]
 
 
 def _run_label() -> str | None:
-    """What all ranks that a launcher started can call their run by; None for one rank."""
+    """A name of the run that is the same on all ranks of a launcher; None for one rank."""
     if world_size() == 1:
         return None
     for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID"):

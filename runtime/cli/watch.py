@@ -20,10 +20,10 @@ Sink = Callable[[Record], None]
 
 
 class Watcher:
-    """Makes a record of each event, completes it, and hands it to every sink.
+    """Turns each event into a record, completes it, and gives it to every sink.
 
     All ranks watch, since all are timed together for the peak; only rank 0 has sinks. The end of a
-    step holds no figures and makes no record: `on_step` is told its number.
+    step has no figures and makes no record: `on_step` is called with its number.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ app = typer.Typer(
     "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader"
 )
 def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) -> None:
-    """Who wrote it, when, and which tensors it holds; reads no tensor."""
+    """Show which driver wrote a checkpoint, when, and the tensors in it; reads no tensor."""
     from ..failure import told
 
     with told(debug=debug):

@@ -54,8 +54,8 @@ def explain(
     json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """What a run would do: each value and its source, what is wrapped, tied, cast and sharded, and
-    the memory that it would take."""
+    """Show what a run would do: each value and its source, what is wrapped, tied, cast and
+    sharded, and the memory that it would take."""
     from ..failure import told
 
     with told(debug=debug):
