@@ -20,6 +20,7 @@ import transformers
 from built_alike import Classifier, both, losses, samples
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.trainer_pt_utils import safe_globals
 
 from drivetrain.checkpoint import CheckpointReader, store
 from drivetrain.compat import EarlyStoppingCallback, TrainerCallback, TrainerState
@@ -150,6 +151,51 @@ def test_nothing_goes_on_behind_train(tmp_path: Path, monkeypatch: pytest.Monkey
         trainer.train()
     shutil.rmtree(trainer.args.output_dir)
     assert seen == [{"checkpoint-1"}, {"checkpoint-1"}]
+
+
+@pytest.mark.row("K2", "K17")
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"optim": "adamw_torch", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"optim": "adafactor", "lr_scheduler_type": "polynomial"},
+        {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "greedy"},
+        {"optim": "rmsprop", "lr_scheduler_type": "reduce_lr_on_plateau"},
+    ],
+    ids=lambda how: how["optim"],
+)
+def test_their_trainer_goes_on_bit_equal(tmp_path: Path, how: dict[str, Any]) -> None:
+    """From `checkpoint_format="hf"`, in the middle of an epoch, with dropout where nothing is
+    evaluated: their evaluations draw random numbers. All that is pickled there is loaded by torch's
+    unpickler of weights alone.
+    """
+    ours, theirs = both(tmp_path)
+    keywords = {**STEPS, **how, "gradient_accumulation_steps": 2}
+    make = partial(Classifier, dropout=0.2)
+    if how["lr_scheduler_type"] in ("greedy", "reduce_lr_on_plateau"):
+        make = partial(Classifier)
+        keywords |= {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+    writer = ours.trainer(make, checkpoint_format="hf", **keywords)
+    writer.train()
+    folder = tmp_path / "ours" / "checkpoint-2"
+    with safe_globals():
+        for path in (*folder.glob("*.pt"), *folder.glob("*.pth")):
+            torch.load(path, weights_only=True)
+    reader = theirs.trainer(make, **{**keywords, "save_strategy": "no"})
+    reader.train(resume_from_checkpoint=str(folder))
+    assert equal(reader.model, writer.model)
+    logs = [
+        [
+            {name: entry.get(name) for name in ("step", "loss", "learning_rate", "eval_loss")}
+            for entry in each.state.log_history[:-1]
+        ]
+        for each in (reader, writer)
+    ]
+    assert logs[0] == logs[1] and reader.state.best_metric == writer.state.best_metric
+    states = [each.optimizer.state_dict()["state"] for each in (reader, writer)]
+    for key, value in states[0].items():
+        for name, part in value.items():
+            assert torch.equal(torch.as_tensor(part), torch.as_tensor(states[1][key][name])), name
 
 
 @pytest.mark.row("K4", "K16", status="differs", note="a run past max_steps makes no more step")
