@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -138,11 +139,25 @@ def restore_replicated(
     tensors = named_state(module)
     check_same_model(reader, *shapes_and_dtypes(tensors))
     state, scale = optimizer.read(reader), read_scale(reader, loss_scale)
-    optimizer.load(state)
-    with torch.no_grad():
+    with overwriting(), torch.no_grad():
+        optimizer.load(state)
         for name, tensor in tensors.items():
             load_weights(reader, name, tensor)
     load_scale(scale, loss_scale)
+
+
+@contextmanager
+def overwriting() -> Iterator[None]:
+    """Around what takes weights over. Damage that shows as late as there, where no checksums were
+    compared, leaves some of them changed, which its error then says."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(
+            f"{error}. Some weights and optimizer state were taken over by then: this model is a "
+            "mixture, and must not be used. Begin anew, in another process, with another "
+            "checkpoint, or with checkpoint.verify=true, which finds damage before"
+        ) from error
 
 
 def read_scale(reader: Reader, loss_scale: LossScale | None) -> dict[str, Tensor]:

@@ -265,7 +265,9 @@ class ZeroEngine:
             scale |= {
                 name: model_state.read_number(reader, name) for name in scale if name in stored
             }
-        zero_state.restore(reader, self.own, self.zero, planned, self._trained, self._built_state)
+        trained, built = self._trained, self._built_state
+        with model_state.overwriting():
+            zero_state.restore(reader, self.own, self.zero, planned, trained, built)
         self.numbers.load(self.zero.param_groups, planned.counted)
         zero_state.publish(self.zero)
         if self.loss_scale is not None:

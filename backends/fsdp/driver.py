@@ -280,9 +280,10 @@ class FsdpEngine:
         with refusing_together(self.world.rank, self.world.size):
             state = self.state.read(reader, dtensor.read_optimizer_entry)
             scale = model_state.read_scale(reader, self.loss_scale)
-        self.state.load(state)
-        for name, tensor in weights.items():
-            dtensor.own_part(tensor).copy_(dtensor.read_weight(reader, name, tensor))
+        with model_state.overwriting():
+            self.state.load(state)
+            for name, tensor in weights.items():
+                dtensor.own_part(tensor).copy_(dtensor.read_weight(reader, name, tensor))
         model_state.load_scale(scale, self.loss_scale)
         self.buffers.restore_own(reader)
         self.uninitialised = False

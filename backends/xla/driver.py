@@ -264,14 +264,16 @@ class XlaEngine:
         place, cut_dim = self.placement.put, self.placement.cut_dim
         weights = model_state.named_state(self.module)
         model_state.check_same_model(reader, *model_state.shapes_and_dtypes(weights))
-        self.state.load(self.state.read(reader, self._read_entry))
+        state = self.state.read(reader, self._read_entry)
         parameters = dict(self.module.named_parameters())
-        for name, old in weights.items():
-            new = reader.read("weights", name).to(old.dtype)
-            if name in parameters:
-                parameters[name].data = place(new, cut_dim(new))
-            else:
-                old.copy_(new)
+        with model_state.overwriting():
+            self.state.load(state)
+            for name, old in weights.items():
+                new = reader.read("weights", name).to(old.dtype)
+                if name in parameters:
+                    parameters[name].data = place(new, cut_dim(new))
+                else:
+                    old.copy_(new)
         placing.cut_graph()
 
     def _read_entry(self, reader: Reader, name: str, parameter: nn.Parameter) -> Tensor:

@@ -11,7 +11,7 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +51,16 @@ def multi_process(subject: Subject) -> Refused | None:
     require_same("sizes", [world["size"] for world in worlds], [2, 2])
     return None
 
+
+@check()
+def without_a_launcher_a_process_is_alone(subject: Subject) -> None:
+    """One rank, whatever the driver could be in several."""
+    (world,) = subject.at(1).run(world_of, launched=False)
+    require_same("rank and size without a launcher", world, {"rank": 0, "size": 1})
+
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What they set, and a process that nobody launched lacks."""
 
 LATE = 1
 """The rank that comes late."""
@@ -199,9 +209,12 @@ def late_ranks_blamed(
     return {"late": late, "seconds": seconds}
 
 
-def world_of(bench: Bench) -> dict[str, int]:
+def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:
     """A job: who this process is."""
-    with bench.open() as session:
+    kept = {} if launched else {name: os.environ.pop(name) for name in LAUNCHERS}
+    with ExitStack() as stack:
+        stack.callback(os.environ.update, kept)
+        session = stack.enter_context(bench.open())
         return {"rank": session.world.rank, "size": session.world.size}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from drivetrain.backends.common import models
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.resuming import WeightsAlone
-from drivetrain.kernel.contract import Outcome
+from drivetrain.kernel.contract import Outcome, World
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed, RecipeError
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
@@ -595,6 +596,15 @@ def modest(able: Capabilities) -> Capabilities:
 # --- law 7: late ranks --------------------------------------------------------------------------
 
 
+class TwoByDefault(WrappedSession):
+    """Where no launcher says how many ranks there are, another is waited for."""
+
+    @property
+    def world(self) -> World:
+        world: World = self.inner.world
+        return world if "WORLD_SIZE" in os.environ else dataclasses.replace(world, size=2)
+
+
 class NobodyIsTold(WrappedSession):
     """Late ranks are waited for without a word."""
 
@@ -653,6 +663,7 @@ NO_FAULTS: dict[str, Fault] = {
     "modest": Fault("", capabilities=modest),
 }
 FAULTS: dict[str, Fault] = {
+    "two by default": Fault("7_capabilities-without_a_launcher", session=TwoByDefault),
     "nobody is told": Fault("7_capabilities-stall_seconds", session=NobodyIsTold),
     "all are told": Fault("7_capabilities-stall_seconds", session=AllAreTold),
     "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),

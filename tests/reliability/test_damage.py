@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from drivetrain import Settings, fit
-from drivetrain.checkpoint import MANIFEST, list_checkpoints
+from drivetrain.checkpoint import MANIFEST, CheckpointReader, list_checkpoints
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointNotFound
 from drivetrain.kernel.events import Resumed, Warned
 
@@ -191,6 +191,24 @@ def test_one_that_is_asked_for_by_name_is_refused(out: Path, tmp_path: Path) -> 
     unverified = replace(SHORT, checkpoint=replace(SHORT.checkpoint, verify=False))
     (told,) = resumed(tmp_path / "fourth", unverified, resume=newest).of(Resumed)
     assert told.step == STEPS
+
+
+def test_damage_that_shows_too_late_is_said_to_have_mixed_the_model(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointReader.read
+    weights: list[str] = []
+
+    def torn(self: CheckpointReader, kind: Any, name: str, *rest: Any, **out: Any) -> Any:
+        weights.extend([name] if kind == "weights" else [])
+        if len(weights) == 2:
+            raise CheckpointDamaged(f"{name!r} is cut off")
+        return read(self, kind, name, *rest, **out)
+
+    monkeypatch.setattr(CheckpointReader, "read", torn)
+    unverified = replace(SHORT, checkpoint=replace(SHORT.checkpoint, verify=False))
+    with pytest.raises(CheckpointDamaged, match=r"cut off\. .* a mixture, and must not be used"):
+        resumed(tmp_path / "other", unverified, resume=last(out))
 
 
 def test_nothing_to_resume_from(tmp_path: Path) -> None:

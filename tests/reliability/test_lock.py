@@ -29,7 +29,8 @@ from drivetrain.kernel.paths import Place, Url
 from drivetrain.trainer import run_lock
 from drivetrain.trainer.run_lock import LOCK, Holder, RunLock
 
-from .runs import FORKSERVER, SETTINGS, loss, recipe, start
+from .compat_runs import train_with_compat
+from .runs import FORKSERVER, SETTINGS, Run, loss, recipe, start
 
 SHORT = replace(SETTINGS, steps=4, log_every=1)
 
@@ -157,6 +158,15 @@ def test_a_living_process_is_named(tmp_path: Path, living: Holder) -> None:
     with pytest.raises(OutputError, match=f"process {living.process} on .*, since noon. Wait for"):
         take(tmp_path)
     assert Holder.read((tmp_path / LOCK).read_bytes()) == living
+
+
+def test_compat_names_the_process_that_trains_into_its_folder(
+    tmp_path: Path, living: Holder
+) -> None:
+    put(tmp_path, living)
+    with pytest.raises(OutputError, match=f"process {living.process}"):
+        train_with_compat(Run(), tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK], "nothing was written"
 
 
 @pytest.mark.parametrize("started", ["1", ""])
