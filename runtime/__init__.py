@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
     from .trainer.fit import fit
+    from .trainer.inference import evaluate
     from .trainer.predict import predict
     from .trainer.predictions import Chunk
     from .trainer.result import Result
@@ -49,6 +50,7 @@ __all__ = [
     "SpikeSettings",
     "UsageError",
     "__version__",
+    "evaluate",
     "fit",
     "predict",
 ]
@@ -60,6 +62,7 @@ _HOMES = {
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),
     "trainer.fit": ("fit",),
+    "trainer.inference": ("evaluate",),
     "trainer.predict": ("predict",),
     "trainer.predictions": ("Chunk",),
     "trainer.result": ("Result",),

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..checkpoint import WithoutOptimizer
-from ..data.open_dataset import once, open_dataset
 from ..kernel.paths import Url
 from ..kernel.recipe import Batch, Recipe
-from ..kernel.registry import refuse_unpromised, usable_driver
+from .inference import prepared
 from .predictions import Chunk, gather_predictions
 from .recipe_checks import exits_told
-from .resume import find_checkpoint
-from .setting_values import override
 from .settings import Settings
 
 __all__ = ["predict"]
@@ -53,32 +47,14 @@ def predict(
     Raises `UsageError` (for a checkpoint that does not exist or is of another model, among others),
     `DataFailed` and `RecipeFailed`.
     """
-    driver, settings = usable_driver(backend), settings or Settings()
-    plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
-    refuse_unpromised(driver, plan)
-    size = settings.evaluate.micro_batch or settings.micro_batch or settings.global_batch
-    with exits_told(), driver.open(plan) as session:
-        engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
+    with exits_told(), prepared(recipe, settings, backend, backend_options) as inference:
         if checkpoint is not None:
-            found = find_checkpoint(session, checkpoint, None, verify=settings.checkpoint.verify)
-            assert found is not None, "only 'auto' finds none"
-            engine.restore(WithoutOptimizer(found))
-        source = open_dataset(
-            data,
-            session,
-            seed=settings.seed,
-            global_batch=size * session.world.num_feeders,
-            micro_batch=size,
-            num_epochs=1,
-            collate=recipe.collate,
-            workers=settings.data.workers,
-            fixed_size=driver.capabilities(plan).static_shapes,
-        )
+            inference.load(checkpoint)
         return gather_predictions(
-            session,
-            engine,
+            inference.session,
+            inference.engine,
             forward or _call,
-            once(source),
+            inference.groups(data),
             padding=padding,
             ranks=ranks,
             receive=receive,
@@ -87,8 +63,3 @@ def predict(
 
 def _call(module: nn.Module, batch: Batch) -> Any:
     return module(batch)
-
-
-def _nothing_to_keep(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """A driver wraps an optimizer with the model; this one is never asked for a step."""
-    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)

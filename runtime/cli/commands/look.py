@@ -1,4 +1,4 @@
-"""`drivetrain report` and `watch`: runs in a browser."""
+"""`drivetrain evaluate`, `report` and `watch`: runs are measured and looked at."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug
+from .options import ConfigFiles, Debug, Set
 
 __all__ = ["app"]
 
@@ -73,3 +73,59 @@ def watch(
                 serving.serve_forever()
             except KeyboardInterrupt:
                 typer.echo("ended")
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain evaluate runs/a\n\n"
+    "drivetrain evaluate runs/a --follow --backend cpu   (beside a run on GPUs)\n\n"
+    "drivetrain evaluate runs/a other_data.py --all --nproc 2 --backend ddp --json\n\n"
+    "[bold]From Python[/]: drivetrain.evaluate"
+)
+def evaluate(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a URL of one.")
+    ],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="By default the recipe of the run.", show_default=False),
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Each checkpoint as it comes, until the run has ended."),
+    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest.")] = False,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Between looks for another checkpoint.")
+    ] = 10.0,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON a result.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the evaluation data with a run's checkpoints, on any driver; the results join the
+    run's metrics."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ..config_files import read_config_files
+        from ..evaluate import EvaluateRequest
+        from ..evaluate import evaluate as measure
+        from ..resolve_settings import parse_pairs
+
+        request = EvaluateRequest(
+            run=run,
+            recipe=recipe,
+            backend=backend,
+            files=read_config_files(config or ()),
+            given=parse_pairs(set_ or (), {}),
+            nproc=nproc,
+            every=every,
+            follow=seconds if follow else None,
+            json=json,
+        )
+        raise typer.Exit(measure(request))

@@ -1,0 +1,116 @@
+"""A model to measure or to ask, on any driver: no optimizer, no training."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint import WithoutOptimizer
+from ..data.open_dataset import once, open_dataset
+from ..kernel.batches import Group
+from ..kernel.contract import Engine, Session
+from ..kernel.evaluate import evaluate as measure
+from ..kernel.paths import Url
+from ..kernel.recipe import Recipe
+from ..kernel.registry import refuse_unpromised, usable_driver
+from .recipe_checks import exits_told
+from .resume import find_checkpoint
+from .setting_values import override
+from .settings import Settings
+
+__all__ = ["Inference", "evaluate", "prepared"]
+
+
+@dataclass(frozen=True)
+class Inference:
+    """The model of a recipe in a session. Every method is called by all ranks."""
+
+    recipe: Recipe
+    settings: Settings
+    session: Session
+    engine: Engine
+    fixed_size: bool
+    """Batches must have one size (`Capabilities.static_shapes`)."""
+
+    def load(self, checkpoint: str | os.PathLike[str] | Url) -> None:
+        """Take the weights of a checkpoint, or of the newest in a folder. Raises
+        `CheckpointError`."""
+        verify = self.settings.checkpoint.verify
+        found = find_checkpoint(self.session, checkpoint, None, verify=verify)
+        assert found is not None, "only 'auto' finds none"
+        self.engine.restore(WithoutOptimizer(found))
+
+    def groups(self, data: Any) -> Generator[Group, None, None]:
+        """`data` once, in their order, in batches of `settings.evaluate.micro_batch`, else
+        `micro_batch`, else `global_batch` samples on one feeder."""
+        settings = self.settings
+        size = settings.evaluate.micro_batch or settings.micro_batch or settings.global_batch
+        source = open_dataset(
+            data,
+            self.session,
+            seed=settings.seed,
+            global_batch=size * self.session.world.num_feeders,
+            micro_batch=size,
+            num_epochs=1,
+            collate=self.recipe.collate,
+            workers=settings.data.workers,
+            fixed_size=self.fixed_size,
+        )
+        return once(source)
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """The metrics of each of the recipe's evaluation data sets."""
+        return {
+            name: measure(self.session, self.engine, self.recipe, self.groups(data))
+            for name, data in self.recipe.eval_data.items()
+        }
+
+
+@contextmanager
+def prepared(
+    recipe: Recipe,
+    settings: Settings | None = None,
+    backend: str = "auto",
+    backend_options: Mapping[str, Any] | None = None,
+) -> Iterator[Inference]:
+    """The recipe's model on a driver, as it was built. Raises `UsageError`."""
+    driver, settings = usable_driver(backend), settings or Settings()
+    plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
+    refuse_unpromised(driver, plan)
+    with driver.open(plan) as session:
+        engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
+        fixed_size = driver.capabilities(plan).static_shapes
+        yield Inference(recipe, settings, session, engine, fixed_size)
+
+
+def evaluate(
+    recipe: Recipe,
+    checkpoint: str | os.PathLike[str] | Url | None = None,
+    *,
+    settings: Settings | None = None,
+    backend: str = "auto",
+    backend_options: Mapping[str, Any] | None = None,
+) -> dict[str, dict[str, float]]:
+    """The metrics of each of the recipe's `eval_data`, by name, as an evaluation in training gives
+    them; called by every rank. No optimizer is built.
+
+    `checkpoint`: whose weights (a checkpoint, a folder of them, a run folder, a URL); None: the
+    recipe's own. Raises `UsageError` (a checkpoint that is not there or of another model, among
+    others), `DataFailed` and `RecipeFailed`.
+    """
+    with exits_told(), prepared(recipe, settings, backend, backend_options) as inference:
+        if checkpoint is not None:
+            inference.load(checkpoint)
+        return inference.evaluate()
+
+
+def _nothing_to_keep(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """A driver wraps an optimizer with the model; this one is never asked for a step."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)
