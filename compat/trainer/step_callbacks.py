@@ -104,7 +104,7 @@ class TrainerPolicy:
 
     def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._stepped = True
-        if self._measures_gradients:
+        if self._measures_gradients and not self.trainer.driver_session.clips:
             self.grad_norm = self.trainer._own_grad_norm()
         self._tell_before_step()
 
@@ -139,6 +139,8 @@ class TrainerPolicy:
             trainer._lock.check()
         if not (self._measures_gradients and self._stepped):
             self.grad_norm = result.outcome.grad_norm
+        elif trainer.driver_session.clips:  # by itself, and tells the norm afterwards
+            self.grad_norm = trainer._own_grad_norm()
         if not self._stepped:  # a step that was left out is told like any other
             self._tell_before_step()
             self._after_optimizer_step(self.optimizer, (), {})
