@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from built_alike import Classifier, accuracy, losses, ours, samples, without_times
+from built_alike import Classifier, Side, accuracy, losses, ours, samples, without_times
 from torch import Tensor, nn
+
+from drivetrain.compat import Trainer, TrainingArguments
 
 
 class Wide(nn.Module):
@@ -22,6 +24,33 @@ class Wide(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Any]:
         logits = x[:, None] * torch.ones(int(x.max())) * self.weight
         return {"loss": logits.mean(), "logits": logits}
+
+
+class Overriding(Trainer):
+    """It adds to clipping, saving and loading."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
+        return float(super()._get_grad_norm(model, grad_norm=grad_norm)) + 100
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"mine-{self.args.process_index}.txt").write_text("put")
+        super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+
+def overridden(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A whole run of that, and one that is resumed."""
+    side = Side(Overriding, TrainingArguments, folder)
+    whole = side.trainer(train_dataset=samples(24), **changes)
+    whole.train()
+    again = side.trainer(train_dataset=samples(24), **{**changes, "save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    norms = [entry["grad_norm"] for entry in whole.state.log_history if "grad_norm" in entry]
+    return {"losses": losses(whole), "resumed": losses(again), "norms": norms}
 
 
 def main(backend: str, folder: Path) -> None:
@@ -52,6 +81,7 @@ def main(backend: str, folder: Path) -> None:
     plain = side.trainer(train_dataset=samples(24), **every_step)
     plain.train()
     found["plain"] = losses(plain)
+    found["overridden"] = overridden(folder / "overridden", **saving)
     from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
     from_theirs.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-2"))
     found["from theirs"] = losses(from_theirs)

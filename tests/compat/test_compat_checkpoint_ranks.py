@@ -90,6 +90,18 @@ def test_the_model_file_is_whole(ran: Any) -> None:
     assert all(torch.equal(saved[name], stored[name]) for name in saved)
 
 
+@pytest.mark.row("C38")
+def test_what_a_subclass_overrides_is_called_on_two_ranks(ran: Any) -> None:
+    """It clips as the driver does, and what both ranks put into the folder stays."""
+    _, folder, ranks = ran
+    found = ranks[0]["overridden"]
+    assert found["losses"] == found["resumed"]
+    assert found["losses"] == pytest.approx(ranks[0]["plain"], abs=1e-6)
+    assert len(found["norms"]) == 4 and min(found["norms"]) > 100
+    for rank in (0, 1):
+        assert (folder / "overridden" / "checkpoint-2" / f"mine-{rank}.txt").read_text() == "put"
+
+
 @pytest.mark.row("K11", "K18")
 def test_two_ranks_continue_what_theirs_began(ran: Any) -> None:
     _, folder, ranks = ran
