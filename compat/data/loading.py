@@ -23,12 +23,13 @@ from torch.utils.data import (
 )
 
 from ...data.parent import end_with_parent
+from ..theirs import theirs
 from ..trainer.inspection import accepted_columns
 from ..trainer.parts import TrainerParts
 from ..trainer.placement import move
 from ..trainer.seeding import set_seed
 from .columns import RemoveColumnsCollator, is_arrow_dataset, without_unused_columns
-from .lengths import BatchRebalanceSampler, LengthGroupedSampler, sample_lengths
+from .lengths import LengthsByEpoch, is_rebalancing, sample_lengths
 from .rank_batches import RankStream
 
 __all__ = ["LoadingMixin", "has_length", "order_seed", "seed_worker"]
@@ -181,12 +182,11 @@ class LoadingMixin(TrainerParts):
             return SequentialSampler(dataset)
         if strategy == "group_by_length":
             num_samples = args.train_batch_size * args.gradient_accumulation_steps
-            return LengthGroupedSampler(
-                num_samples, lengths=self._lengths(dataset), seed=order_seed(args)
-            )
+            return LengthsByEpoch(num_samples, self._lengths(dataset), order_seed(args))
         if strategy == "batch_rebalance":
             ranks, steps = max(1, args.world_size), args.gradient_accumulation_steps
-            return BatchRebalanceSampler(
+            kind = theirs("trainer_pt_utils", "BatchRebalanceSampler")
+            return kind(  # type: ignore[no-any-return]
                 self._lengths(dataset),
                 effective_batch_size=args.train_batch_size * steps * ranks,
                 dp_size=ranks,
@@ -205,11 +205,8 @@ class LoadingMixin(TrainerParts):
         if eval_dataset is None or not has_length(eval_dataset):
             return None
         if _strategy(self.args) == "group_by_length":
-            return LengthGroupedSampler(
-                self.args.eval_batch_size,
-                lengths=self._lengths(eval_dataset),
-                seed=order_seed(self.args),
-            )
+            size, seed = self.args.eval_batch_size, order_seed(self.args)
+            return LengthsByEpoch(size, self._lengths(eval_dataset), seed)
         return SequentialSampler(eval_dataset) if self.args.world_size <= 1 else None
 
     def _lengths(self, dataset: Any) -> list[int]:
@@ -307,7 +304,7 @@ def _strategy(args: Any) -> str:
 
 def _sampling(sampler: Any) -> dict[str, Any]:
     """The keyword by which a DataLoader takes this sampler."""
-    if isinstance(sampler, BatchRebalanceSampler):
+    if is_rebalancing(sampler):
         return {"batch_sampler": sampler}
     return {} if sampler is None else {"sampler": sampler}
 

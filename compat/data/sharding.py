@@ -14,6 +14,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from ...data.stream import set_epoch
 from ..trainer.placement import move
+from .lengths import is_rebalancing
 from .rank_batches import (
     BatchSharder,
     LaterBatches,
@@ -126,8 +127,9 @@ def shard(
     `even_batches`: a short last round is filled up with samples from the beginning.
     `dispatch_batches`: False lets a stream of `datasets` give each rank shards of its own, and
     fills the last round of other streams up; unset, the last round of a stream is shared out as
-    if rank 0 had read it for all. A batch sampler with a true attribute `rank_aware` is left as
-    it is, and so is a loader that was sharded before.
+    if rank 0 had read it for all. A batch sampler with a true attribute `rank_aware`, or of
+    transformers' that balances lengths, is left as it is, and so is a loader that was sharded
+    before.
 
     Raises ValueError for what cannot be dealt: a batch size that `split_batches` cannot divide,
     `dispatch_batches=True` on several ranks, unseeded random samplers on several ranks.
@@ -150,7 +152,8 @@ def shard(
         sampler, name = loader.sampler, "sampler"
     sampler = _seeded(sampler, seed, share)
     sharder = _sharder(sampler, share, split_batches, even_batches)
-    if share.num_feeders > 1 and not getattr(sampler, "rank_aware", False):
+    knows_rank = getattr(sampler, "rank_aware", False) or is_rebalancing(sampler)
+    if share.num_feeders > 1 and not knows_rank:
         if name == "sampler" and not isinstance(sampler, BatchSampler):
             raise ValueError(
                 "a DataLoader with batch_size=None gives samples one by one, which cannot be dealt"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from transformers.trainer_pt_utils import BatchRebalanceSampler as TheirRebalance
 from transformers.trainer_pt_utils import LengthGroupedSampler as TheirGrouped
 
-from drivetrain.compat.data.lengths import BatchRebalanceSampler, LengthGroupedSampler
+from drivetrain.compat.data.lengths import LengthsByEpoch
 from drivetrain.compat.data.loading import LoadingMixin, has_length, order_seed, seed_worker
 from drivetrain.compat.data.sharding import shard
 
@@ -183,16 +183,18 @@ def test_keys_of_other_samples_are_left_out(
 
 
 @pytest.mark.row("D15")
-def test_grouping_by_length_is_that_of_transformers() -> None:
+def test_grouping_by_length_is_that_of_transformers(arguments: Callable[..., Any]) -> None:
     sizes = torch.randint(1, 50, (83,), generator=torch.Generator().manual_seed(0)).tolist()
-    ours = LengthGroupedSampler(4, lengths=sizes, generator=torch.Generator().manual_seed(5))
-    theirs = TheirGrouped(4, lengths=sizes, generator=torch.Generator().manual_seed(5))
-    assert list(ours) == list(theirs)
+    ours = LengthsByEpoch(4, sizes, seed=5)
+    ours.set_epoch(2)
+    theirs = TheirGrouped(4, lengths=sizes, generator=torch.Generator().manual_seed(7))
+    assert list(ours) == list(ours) == list(theirs) and len(ours) == 83
     assert sizes[next(iter(ours))] == max(sizes)
     data = [{"input_ids": [0] * size} for size in sizes]
-    assert LengthGroupedSampler(4, data).lengths == sizes
+    grouped = arguments(train_sampling_strategy="group_by_length")
+    assert Trainer(grouped, data)._lengths(data) == sizes
     with pytest.raises(ValueError, match="input_ids"):
-        LengthGroupedSampler(4, [1, 2])
+        Trainer(grouped, [1, 2])._lengths([1, 2])
 
 
 @pytest.mark.row(
@@ -225,31 +227,9 @@ def test_other_strategies(arguments: Callable[..., Any]) -> None:
     rebalance = arguments(train_sampling_strategy="batch_rebalance", gradient_accumulation_steps=2)
     loader = Trainer(rebalance, data).get_train_dataloader()
     assert len(loader) == 6
-    assert set(sum(drawn(loader), [])) == set(range(9))
-
-
-@pytest.mark.row("D16", status="differs", note="cut where the dearest part is cheapest")
-def test_rebalancing_is_never_worse_than_that_of_transformers() -> None:
-    sizes = torch.randint(1, 400, (96,), generator=torch.Generator().manual_seed(1)).tolist()
-    for epoch in range(3):
-        dearest: dict[type, list[float]] = {TheirRebalance: [], BatchRebalanceSampler: []}
-        for kind, costs in dearest.items():
-            seen: list[int] = []
-            for rank in (0, 1):
-                sampler = kind(sizes, 24, 2, 3, rank=rank, seed=4)
-                sampler.set_epoch(epoch)
-                mine = list(sampler)
-                assert len(mine) == len(sampler) == 12
-                seen += sum(mine, [])
-                costs += [BatchRebalanceSampler(sizes, 24, 2, 3).cost(part) for part in mine]
-            assert sorted(seen) == list(range(96))
-        assert max(dearest[BatchRebalanceSampler]) <= max(dearest[TheirRebalance])
-    tail = [
-        list(BatchRebalanceSampler(sizes[:25], 24, 2, 3, rank=r, drop_last=False)) for r in (0, 1)
-    ]
-    assert [len(part) for part in tail] == [6, 6] and all(tail[0]) and all(tail[1])
-    with pytest.raises(ValueError, match="at least 6 samples"):
-        BatchRebalanceSampler(sizes, 5, 2, 3)
+    batches = drawn(loader)
+    sampler = TheirRebalance(list(range(1, 10)), 4, 1, 2, seed=42, drop_last=False)
+    assert batches == list(sampler) and set(sum(batches, [])) == set(range(9))
 
 
 @pytest.mark.row("D18", "D19", "D20")
