@@ -7,8 +7,12 @@ unpickler for weights alone.
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,7 @@ __all__ = [
     "adapters_in",
     "buffer_shapes",
     "compare_versions",
+    "files_beside",
     "frozen_names",
     "has_weights",
     "is_pretrained",
@@ -44,6 +49,7 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
+_CARD = "README.md"
 _INDEX = tuple(f"{name}.index.json" for name in _WHOLE)
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -210,6 +216,33 @@ def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
     path = folder / _WHOLE[0]
     with beside(path) as temporary:
         write(temporary, sources, {"format": "pt"})
+
+
+_SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
+
+
+@contextmanager
+def files_beside(folder: Path) -> Iterator[Path]:
+    """Gives a temporary folder for a writer that overwrites what is there: its files take their
+    places when the block ends, each of them whole, an index last; shards of an earlier model go."""
+    temporary = folder / ".writing"
+    shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
+    temporary.mkdir()
+    try:
+        if (folder / _CARD).is_file():
+            shutil.copy2(folder / _CARD, temporary)  # PEFT adds to it
+        yield temporary
+        written = [path for path in temporary.rglob("*") if path.is_file()]
+        for path in sorted(written, key=lambda path: (path.name in _INDEX, path)):
+            place = folder / path.relative_to(temporary)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+        names = {path.name for path in written}
+        for path in folder.iterdir() if names & {*_WHOLE, *_INDEX} else ():
+            if _SHARD.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 # --- adapters ---------------------------------------------------------------------------------

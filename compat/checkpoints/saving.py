@@ -41,7 +41,14 @@ from ..profile import profile_of
 from . import hf_folders
 from .earlier_files import take_along
 from .json_state import to_plain
-from .model_files import RESHAPED, buffer_shapes, frozen_names, is_pretrained, write_weights
+from .model_files import (
+    RESHAPED,
+    buffer_shapes,
+    files_beside,
+    frozen_names,
+    is_pretrained,
+    write_weights,
+)
 from .resuming import ResumingMixin
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
 
@@ -85,12 +92,14 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         folder.mkdir(parents=True, exist_ok=True)
         _LOG.info("saving the model in %s", folder)
         if is_pretrained(self.model):
-            self.model.save_pretrained(str(folder), state_dict=state_dict)
+            with files_beside(folder) as temporary:
+                self.model.save_pretrained(str(temporary), state_dict=state_dict)
         else:
             write_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
-            processing.save_pretrained(str(folder))
+            with files_beside(folder) as temporary:
+                processing.save_pretrained(str(temporary))
         text = json.dumps(self.args.to_dict(), indent=2, sort_keys=True, default=str)
         replace_text(folder / TRAINING_ARGS_NAME, text + "\n")
 

@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.compat.checkpoints.json_state import from_plain, to_plain
 from drivetrain.compat.checkpoints.model_files import (
+    files_beside,
     has_weights,
     load_weights,
     read_weights,
@@ -128,3 +129,70 @@ def test_a_reader_of_tensors_at_hand() -> None:
 def test_missing_weights_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(CheckpointError, match="has none of"):
         read_weights(tmp_path)
+
+
+class Pretrained:
+    """Writes as transformers' models do: over what is there."""
+
+    def __init__(self, value: str, shards: int) -> None:
+        self.value, self.shards = value, shards
+
+    def save_pretrained(self, folder: Path, dies: bool = False) -> None:
+        (folder / "config.json").write_text(self.value)
+        if dies:
+            (folder / "model.safetensors").write_text("half")
+            raise KeyboardInterrupt
+        for shard in range(self.shards):
+            name = f"model-{shard + 1:05}-of-{self.shards:05}.safetensors"
+            (folder / name).write_text(self.value)
+        (folder / "model.safetensors.index.json").write_text(self.value)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_writer_that_dies_leaves_what_was_there(tmp_path: Path) -> None:
+    with files_beside(tmp_path) as beside:
+        Pretrained("old", 3).save_pretrained(beside)
+    before = contents(tmp_path)
+    assert len(before) == 5
+    with pytest.raises(KeyboardInterrupt), files_beside(tmp_path) as beside:
+        Pretrained("new", 2).save_pretrained(beside, dies=True)
+    assert contents(tmp_path) == before
+
+
+def test_shards_of_an_earlier_model_go_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for value, shards in (("old", 3), ("new", 2)):
+        with files_beside(tmp_path) as beside:
+            Pretrained(value, shards).save_pretrained(beside)
+    found = contents(tmp_path)
+    assert found.pop("notes.txt") == "mine"
+    assert set(found.values()) == {"new"} and len(found) == 4
+
+
+def test_a_model_is_saved_over_another_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import BertConfig, BertModel
+
+    from drivetrain.compat import Trainer, TrainingArguments
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=11, intermediate_size=8, **sizes))
+    args = TrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    trainer = Trainer(model=model, args=args)
+    trainer.save_model()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {"model.safetensors", "config.json"} <= before.keys()
+
+    def torn(self: Any, folder: str, **_: Any) -> None:
+        Path(folder, "config.json").write_text("{")
+        Path(folder, "model.safetensors").write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(type(model), "save_pretrained", torn)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save_model()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
