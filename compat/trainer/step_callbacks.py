@@ -49,7 +49,12 @@ class TrainerPolicy:
         """Of the last update, for a schedule that is not torch's or ours: it may read them."""
         prepared = trainer.driver_session.wrapped()
         self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
+        self._scheduler: Any = None
+        self._follows_a_metric = self._reads_gradients = False
+        measures_before = self._measures_gradients and not trainer.driver_session.clips
+        before = [self._measure] if measures_before else []
         self._hooks = [
+            *(self.optimizer.register_step_pre_hook(hook) for hook in before),
             self.optimizer.register_step_pre_hook(self._before_optimizer_step),
             self.optimizer.register_step_post_hook(self._after_optimizer_step),
         ]
@@ -102,21 +107,20 @@ class TrainerPolicy:
         mean = torch.as_tensor(training.window.loss_sum / steps, device=loss.device)
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
 
-    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._stepped = True
-        if self._measures_gradients and not self.trainer.driver_session.clips:
-            self.grad_norm = self.trainer._own_grad_norm()
-        self._tell_before_step()
+    def _measure(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self.grad_norm = self.trainer._own_grad_norm()
 
-    def _tell_before_step(self) -> None:
-        trainer = self.trainer
+    def _before_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._stepped, trainer = True, self.trainer
         trainer.control = trainer.callback_handler.on_pre_optimizer_step(
             trainer.args, trainer.state, trainer.control
         )
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         trainer = self.trainer
-        if type(trainer.lr_scheduler).__module__.partition(".")[0] not in ("torch", "drivetrain"):
+        if trainer.lr_scheduler is not self._scheduler:
+            self._look_at(trainer.lr_scheduler)
+        if self._reads_gradients:
             groups = self.optimizer.param_groups
             self._gradients |= {p: p.grad for group in groups for p in group["params"]}
         trainer.control = trainer.callback_handler.on_optimizer_step(
@@ -142,7 +146,7 @@ class TrainerPolicy:
         elif trainer.driver_session.clips:  # by itself, and tells the norm afterwards
             self.grad_norm = trainer._own_grad_norm()
         if not self._stepped:  # a step that was left out is told like any other
-            self._tell_before_step()
+            self._before_optimizer_step(self.optimizer, (), {})
             self._after_optimizer_step(self.optimizer, (), {})
         trainer._last_outcome = result.outcome
         self._advance_schedule(result.outcome)
@@ -193,10 +197,16 @@ class TrainerPolicy:
             event.in_a_row,
         )
 
+    def _look_at(self, scheduler: Any) -> None:
+        """Once for each schedule, and not in each step."""
+        self._scheduler, self._follows_a_metric = scheduler, follows_a_metric(scheduler)
+        library = type(scheduler).__module__.partition(".")[0]
+        self._reads_gradients = library not in ("torch", "drivetrain")
+
     def _advance_schedule(self, outcome: Outcome) -> None:
         scheduler: Any = self.trainer.lr_scheduler
         gradients, self._gradients = self._gradients, {}
-        if follows_a_metric(scheduler):
+        if self._follows_a_metric:
             return
         if self._scales_loss and not outcome.applied():
             return
