@@ -30,7 +30,7 @@ __all__ = ["Pool", "WorkerFailure", "lend"]
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to answer once one has failed."""
 
-MAX_WORKERS = 10
+MAX_WORKERS = 9
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
 
 LOG_TAIL_BYTES = 6000
