@@ -65,11 +65,12 @@ def checkpoint_of_another_sum(folder: Path) -> Path:
 
 
 def test_the_commands(drive: Drive, tmp_path: Path) -> None:
-    checkpoint(tmp_path / "run[/b]/checkpoints/checkpoint-000006", STEERS)
+    name = STEERS.replace("\ud800", "")  # half a character is no text: no file has it
+    checkpoint(tmp_path / "run[/b]/checkpoints/checkpoint-000006", name)
     ran = drive("checkpoint", "inspect", "run[/b]")
     assert ran.code == 0 and "\x1b" not in ran.stdout and "run[/b]" in ran.stdout
     record = json.loads(drive("checkpoint", "inspect", "run[/b]", "--json").stdout)
-    assert list(record["tensors"]["weights"]) == [STEERS]
+    assert list(record["tensors"]["weights"]) == [name]
     assert drive("checkpoint", "verify", "run[/b]").code == 0
     altered = checkpoint_of_another_sum(tmp_path / "altered/checkpoint-000006")
     assert "is not as it was written" in drive("checkpoint", "inspect", str(altered)).stderr
