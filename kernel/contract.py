@@ -220,8 +220,10 @@ class Engine(Protocol):
         state bitwise unchanged on all of them (law 3). No gradient is left (law 4).
 
         A parameter that no rank has a gradient of is left as it is, weight decay and moments
-        included; where only some ranks have none, theirs counts as zero (law 1). Raises
-        `RecipeError`, naming the parameters, where the driver cannot.
+        included; a count of steps that the library keeps once for many parameters goes on. Where
+        only some ranks have none, theirs counts as zero (law 1; see
+        `Capabilities.uneven_gradients`). Raises `RecipeError`, naming the parameters, where the
+        driver cannot.
         """
         ...
 

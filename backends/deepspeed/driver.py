@@ -189,6 +189,7 @@ class ZeroEngine:
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
+        self._updated, self._said = frozenset[str](), False
         self.layers = LayersUsed(world)
         self._watch_layers()
         for name, parameter in named.items():
@@ -239,6 +240,7 @@ class ZeroEngine:
     def update(self) -> Outcome:
         with self._named("comparing which layers were used"):
             self.layers.compare()
+        self._say_that_counts_are_shared()
         absent, self._reached = self._trained - self._reached, set()
         left = zero_state.left_alone(self.zero, self.own, absent)
         with self._named("updating the weights"), left if absent else models.NO_CONTEXT:
@@ -250,6 +252,19 @@ class ZeroEngine:
             self.loss_scale.update(torch.full((), float(not applied), device=self.world.device))
             self.zero.external_loss_scale = float(self.loss_scale.scale)
         return Outcome(norm.to(self.world.device), lambda: applied)
+
+    def _say_that_counts_are_shared(self) -> None:
+        """Once, when parameters of one group begin to differ in how often they were updated."""
+        before, now = self._updated, self._reached & self._trained
+        self._updated = before | now
+        if before and before != now and not self._said and zero_state.counts_steps(self.zero):
+            self._said = True
+            _LOG.warning(
+                "no gradient reaches %s in some steps: these parameters and their moments are left "
+                "as they were, and the optimizer's count of steps, which DeepSpeed keeps once for "
+                "a group, goes on: their bias correction is that of the others",
+                ", ".join(sorted(before ^ now)[:10]),
+            )
 
     def shards(self) -> Iterator[Piece]:
         counted = self.numbers.tensors(self.zero.param_groups)

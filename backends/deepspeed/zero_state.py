@@ -82,6 +82,11 @@ def num_calls(zero: Any) -> int:
     return len(zero.fp16_groups) if cuts_weights(zero) else 1
 
 
+def counts_steps(zero: Any) -> bool:
+    """Whether its optimizer keeps a number of each group's steps."""
+    return any("step" in state for state in zero.optimizer.state.values())
+
+
 def cuts_weights(zero: Any) -> bool:
     """True at stage 3."""
     return not hasattr(zero, "bit16_groups")

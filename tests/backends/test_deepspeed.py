@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from drivetrain.backends.deepspeed.driver import DeepspeedOptions
 from drivetrain.checkpoint import CheckpointReader, CheckpointStore
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.law_1_absent import train as train_absent
 from drivetrain.conformance.state import State, assemble, pieces, read_all
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import (
@@ -448,3 +450,23 @@ def test_a_lock_left_by_a_killed_build_is_named(
         initialize.refuse_stale_locks()
     monkeypatch.delattr(cpp_extension, "FileBaton")
     initialize.refuse_stale_locks()  # that lock is the system's, its file means nothing
+
+
+def warned_of_counts(bench: Bench, *, optimizer: str) -> list[str]:
+    """A job: what is logged where parameters of one group differ in how often they were updated."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("drivetrain").addHandler(handler)
+    try:
+        train_absent(bench, updates=["all", "none", "all"], microbatch=1, optimizer=optimizer)
+    finally:
+        logging.getLogger("drivetrain").removeHandler(handler)
+    return [line for line in told if "count of steps" in line]
+
+
+@pytest.mark.parametrize(("optimizer", "times"), [("AdamW", 1), ("SGD", 0)])
+def test_a_count_of_steps_that_many_share_is_told(optimizer: str, times: int) -> None:
+    for told in Subject("deepspeed", 2, {"stage": 3}).run(warned_of_counts, optimizer=optimizer):
+        assert len(told) == times
+        assert all("spare.0.0.bias, spare.0.0.weight" in line for line in told)

@@ -1,8 +1,9 @@
 """Law 1, absent gradients. A parameter that no rank has a gradient of is left as it is, and so is
-its state in the optimizer: no moment moves, no weight decays. Where some ranks have a gradient and
-others have none, that of the others counts as zero. A driver that cannot do either refuses it, and
-names the parameters; that ranks differ it may exclude (`Capabilities.uneven_gradients`), and ends
-the run then, by an error that names what they used.
+its state in the optimizer: no moment moves, no weight decays, no count of steps goes on, but one
+that the library keeps once for all parameters. Where some ranks have a gradient and others have
+none, that of the others counts as zero. A driver that cannot do either refuses it, and names the
+parameters; that ranks differ it may exclude (`Capabilities.uneven_gradients`), and ends the run
+then, by an error that names what they used.
 """
 
 from __future__ import annotations
@@ -47,17 +48,31 @@ ROWS = 4
 @check(microbatch=(0, 1))
 def what_has_no_gradient_anywhere_is_left(subject: Subject, microbatch: int) -> Refused | None:
     """It is used in one of two microbatches of the first update, and in none of the second."""
-    ranks = subject.run(train, updates=("all", "none"), microbatch=microbatch)
+    ranks = subject.run(train, updates=("all", "none"), microbatch=microbatch, optimizer="AdamW")
     if refused := refusal(ranks):
         return refused
     states = [assemble(parts) for parts in zip(*(rank["states"] for rank in ranks), strict=True)]
+    shared = set() if subject.can("uneven_gradients") else counted_for_all(states[2]["optimizer"])
     for kind in ("weights", "optimizer"):
         before, after = (
-            {name: tensor for name, tensor in state[kind].items() if name.startswith("spare.")}
+            {
+                name: tensor
+                for name, tensor in state[kind].items()
+                if name.startswith("spare.") and name.rpartition("/")[2] not in shared
+            }
             for state in states[1:]
         )
         require_same_bits(f"{kind} of what had no gradient on any rank", after, before)
     return None
+
+
+def counted_for_all(state: Mapping[str, Tensor]) -> set[str]:
+    """The keys of numbers that are the same for all parameters, which a library may keep once."""
+    values: dict[str, set[float]] = {}
+    for name, tensor in state.items():
+        if not tensor.dim():
+            values.setdefault(name.rpartition("/")[2], set()).add(float(tensor))
+    return {key for key, found in values.items() if len(found) == 1}
 
 
 @check(microbatch=(0, 1))
@@ -173,6 +188,10 @@ def decaying(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
+def decaying_adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=0.02, weight_decay=0.1)
+
+
 def train_to_the_end(bench: Bench, **arguments: Any) -> None:
     """A job: the same, where an error ends the process, as it does that of a run."""
     try:
@@ -184,16 +203,23 @@ def train_to_the_end(bench: Bench, **arguments: Any) -> None:
 
 
 def train(
-    bench: Bench, *, updates: list[str], microbatch: int, patient: bool = True, **settings: Any
+    bench: Bench,
+    *,
+    updates: list[str],
+    microbatch: int,
+    optimizer: str = "SGD",
+    patient: bool = True,
+    **settings: Any,
 ) -> dict[str, Any]:
     """A job: the state before and after each update, or how one was refused; unless `patient`, that
     is an error."""
+    build = decaying_adam if optimizer == "AdamW" else decaying
     with bench.open(**settings) as session:
         feeder, feeders = session.world.feeder_index, session.world.num_feeders
         problem = replace(
             PROBLEMS["regression"], model=lambda: model(updates, microbatch, [feeder])
         )
-        engine = session.prepare(problem.recipe(optimizer=decaying))
+        engine = session.prepare(problem.recipe(optimizer=build))
         engine.module.train()
         states = [pieces(engine)]
         dealt = [
