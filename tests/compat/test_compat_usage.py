@@ -22,6 +22,11 @@ USED: dict[str, dict[str, str]] = json.loads((ROOT / "docs/compat_usage.json").r
 REFUSED = {"AcceleratorState": ["_shared_state"]}
 """What accelerate's keeps for all of its objects."""
 
+WHOLE = [kind for kind in USED if "Accelerator" not in kind and kind != "GradientState"]
+"""Classes that are here with all that is public of them."""
+NOT_HERE = {"TrainingArguments": ["is_torch_greater_or_equal_than_2_8"]}
+"""Which transformers asks of itself."""
+
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
@@ -66,23 +71,35 @@ def test_what_is_used_is_here(objects: dict[str, tuple[Any, Any]], kind: str) ->
             getattr(ours, name)
 
 
+@pytest.mark.parametrize("kind", WHOLE)
+def test_every_public_member_is_here(objects: dict[str, tuple[Any, Any]], kind: str) -> None:
+    """Whoever uses it."""
+    ours, theirs = objects[kind]
+    assert [name for name in public(theirs) if not hasattr(ours, name)] == NOT_HERE.get(kind, [])
+
+
 @pytest.mark.parametrize("kind", USED)
-def test_methods_that_are_used_take_the_same(
-    objects: dict[str, tuple[Any, Any]], kind: str
-) -> None:
+def test_methods_take_the_same(objects: dict[str, tuple[Any, Any]], kind: str) -> None:
     """By position, as far as theirs do, and by name."""
     ours, theirs = objects[kind]
-    for name in USED[kind]:
-        if not callable(getattr(theirs, name, None)) or not callable(getattr(ours, name, None)):
-            continue
-        mine = inspect.signature(getattr(ours, name)).parameters
-        takes_any = any(each.kind is each.VAR_KEYWORD for each in mine.values())
-        wanted = [
-            each.name
-            for each in inspect.signature(getattr(theirs, name)).parameters.values()
-            if each.kind is each.POSITIONAL_OR_KEYWORD
-        ]
-        lacking = [each for each in wanted if each not in mine]
-        assert not lacking or takes_any, (name, lacking)
-        plain = [each.name for each in mine.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-        assert plain[: len(wanted)] == wanted[: len(plain)], name
+    for name in {*USED[kind], *(public(theirs) if kind in WHOLE else ())}:
+        if callable(getattr(theirs, name, None)) and callable(getattr(ours, name, None)):
+            compare(name, inspect.signature(getattr(ours, name)), getattr(theirs, name))
+
+
+def public(each: Any) -> list[str]:
+    return [name for name in dir(each) if not name.startswith("_")]
+
+
+def compare(name: str, ours: inspect.Signature, method: Any) -> None:
+    mine = ours.parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in mine.values())
+    wanted = [
+        each.name
+        for each in inspect.signature(method).parameters.values()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    lacking = [each for each in wanted if each not in mine]
+    assert not lacking or takes_any, (name, lacking)
+    plain = [each.name for each in mine.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert plain[: len(wanted)] == wanted[: len(plain)], name
