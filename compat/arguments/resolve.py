@@ -58,6 +58,8 @@ def resolve(args: Any) -> None:
             setattr(args, name, as_numbers(json.loads(value)))
     for name, word in _WORDS.items():
         setattr(args, name, word(getattr(args, name)))
+    if str(args.fsdp).lower() in ("true", "false"):  # from a command line
+        args.fsdp = str(args.fsdp).lower() == "true"
     args.debug = [DebugOption(word) for word in _listed(args.debug)]
     _rename_checkpointing(args)
     _derive(args)

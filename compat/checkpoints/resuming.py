@@ -97,7 +97,6 @@ class ResumingMixin(TrainerParts):
             raise ValueError(f"Can't find a valid checkpoint at {folder}: {problem}")
         early = self._has_own("_inner_training_loop") or loads_itself(self.model)
         if (folder / MANIFEST).is_file() and model is None and self.is_in_train and not early:
-            reshape_buffers(self.model, CheckpointReader(folder))
             return
         _LOG.info("loading the model from %s", folder)
         compare_versions(folder)
@@ -220,6 +219,7 @@ class ResumingMixin(TrainerParts):
         where = str(stored.folder)
         state = stored.manifest.loop_state(where)
         self._say_differences(stored)
+        reshape_buffers(self.model, stored)
         late = is_overridden(type(self), "_load_optimizer_and_scheduler")
         kinds = ("weights", "state") if late else OverlayReader.kinds
         beside = self._weights_beside(stored)

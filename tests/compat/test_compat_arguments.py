@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 
 import drivetrain.compat
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
-from drivetrain.compat.arguments import AcceleratorConfig
+from drivetrain.compat.arguments import AcceleratorConfig, backend
 
 OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format"]
 PAIRS = [
@@ -239,7 +239,11 @@ def test_an_option_without_a_value_is_true() -> None:
     line = ["--output_dir", "o", "--gradient_checkpointing", "--fsdp", "--use_cpu"]
     (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
     assert args.gradient_checkpointing is True and args.activation_checkpointing is True
-    assert args.fsdp is True
+    assert args.fsdp is True and args.backend is None
+    for word, driver in (("false", "cpu"), ("True", "fsdp")):
+        line = ["--output_dir", "o", "--fsdp", word, "--use_cpu"]
+        (args,) = transformers.HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(line)
+        assert backend.chosen(args).driver == driver
 
 
 @pytest.mark.row("C28")
