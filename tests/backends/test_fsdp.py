@@ -342,6 +342,7 @@ def test_options_change_no_number(variant: str, tmp_path: Path) -> None:
         torch.testing.assert_close(other["optimizer"][name], tensor, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_on_two_by_two(tmp_path: Path) -> None:
     arguments = {"optimizer": "SGD", "source": None, "first": 0, "steps": 4}
     expected = CPU.run(carry_on, folder=str(tmp_path / "a"), **arguments)[0]
@@ -405,7 +406,7 @@ def test_no_rank_holds_the_whole_model_under_meta() -> None:
         assert answer["most"] >= total
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_meta_trains_alike_at_any_world_size(fresh: bool, tmp_path: Path) -> None:
     source, first = None, 0
     if not fresh:

@@ -69,7 +69,8 @@ def test_the_launcher_passes_it_on(drive: Drive, recipe: Path, tmp_path: Path, n
     assert (tmp_path / ran.records()[-1]["checkpoint"] / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_alone_is_told(drive: Drive, recipe: Path, rank: int) -> None:
     """It sends it to itself. Who ends first must not have the others ended before they have."""
     first = f"""

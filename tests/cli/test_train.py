@@ -157,7 +157,7 @@ def test_a_signal_saves_and_has_its_own_exit_code(
     assert (tmp_path / result["checkpoint"] / "manifest.json").is_file()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_stops_when_its_time_is_over(
     ranks: int, drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:

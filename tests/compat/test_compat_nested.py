@@ -186,6 +186,7 @@ def test_one_seed_seeds_all() -> None:
     assert draws(compat.set_seed) == draws(trainer_utils.set_seed) == draws(compat.set_seed)
 
 
+@pytest.mark.slow
 @pytest.mark.row("R2")
 def test_full_determinism_is_what_theirs_is() -> None:
     """In processes of their own, since it holds for a whole process."""

@@ -41,6 +41,7 @@ def test_three_faults_together_are_each_named(check: str) -> None:
         case.check()
 
 
+@pytest.mark.slow  # as ddp, which the driver with a fault wraps, is proved in each run
 @pytest.mark.parametrize("check", sorted({fault.caught_by for fault in FAULTS.values()}))
 def test_without_a_fault_nothing_is_caught(check: str) -> None:
     found = chosen("none", check)

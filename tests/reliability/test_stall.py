@@ -192,6 +192,7 @@ def test_a_call_that_fails_leaves_the_records_of_the_library(tmp_path: Path) -> 
     assert "all_reduce" in str(records) or "allreduce" in str(records), records
 
 
+@pytest.mark.slow
 def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
     codes, words, took = run("ddp", tmp_path, 0, "is stopped")
     assert codes == [-signal.SIGKILL, 1]
