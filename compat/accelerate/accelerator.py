@@ -26,7 +26,7 @@ from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
 from ..names import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 from ..trainer.placement import move
-from .collectives import Collectives
+from .collectives import Collectives, ViewedTrainer
 
 __all__ = ["Accelerator"]
 
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 class Accelerator(Collectives):
     """A view of the Trainer's `driver_session`. All processes call what talks to the others."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: ViewedTrainer) -> None:
         super().__init__(trainer)
         self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
         self.state = Processes(trainer.args)
@@ -139,7 +139,7 @@ class Accelerator(Collectives):
         Raises `ArgumentError` for a model that would be trained next to the Trainer's own on
         several processes: nothing would average its gradients.
         """
-        own = getattr(self._trainer, "model", None)
+        own = self._trainer.model
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if self.num_processes > 1 and trained and not evaluation_mode and own not in (None, model):
             raise ArgumentError(
@@ -212,8 +212,9 @@ class Accelerator(Collectives):
         the last update.
         """
         prepared = self._trainer.driver_session.prepared
-        if prepared is not None and hasattr(prepared.engine.module, "get_global_grad_norm"):
-            return prepared.engine.module.get_global_grad_norm()
+        own = getattr(prepared and prepared.engine.module, "get_global_grad_norm", None)
+        if own is not None:
+            return own()
         norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
@@ -272,7 +273,7 @@ class Accelerator(Collectives):
         trainer._load_optimizer_and_scheduler(folder)
         trainer._load_rng_state(folder)
 
-    def _in_training(self, method: str) -> Any:
+    def _in_training(self, method: str) -> ViewedTrainer:
         if self._trainer._training is None:
             raise ArgumentError(
                 f"accelerator.{method} is of the run under way, and train() is not: call it in a "

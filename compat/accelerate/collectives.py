@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,18 +14,42 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...data.nested import leaves, map_tensors
-from ...kernel.contract import Session
+from ...kernel.contract import Outcome, Session
+from ...kernel.loop import TrainLoop
+from ...kernel.recipe import Microstep
 from ..arguments.accelerator_config import AcceleratorConfig
+from ..arguments.driver_session import DriverSession
 from ..arguments.processes import Processes
+from ..callbacks.state import TrainerState
 from ..data.sharding import RankLoader
 
-__all__ = ["Collectives", "exchange_objects"]
+__all__ = ["Collectives", "ViewedTrainer", "exchange_objects"]
+
+
+class ViewedTrainer(Protocol):
+    """The Trainer, as far as its accelerator looks at it."""
+
+    args: Any
+    model: Any
+    driver_session: DriverSession
+    state: TrainerState
+    _training: TrainLoop | None
+    _microstep: Microstep | None
+    _last_outcome: Outcome | None
+
+    def _backward(self, loss: Tensor, weight: float = 1.0) -> Tensor: ...
+
+    def _write_kernel_checkpoint(self, folder: Path, step: int) -> None: ...
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None: ...
+
+    def _load_rng_state(self, checkpoint: str | None) -> None: ...
 
 
 class GradientState:
     """The position of the loop: its loader, and the microbatch within an update."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: ViewedTrainer) -> None:
         self._trainer = trainer
         self.active: list[RankLoader] = []
         config = AcceleratorConfig.of(getattr(trainer.args, "accelerator_config", None))
@@ -55,7 +80,7 @@ class GradientState:
     @property
     def sync_gradients(self) -> bool:
         """Whether an update follows this microbatch."""
-        microstep = getattr(self._trainer, "_microstep", None)
+        microstep = self._trainer._microstep
         return self._said_to_sync if microstep is None else bool(microstep.last)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -81,14 +106,14 @@ class GradientState:
 class Collectives(Processes):
     """The calls that all processes make at once, by accelerate's names."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: ViewedTrainer) -> None:
         super().__init__(trainer.args)
         self._trainer = trainer
         self.gradient_state = GradientState(trainer)
         self._triggered = False
 
     @property
-    def _session(self) -> Any:
+    def _session(self) -> Session:
         return self._trainer.driver_session.session
 
     def gather(self, tensor: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ..enums import HPSearchBackend
 from ..errors import ArgumentError
 from ..evaluation.outputs import BestRun
+from ..trainer.parts import TrainerParts
 
 __all__ = ["LIBRARIES", "Library"]
 
@@ -31,11 +32,13 @@ class Library(Protocol):
         """Learning rate, epochs, seed and batch size."""
         ...
 
-    def run(self, trainer: Any, n_trials: int, direction: Any, **options: Any) -> Any:
+    def run(self, trainer: TrainerParts, n_trials: int, direction: Any, **options: Any) -> Any:
         """The whole search; gives the best run or runs."""
         ...
 
-    def report(self, trainer: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:
+    def report(
+        self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
+    ) -> None:
         """`trainer.objective` at a step of a trial, on every rank. May raise to end the trial."""
         ...
 
@@ -44,7 +47,9 @@ class Library(Protocol):
         ...
 
 
-def train_once(trainer: Any, trial: Any, checkpoint: str | None = None) -> dict[str, float]:
+def train_once(
+    trainer: TrainerParts, trial: Any, checkpoint: str | None = None
+) -> dict[str, float]:
     """One trial; its objective is `trainer.objective`. Evaluates where training did not."""
     trainer.objective = None
     trainer.train(resume_from_checkpoint=checkpoint, trial=trial)
@@ -77,7 +82,7 @@ class Optuna:
 
     def run(
         self,
-        trainer: Any,
+        trainer: TrainerParts,
         n_trials: int,
         direction: str | list[str],
         timeout: float | None = None,
@@ -112,7 +117,9 @@ class Optuna:
         runs = [BestRun(str(t.number), t.values if several else t.value, t.params) for t in best]
         return runs if several else runs[0]
 
-    def report(self, trainer: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:
+    def report(
+        self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
+    ) -> None:
         import optuna
 
         prune = False
@@ -126,7 +133,7 @@ class Optuna:
     def run_id(self, trial: Any) -> Any:
         return trial.number
 
-    def _lead(self, trainer: Any, trial: Any) -> Any:
+    def _lead(self, trainer: TrainerParts, trial: Any) -> Any:
         """A trial on rank 0: its values are drawn first, and told."""
         if trainer.args.world_size > 1:
             trainer.hp_space(trial)
@@ -134,7 +141,7 @@ class Optuna:
         train_once(trainer, trial)
         return trainer.objective
 
-    def _follow(self, trainer: Any, catch: Any) -> None:
+    def _follow(self, trainer: TrainerParts, catch: Any) -> None:
         """All trials on another rank, as rank 0 tells them, until it says that it is done."""
         import optuna
 
@@ -146,7 +153,7 @@ class Optuna:
                 _LOG.debug("trial %s ended early", told["number"])
 
 
-def _told(trainer: Any, value: Any) -> Any:
+def _told(trainer: TrainerParts, value: Any) -> Any:
     """The value of rank 0, on every rank."""
     if trainer.args.world_size == 1:
         return value
@@ -172,7 +179,7 @@ class Ray:
             "per_device_train_batch_size": tune.choice(_SIZES),
         }
 
-    def run(self, trainer: Any, n_trials: int, direction: Any, **options: Any) -> BestRun:
+    def run(self, trainer: TrainerParts, n_trials: int, direction: Any, **options: Any) -> BestRun:
         from ray import tune
 
         if not isinstance(direction, str):
@@ -195,7 +202,9 @@ class Ray:
         best = analysis.get_best_trial(metric="objective", mode=mode, scope=scope)
         return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
 
-    def report(self, trainer: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:
+    def report(
+        self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
+    ) -> None:
         self._report(trainer, metrics, trainer.control.should_save)
 
     def run_id(self, trial: Any) -> Any:
@@ -203,7 +212,7 @@ class Ray:
 
         return tune.get_context().get_trial_id()
 
-    def _trial(self, trial: dict[str, Any], local_trainer: Any) -> None:
+    def _trial(self, trial: dict[str, Any], local_trainer: TrainerParts) -> None:
         """Runs in a worker."""
         from ray import tune
 
@@ -216,7 +225,7 @@ class Ray:
         if metrics:  # nothing was reported while training
             self._report(local_trainer, {**metrics, "done": True}, save=True)
 
-    def _report(self, trainer: Any, metrics: Mapping[str, Any], save: bool) -> None:
+    def _report(self, trainer: TrainerParts, metrics: Mapping[str, Any], save: bool) -> None:
         from ray import tune
 
         with TemporaryDirectory() as folder:
@@ -250,7 +259,7 @@ class Wandb:
 
     def run(
         self,
-        trainer: Any,
+        trainer: TrainerParts,
         n_trials: int,
         direction: str | list[str],
         sweep_id: str | None = None,
@@ -287,7 +296,9 @@ class Wandb:
             raise RuntimeError(f"sweep {sweep_id} of W&B ended without a single finished trial")
         return best[0]._replace(run_summary=sweep_id)
 
-    def report(self, trainer: Any, trial: Any, step: int, metrics: dict[str, float]) -> None:
+    def report(
+        self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
+    ) -> None:
         """The tracker's callback has told the server already."""
 
     def run_id(self, trial: Any) -> Any:

@@ -109,6 +109,28 @@ class TrainerParts:
         """See `CheckpointMixin`."""
         raise NotImplementedError
 
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See `TrainingMixin`."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """See `EvaluationMixin`."""
+        raise NotImplementedError
+
+    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
+        raise NotImplementedError
+
     def create_accelerator_and_postprocess(self) -> None:
         """See `Trainer`."""
         raise NotImplementedError
