@@ -186,19 +186,20 @@ class _Stores:
         work = Work()
         with timed() as whole:
             with timed() as copying:
-                saving = self.next(folder).save_behind(self.step, state.engine, state.session, {})
+                store = self.next(folder)
+                saving = store.save_in_background(self.step, state.engine, state.session, {})
             work.until(lambda: bool(saving.written))
             with timed() as committing:
                 saving.finish()
         return Saved(copying.wall + committing.wall, whole.wall, work)
 
     def wait(self) -> None:
-        """Until the checkpoint before has been removed, which a save does behind training."""
+        """Until the checkpoint before has been removed, which a save does in the background."""
         self.store.wait()
 
 
 class _Copies:
-    """One copy into memory that is used again: what a save behind training cannot do without."""
+    """One copy into memory that is used again: what a save in the background cannot do without."""
 
     def __init__(self) -> None:
         self.places: dict[str, Tensor] = {}
@@ -376,7 +377,7 @@ BENCHMARKS = [
             "write": "floor: write and fsync",
             "copy": "floor: one copy",
             "kernel": "drivetrain kernel",
-            "kernel_behind": "drivetrain kernel, behind training",
+            "kernel_behind": "drivetrain kernel, in the background",
             "dcp": "torch DCP",
             "dcp_async": "torch DCP, async",
             "torch": "torch.save",

@@ -272,7 +272,7 @@ BENCHMARKS = (
         "and attention's (PaLM, appendix B, https://arxiv.org/abs/2204.02311), of the card's peak "
         "in dense bf16 as its data sheet has it. Memory: the most that tensors held on the device. "
         "Overlap: the share of the time of copies to the device in which a kernel ran, too, in 5 "
-        "steps under torch.profiler. Saving: behind training, of weights and moments; how long "
+        "steps under torch.profiler. Saving: in the background, of weights and moments; how long "
         "training stood still for the second save. The loss, of the first 30 "
         "steps, shows that all train the same.",
         {

@@ -4,7 +4,7 @@
     uv run torchrun --nproc-per-node 2 -m benchmarks.soak --minutes 60 --backend ddp
 
 One process, or one set of ranks, runs and resumes the same training over and over: steps with and
-without data workers, evaluations, saves that wait and saves behind training. After each cycle it
+without data workers, evaluations, saves that wait and saves in the background. After each cycle it
 counts what this process holds. It fails where anything but rounding has grown between the first
 and the last tenth; the cycles before those, while libraries load, do not count.
 """

@@ -125,7 +125,7 @@ BENCHMARKS = [
         "gpt",
         "A step of a GPT of 10 million parameters",
         f"Six layers, width 320, sequences of 128 tokens, batch 8; 10 steps a block. {WORK} "
-        "Saving: all of the state every 10 steps, behind training.",
+        "Saving: all of the state every 10 steps, in the background.",
         GPT,
         accumulation=1,
         steps=10,

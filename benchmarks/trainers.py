@@ -112,7 +112,7 @@ def kernel(
 
 
 def kernel_saving(problem: Problem, steps: int, accumulation: int) -> nn.Module:
-    """The whole state every 10 steps, behind training."""
+    """The whole state every 10 steps, in the background."""
     return kernel(problem, steps, accumulation, saved_every=10)
 
 

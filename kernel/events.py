@@ -192,7 +192,7 @@ class Saved:
     """That training stood still for it."""
     error: str = ""
     buffer_bytes: int = 0
-    """Host memory that held a copy on this rank; 0 when it was not saved behind training."""
+    """Host memory that held a copy on this rank; 0 when it was not saved in the background."""
 
 
 @dataclass(frozen=True)

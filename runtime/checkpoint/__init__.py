@@ -22,11 +22,12 @@ from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .reader import CheckpointReader, WithoutOptimizer
 from .storage.protocol import OpenFile, Storage, read_small, storage_of
-from .store import CheckpointStore, SavingBehind, load_rng, own_random_state, save_folder
+from .store import BackgroundSave, CheckpointStore, load_rng, own_random_state, save_folder
 
 __all__ = [
     "CHECKPOINTS",
     "MANIFEST",
+    "BackgroundSave",
     "CheckpointReader",
     "CheckpointStore",
     "FileEntry",
@@ -35,7 +36,6 @@ __all__ = [
     "Manifest",
     "OpenFile",
     "Rejected",
-    "SavingBehind",
     "Storage",
     "WithoutOptimizer",
     "checkpoint_path",

@@ -10,10 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["nothing_behind", "remove_behind", "removed", "write_behind"]
+__all__ = ["background_finished", "remove_in_background", "removed", "write_in_background"]
 
 
-class _Behind:
+class _Background:
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self.removal: Future[None] | None = None
@@ -25,39 +25,40 @@ class _Behind:
 
 
 def _give_way() -> None:
-    """To training, where the system lets threads differ in that."""
+    """Lower this thread's priority, where the system lets threads differ in that."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
-_BEHIND = _Behind()
+_BACKGROUND = _Background()
 if hasattr(os, "register_at_fork"):  # a thread is not forked, and its work would not be done
-    os.register_at_fork(after_in_child=_BEHIND.__init__)  # type: ignore[misc]
+    os.register_at_fork(after_in_child=_BACKGROUND.__init__)  # type: ignore[misc]
 
 
-def write_behind(act: Callable[[], Any]) -> Future[Any]:
-    """Its result, or what it raised, is the caller's to ask for."""
-    return _BEHIND.submit(act)
+def write_in_background(act: Callable[[], Any]) -> Future[Any]:
+    """Run `act` in the background; the caller asks the returned future for its result or error."""
+    return _BACKGROUND.submit(act)
 
 
-def remove_behind(act: Callable[[], None]) -> None:
+def remove_in_background(act: Callable[[], None]) -> None:
     """Run `act` in the background; an error is raised by the next `removed`."""
-    _BEHIND.removal = _BEHIND.submit(act)
+    _BACKGROUND.removal = _BACKGROUND.submit(act)
 
 
 def removed() -> None:
     """Wait until nothing is being removed: a sweep must not meet it."""
-    if _BEHIND.removal is not None:
+    if _BACKGROUND.removal is not None:
         try:
-            _BEHIND.removal.result()
+            _BACKGROUND.removal.result()
         finally:
-            _BEHIND.removal = None
+            _BACKGROUND.removal = None
 
 
 @contextmanager
-def nothing_behind() -> Iterator[None]:
-    """Around a run: when it is left, by an error too, nothing that it began goes on any more."""
+def background_finished() -> Iterator[None]:
+    """Around a run: when the block ends, by an error too, wait for all that it began in the
+    background."""
     try:
         yield
     finally:
-        wait(_BEHIND.newest)
+        wait(_BACKGROUND.newest)

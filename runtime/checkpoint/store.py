@@ -27,7 +27,7 @@ from ..kernel.errors import CheckpointDamaged, SaveFailed, SettingError, UsageEr
 from ..kernel.paths import Place, Url, place
 from ..kernel.shards import Piece
 from . import catalog
-from .background import remove_behind, removed, write_behind
+from .background import remove_in_background, removed, write_in_background
 from .buffers import HostCopies
 from .index.tree import join_level, num_levels
 from .manifest import FileEntry, Manifest, write_manifest
@@ -36,7 +36,7 @@ from .storage import local
 from .storage.protocol import storage_of
 from .writer import RNG, collect, write_pieces
 
-__all__ = ["CheckpointStore", "SavingBehind", "load_rng", "own_random_state", "save_folder"]
+__all__ = ["BackgroundSave", "CheckpointStore", "load_rng", "own_random_state", "save_folder"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,10 +94,10 @@ class CheckpointStore:
                 _together(session, saving.folder, lambda: beside(_local(saving.place)))
             saving.commit(written, tidy=beside is None)
         if session.world.rank == 0 and (retired := self._retire(saving.folder)):
-            remove_behind(lambda: _remove(retired))
+            remove_in_background(lambda: _remove(retired))
         return saving.folder
 
-    def save_behind(
+    def save_in_background(
         self,
         step: int,
         engine: Engine,
@@ -106,9 +106,9 @@ class CheckpointStore:
         *,
         settings: Mapping[str, Any] | None = None,
         driver: str = "",
-    ) -> SavingBehind:
-        """Begin such a save, and let training go on: what this rank saves is copied into host
-        memory, which is used again by the next save, and a thread writes it.
+    ) -> BackgroundSave:
+        """Begin a save in the background: this rank's share is copied into host memory, which
+        the next save uses again, and a thread writes it.
 
         One may be under way: finish it before any other. Raises `SaveFailed` as `save` does.
         """
@@ -118,17 +118,17 @@ class CheckpointStore:
             saving = self._begin(
                 manifest, session, lambda: list(self._copies.of(collect(engine, session)))
             )
-        return SavingBehind(saving, self, write_behind(saving.write), self._copies.num_bytes)
+        writing = write_in_background(saving.write)
+        return BackgroundSave(saving, self, writing, self._copies.num_bytes)
 
-    def finish(self, behind: SavingBehind) -> Place:
-        """Commit what `save_behind` began, once all ranks have written; all ranks call it, when
-        none has a reason to wait (`SavingBehind.written`) or they have to. Raises `SaveFailed`.
-        """
-        saving = behind.saving
+    def finish(self, begun: BackgroundSave) -> Place:
+        """Commit a save that `save_in_background` began; called by all ranks, when all have
+        written (`BackgroundSave.written`) or must wait for it. Raises `SaveFailed`."""
+        saving = begun.saving
         with self._swept_on_failure(saving.session):
-            saving.commit(_together(saving.session, saving.folder, behind.writing.result))
+            saving.commit(_together(saving.session, saving.folder, begun.writing.result))
         if saving.session.world.rank == 0:
-            remove_behind(lambda: _remove(self._retire(saving.folder)))
+            remove_in_background(lambda: _remove(self._retire(saving.folder)))
         return saving.folder
 
     def wait(self) -> None:
@@ -236,7 +236,7 @@ class _Saving:
 
 
 @dataclasses.dataclass(frozen=True)
-class SavingBehind:
+class BackgroundSave:
     """A save that a thread of this rank is writing."""
 
     saving: _Saving

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import storage_of
-from ..checkpoint.background import nothing_behind
+from ..checkpoint.background import background_finished
 from ..data.parent import end_with_launcher
 from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
@@ -91,7 +91,7 @@ def fit(
         def aside() -> Path:
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
 
-        with flight_records_kept(folder), nothing_behind():
+        with flight_records_kept(folder), background_finished():
             outcome = attempt(with_remembered(settings, folder), resume)
             while isinstance(outcome, RetryWithSmallerBatch):
                 outcome = attempt(outcome.settings, outcome.resume or resume)

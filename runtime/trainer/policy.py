@@ -105,7 +105,7 @@ class SettingsPolicy:
         if not preempted and self.settings.evaluate.at_end:
             self.evaluate(loop)
         if preempted or self.settings.checkpoint.at_end:
-            self.save(loop, behind=False)
+            self.save(loop, in_background=False)
         if self.saves is not None:
             self.saves.close()
 
@@ -120,11 +120,11 @@ class SettingsPolicy:
         """Measure all evaluation data, unless this step's was."""
         loop.window.leave_out(self.state.evaluations.run(loop.progress.step))
 
-    def save(self, loop: TrainLoop, behind: bool) -> None:
+    def save(self, loop: TrainLoop, in_background: bool) -> None:
         """Save this step, unless it was, or begin to."""
         loop.resolve_pending_outcome()
         if self.saves is not None:
-            self.saves.save(loop.progress.step, behind, lambda: self.state.to_save(loop))
+            self.saves.save(loop.progress.step, in_background, lambda: self.state.to_save(loop))
             loop.window.leave_out(self.saves.take_seconds())
 
     def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:

@@ -220,5 +220,5 @@ class Run:
         if step > self.first_step:
             if policy.saves is None:
                 policy.saves = self._saves_to(self.aside())
-            policy.save(self.loop, behind=False)
+            policy.save(self.loop, in_background=False)
         return RetryWithSmallerBatch(smaller, policy.checkpoint)

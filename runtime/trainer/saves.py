@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..checkpoint import CheckpointStore, SavingBehind
+from ..checkpoint import BackgroundSave, CheckpointStore
 from ..checkpoint.catalog import as_metric
 from ..kernel.errors import CheckpointDamaged, SaveFailed
 from ..kernel.events import Event, Request, Saved
@@ -31,14 +31,14 @@ class Saves:
         self.error = ""
         """Why the last that was to be saved was not."""
         self._step = -1
-        self._behind: SavingBehind | None = None
+        self._saving: BackgroundSave | None = None
         self._seconds = self._num_written = self._stood_still = 0.0
         self._told = False
 
     @property
     def under_way(self) -> bool:
         """A save has begun, and is not committed yet."""
-        return self._behind is not None
+        return self._saving is not None
 
     def take_seconds(self) -> float:
         """For how long training has stood still since the last call."""
@@ -49,37 +49,37 @@ class Saves:
         """The run begins there, and need not save it again."""
         self._step = step
 
-    def save(self, step: int, behind: bool, what: Callable[[], Mapping[str, Any]]) -> None:
-        """Save this step, unless that was done; with `behind`, begin to save it in the
-        background. `what()`: the arguments of `CheckpointStore.save`."""
+    def save(self, step: int, in_background: bool, what: Callable[[], Mapping[str, Any]]) -> None:
+        """Save this step, unless that was done; `in_background`: begin to. `what()`: the
+        arguments of `CheckpointStore.save`."""
         self.finish()
         if self._step == step:
             return
         self._step, self._seconds = step, 0.0
-        if not behind:
+        if not in_background:
             self._attempt(lambda: self.store.save(**what()))
             return
         self._told, self._num_written = False, 0.0
-        self._behind = self._attempt(lambda: self.store.save_behind(**what()))
+        self._saving = self._attempt(lambda: self.store.save_in_background(**what()))
 
     def after_step(self, requests: Sequence[float]) -> Request | None:
         """Commit a checkpoint that all ranks have written by now. Returns this rank's request,
         if any."""
-        if self._behind is None:
+        if self._saving is None:
             return None
         self._num_written += requests[Request.WRITTEN]
-        if self._num_written >= self._behind.saving.session.world.size:
+        if self._num_written >= self._saving.saving.session.world.size:
             self.finish()
-        elif self._behind.written and not self._told:
+        elif self._saving.written and not self._told:
             self._told = True
             return Request.WRITTEN
         return None
 
     def finish(self) -> None:
         """Wait for the save that is under way, if there is one, and commit it."""
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            self._attempt(behind.finish, behind.buffer_bytes)
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            self._attempt(saving.finish, saving.buffer_bytes)
 
     def close(self) -> None:
         """`finish`, and wait until what need not stay has been removed."""

@@ -1,4 +1,4 @@
-"""Saving behind training: it goes on, and what is saved is the state of one step."""
+"""Saving in the background: training goes on, and what is saved is the state of one step."""
 
 from __future__ import annotations
 
