@@ -54,7 +54,8 @@ def main(out: str) -> None:
     with find_driver("ddp").open(plan) as session:
         own = SimpleNamespace(session=session, world=session.world, prepared=None)
         args._driver_session = own
-        ours: Any = Accelerator(SimpleNamespace(args=args, driver_session=own, model=None))
+        made: Any = SimpleNamespace(args=args, driver_session=own, model=None, _microstep=None)
+        ours: Any = Accelerator(made)
         assert PartialState._shared_state == {}
         state = args.distributed_state
         theirs = Theirs(cpu=True)
