@@ -208,8 +208,9 @@ class ZeroEngine:
 
     def _watch_layers(self) -> None:
         """Where weights are cut, all that has some of its own."""
-        parts = [(name, part) for name, part in self.own.named_modules() if part._parameters]
-        self.layers.watch(parts if zero_state.cuts_weights(self.zero) else (), _is_gathered)
+        for name, part in self.own.named_modules() if zero_state.cuts_weights(self.zero) else ():
+            if _is_gathered(part):
+                self.layers.watch_gathered(name, part, again=True)
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole

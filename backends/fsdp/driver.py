@@ -155,15 +155,14 @@ class FsdpEngine:
         self._last: bool | None = None
 
     def _watch_layers(self) -> None:
-        """Units, and where nothing is compiled all that has weights of its own."""
-        units = set(self.units)
-        gathered = units - {self.module} if self.options.reshard_after_forward else set()
-        parts = [
-            (name, part)
-            for name, part in self.module.named_modules()
-            if part in units or (part._parameters and not self.plan.compile)
-        ]
-        self.layers.watch(parts, always=gathered.__contains__)
+        """Units, and where nothing is compiled all that has weights to train of its own."""
+        units = set(self.units) - {self.module}
+        for name, part in self.module.named_modules():
+            own = part.parameters(recurse=False)
+            if part in units:
+                self.layers.watch_gathered(name, part, bool(self.options.reshard_after_forward))
+            elif not self.plan.compile and name and any(p.requires_grad for p in own):
+                self.layers.watch_inside(name, part)
         carried = {id(parameter) for parameter in self.carried.parameters}
         self._absent = [
             self.layers.kind(f"no gradient of {name!r}")
@@ -218,7 +217,7 @@ class FsdpEngine:
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with self._named("gathering weights or averaging gradients in a backward"):
-            self.layers.backward()
+            self.layers.backward(self._last is not False or self.options.sync_each_microbatch)
             stepping.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:

@@ -13,7 +13,7 @@ import struct
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -59,27 +59,37 @@ class LayersUsed:
         self._names = ["the backward"]
         self._turn = next(_made) << 32
         self._notes, self._ended = array("I"), array("I")
+        self._inside: set[int] = set()
 
     def kind(self, name: str) -> int:
         """A number to note for what has that name; all ranks ask for the same, in one order."""
         self._names.append(name)
         return len(self._names) - 1
 
-    def watch(self, parts: Iterable[tuple[str, nn.Module]], always: Callable[..., bool]) -> None:
-        """Note each forward of these parts, before anything is gathered for it. `always(part)`:
-        also without gradients, as in an evaluation."""
-        for name, part in parts if self.size > 1 else ():
-            hook = self._hook(self.kind(repr(name) if name else "the model"), always(part))
-            part.register_forward_pre_hook(hook, prepend=True)
+    def watch_gathered(self, name: str, part: nn.Module, again: bool) -> None:
+        """Note each forward of a part, before its weights are gathered for it; only the first of a
+        turn, and none without gradients, unless they are gathered `again` each time."""
+        kind = self.kind(repr(name) if name else "the model")
 
-    def _hook(self, kind: int, always: bool) -> Callable[[nn.Module, Any], None]:
         def note(module: nn.Module, args: Any) -> None:
-            if always or torch.is_grad_enabled():
+            if again or (torch.is_grad_enabled() and kind not in self._notes):
                 self.note(kind)
-                if always:
-                    self.look()
+                self.look()
 
-        return note
+        if self.size > 1:
+            part.register_forward_pre_hook(note, prepend=True)
+
+    def watch_inside(self, name: str, part: nn.Module) -> None:
+        """Note that a part is used which nothing is gathered for: how often, and in which order, is
+        each rank's own matter; not so whether it has gradients to add up."""
+        kind = self.kind(repr(name))
+
+        def note(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled():
+                self._inside.add(kind)
+
+        if self.size > 1:
+            part.register_forward_pre_hook(note, prepend=True)
 
     def note(self, kind: int) -> None:
         """It is used now."""
@@ -90,9 +100,11 @@ class LayersUsed:
             _NOTE.pack_into(room, self._place(start, len(notes) - 1), kind)
             _HEAD.pack_into(room, start, self._turn, len(notes))
 
-    def backward(self) -> None:
-        """A backward begins."""
+    def backward(self, adds_up: bool = True) -> None:
+        """A backward begins; `adds_up`: it adds up over ranks what this update has gathered."""
         if self.size > 1:
+            for kind in sorted(self._inside) if adds_up else ():
+                self.note(kind)
             self.note(0)
             self.look()
 
@@ -118,6 +130,7 @@ class LayersUsed:
         short = zlib.crc32(self._notes.tobytes()) & 0xFFFFF
         ended = Turn(self._turn, float(short), float(short * short))
         self._turn, self._ended, self._notes = self._turn + 1, self._notes, array("I")
+        self._inside.clear()
         if self.board is not None:
             room, start = self.board.rooms[self.rank], self._start(self._turn)
             _NOTE.pack_into(room, start + _NUMBER_BYTES, 0)  # empty first, then new

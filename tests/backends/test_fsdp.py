@@ -579,3 +579,32 @@ def test_uneven_layers_are_told_before_a_save_where_no_memory_is_shared(evaluate
         assert told["even"] == ([2.0] if evaluates else [0, 1])
         assert "ranks used different layers in one step" in told["uneven"]
         assert f"rank {rank} used" in told["uneven"] and f"'blocks.{rank}'" in told["uneven"]
+
+
+class OftenInside(OwnBlock):
+    """Each rank uses two layers, for which nothing is gathered, in an order of its own, and one of
+    them as often as it likes."""
+
+    def forward(self, x: Tensor) -> Any:
+        first, second = (part[0] for part in self.blocks)
+        for layer in (first, second) if self.rank else (second, first, second, second):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def training_often_inside(bench: Bench) -> list[float]:
+    """A job: the norms of two updates."""
+    with bench.open() as session:
+        rank, norms = session.world.rank, []
+        engine = session.prepare(recipe(momentum, lambda: OftenInside(rank)))
+        for _ in range(2):
+            session.tally([1.0])()
+            with engine.microbatch(True):
+                engine.backward(engine.module(torch.ones(2, 4)).square().sum(), torch.ones(()))
+            norms.append(float(engine.update().grad_norm))
+        return norms
+
+
+def test_what_is_used_inside_a_unit_is_a_rank_s_own_matter() -> None:
+    first, second = Subject("fsdp", 2, {"min_unit_params": 10**6}).run(training_often_inside)
+    assert first == second and all(norm > 0 for norm in first)
