@@ -195,7 +195,7 @@ def decaying_adam(named: Any) -> torch.optim.Optimizer:
 def train_to_the_end(bench: Bench, **arguments: Any) -> None:
     """A job: the same, where an error ends the process, as it does that of a run."""
     try:
-        train(bench, patient=False, stall_seconds=2.0, **arguments)
+        train(bench, patient=False, stall_seconds=10.0, **arguments)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
