@@ -211,6 +211,8 @@ class ZeroEngine:
         for name, part in self.own.named_modules() if zero_state.cuts_weights(self.zero) else ():
             if _is_gathered(part):
                 self.layers.watch_gathered(name, part, again=True)
+            elif name and any(p.requires_grad for p in part.parameters(recurse=False)):
+                self.layers.watch_inside(name, part)
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
