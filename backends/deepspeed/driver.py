@@ -207,12 +207,11 @@ class ZeroEngine:
         self.layers.note(kind)
 
     def _watch_layers(self) -> None:
-        """Where weights are cut, all that has some of its own."""
+        """Where weights are cut, all that has some of its own. Small ones stay whole once they are
+        gathered, which may be in any step."""
         for name, part in self.own.named_modules() if zero_state.cuts_weights(self.zero) else ():
-            if _is_gathered(part):
-                self.layers.watch_gathered(name, part, again=True)
-            elif name and any(p.requires_grad for p in part.parameters(recurse=False)):
-                self.layers.watch_inside(name, part)
+            if part._parameters:
+                self.layers.watch_gathered(name, part, again=_is_gathered(part))
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
