@@ -59,6 +59,7 @@ class LayersUsed:
         self._names = ["the backward"]
         self._turn = next(_made) << 32
         self._notes, self._ended = array("I"), array("I")
+        self._gathered: set[int] = set()
         self._inside: set[int] = set()
 
     def kind(self, name: str) -> int:
@@ -72,7 +73,8 @@ class LayersUsed:
         kind = self.kind(repr(name) if name else "the model")
 
         def note(module: nn.Module, args: Any) -> None:
-            if again or (torch.is_grad_enabled() and kind not in self._notes):
+            if again or (torch.is_grad_enabled() and kind not in self._gathered):
+                self._gathered.add(kind)
                 self.note(kind)
                 self.look()
 
@@ -130,6 +132,7 @@ class LayersUsed:
         short = zlib.crc32(self._notes.tobytes()) & 0xFFFFF
         ended = Turn(self._turn, float(short), float(short * short))
         self._turn, self._ended, self._notes = self._turn + 1, self._notes, array("I")
+        self._gathered.clear()
         self._inside.clear()
         if self.board is not None:
             room, start = self.board.rooms[self.rank], self._start(self._turn)

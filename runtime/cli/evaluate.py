@@ -25,7 +25,7 @@ from .failure import rank
 from .launch import Launch, adopt_slurm, check_ranks, is_launched, run_ranks
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
 from .records import Record, read_records, record_of, to_line
-from .resolve_settings import RESUMED, Layer, resolve
+from .resolve_settings import Layer, resolve, resumed_layer
 from .run_files import append
 from .run_folder import METRICS, find_earlier, records_folder
 from .watch import print_json, print_lines
@@ -62,14 +62,8 @@ def evaluate(request: EvaluateRequest) -> int:
         return run_ranks(Launch(request.nproc), sys.argv[1:])
     recorded = config.get("recipe") or DEFAULT_RECIPE
     recipe_file = load_recipe_file(request.recipe or request.files.recipe or Path(recorded))
-    resumed = {
-        key: value
-        for key, value in config.get("given", {}).items()
-        if not key.startswith("backend.") or driver.name == config.get("backend")
-    }
-    resolved = resolve(
-        recipe_file, driver, [(RESUMED, resumed), *request.files.layers, request.given]
-    )
+    layers = [resumed_layer(config, driver), *request.files.layers, request.given]
+    resolved = resolve(recipe_file, driver, layers)
     recipe = recipe_file.build(resolved.config)
     if not recipe.eval_data:
         raise RecipeError(f"{recipe_file.path} has no eval_data to measure: give its Recipe some")

@@ -28,6 +28,7 @@ __all__ = [
     "parse_pairs",
     "refuse_early",
     "resolve",
+    "resumed_layer",
 ]
 
 
@@ -66,6 +67,13 @@ def lifting_steps(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """`epochs` alone lifts a number of steps that was set before, which would else decide."""
     lifts = "epochs" in values and "steps" not in values
     return {**values, "steps": None} if lifts else values
+
+
+def resumed_layer(config: Mapping[str, Any], driver: Driver) -> Layer:
+    """The values that the run of that `config.json` was given, without another driver's options."""
+    own = driver.name == config.get("backend")
+    given = config.get("given", {})
+    return RESUMED, {key: v for key, v in given.items() if own or not key.startswith("backend.")}
 
 
 def merge(layers: Iterable[Layer]) -> dict[str, Any]:

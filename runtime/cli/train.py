@@ -32,7 +32,7 @@ from .live import LiveProgress
 from .next_command import onward
 from .recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
 from .records import record_of
-from .resolve_settings import RESUMED, Layer, merge, refuse_early, resolve
+from .resolve_settings import Layer, merge, refuse_early, resolve, resumed_layer
 from .run_folder import (
     Earlier,
     check_folder,
@@ -71,9 +71,8 @@ class _Job:
 
     recipe: Path
     backend: str
-    resumed: Mapping[str, Any]
-    """The values that the earlier run was given, where no recipe is given now."""
-    resumed_backend: str | None
+    earlier: Mapping[str, Any]
+    """The `config.json` of the earlier run, where no recipe is given now."""
     out: Place
     out_is_default: bool
     resume: Place | str | None
@@ -133,8 +132,7 @@ def _fill_gaps(request: TrainRequest) -> _Job:
     return _Job(
         recipe=recipe,
         backend=backend if backend is not None else str(config.get("backend") or "auto"),
-        resumed=config.get("given", {}),
-        resumed_backend=config.get("backend"),
+        earlier=config,
         out=out,
         out_is_default=out_is_default,
         resume=resume,
@@ -180,12 +178,7 @@ def _train_here(request: TrainRequest, job: _Job, stopping: Stopping) -> int:
 
 def _layers(request: TrainRequest, job: _Job, driver: Driver) -> list[Layer]:
     """All that is asked for; of the earlier run, what is for this driver, too."""
-    resumed = {
-        key: value
-        for key, value in job.resumed.items()
-        if not key.startswith("backend.") or driver.name == job.resumed_backend
-    }
-    return [(RESUMED, resumed), *request.files.layers, request.given]
+    return [resumed_layer(job.earlier, driver), *request.files.layers, request.given]
 
 
 def _fit(request: TrainRequest, job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
