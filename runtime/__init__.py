@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from typing import Any as _Any
 
 if TYPE_CHECKING:
+    from .data.mixture import Mix
     from .data.packing import Pack
     from .data.prebatched import Batches
     from .data.stream import ReadAgain
@@ -40,6 +41,7 @@ __all__ = [
     "DataSettings",
     "DrivetrainError",
     "EvaluateSettings",
+    "Mix",
     "OptimizerSettings",
     "Pack",
     "ReadAgain",
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "data.mixture": ("Mix",),
     "data.packing": ("Pack",),
     "data.prebatched": ("Batches",),
     "data.stream": ("ReadAgain",),

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
-from ...data.stream import set_epoch
+from ...data.reading import set_epoch
 
 __all__ = [
     "BatchSharder",

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from ...data.stream import set_epoch
+from ...data.reading import set_epoch
 from ..trainer.placement import move
 from .lengths import is_rebalancing
 from .rank_batches import (

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..data.indexed import Loader, is_indexed
+from ..data.open_dataset import by_sample
 from ..data.prebatched import Batches
-from ..data.stream import StreamLoader
 from ..kernel.batches import Position
 from ..kernel.contract import Driver, EstimatesLayout
 from ..kernel.errors import CapabilityRefused, DrivetrainError
@@ -171,8 +170,7 @@ def _first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
     if isinstance(recipe.train_data, Batches):
         return next(iter(recipe.train_data.loader))
     part = math.ceil(settings.global_batch / num_ranks)
-    kind = Loader if is_indexed(recipe.train_data) else StreamLoader
-    loader = kind(
+    loader = by_sample(
         recipe.train_data,
         global_batch=max(settings.global_batch, num_ranks),
         micro_batch=min(settings.micro_batch or part, part),

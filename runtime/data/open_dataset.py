@@ -12,11 +12,13 @@ from ..kernel.contract import Session
 from ..kernel.errors import DataError, SettingError
 from ..kernel.recipe import Batch
 from .indexed import Loader, is_indexed
+from .mixed import MixLoader, MixStream
+from .mixture import Mix
 from .order import ByLength, OrderFunction, sequential, shuffled
 from .prebatched import Batches, PrebatchedLoader
 from .stream import StreamLoader
 
-__all__ = ["once", "open_dataset"]
+__all__ = ["by_sample", "once", "open_dataset"]
 
 
 def open_dataset(
@@ -34,15 +36,17 @@ def open_dataset(
     count_items: Callable[[Batch], int] | None = None,
     **dealing: Any,
 ) -> Source:
-    """The source of samples that can be indexed, of a stream, or of ready `Batches`; called by all
-    ranks.
+    """The source of samples that can be indexed, of a stream, of a `Mix`, or of ready `Batches`;
+    called by all ranks.
 
     `shuffle`: None shuffles what can be indexed. `by_length`: steps in a stretch of samples that is
     sorted by `lengths`. `num_epochs`: where a stream or ready batches
     end. `dealing`: others of `Dealing`. Raises `DataError` for data, and `SettingError` for
     numbers, that cannot be trained with.
     """
-    if shuffle and not is_indexed(data):
+    if isinstance(data, Mix):
+        _check_mix(data, shuffle, by_length, num_epochs)
+    elif shuffle and not is_indexed(data):
         raise SettingError(
             f"data.shuffle is {shuffle}, and {type(data).__name__} comes in an order of its own: "
             "shuffle it there, and leave data.shuffle out"
@@ -78,13 +82,45 @@ def open_dataset(
         "feeder_index": session.world.feeder_index,
         "num_feeders": session.world.num_feeders,
     }
+    order: OrderFunction = sequential if shuffle is False else shuffled
+    if by_length is not None and lengths is not None:
+        batch = dealing["global_batch"]
+        order = ByLength(lengths, batch, by_length * batch)
+    return by_sample(
+        data, order=order, isolate_random=isolate_random, num_epochs=num_epochs, **dealing
+    )
+
+
+def by_sample(
+    data: Any,
+    *,
+    seed: int = 0,
+    order: OrderFunction = shuffled,
+    isolate_random: bool | None = None,
+    num_epochs: int | None = None,
+    **dealing: Any,
+) -> Loader | StreamLoader:
+    """The source of data that gives single samples; what does not fit its kind is not used."""
+    if isinstance(data, Mix) and not data.streams:
+        return MixLoader(data, seed=seed, isolate_random=isolate_random, **dealing)
     if is_indexed(data):
-        order: OrderFunction = sequential if shuffle is False else shuffled
-        if by_length is not None and lengths is not None:
-            batch = dealing["global_batch"]
-            order = ByLength(lengths, batch, by_length * batch)
-        return Loader(data, order=order, isolate_random=isolate_random, **dealing)
-    return StreamLoader(data, num_epochs=num_epochs, **dealing)
+        return Loader(data, seed=seed, order=order, isolate_random=isolate_random, **dealing)
+    stream = MixStream(data, seed) if isinstance(data, Mix) else data
+    return StreamLoader(stream, seed=seed, num_epochs=num_epochs, **dealing)
+
+
+def _check_mix(
+    data: Mix, shuffle: bool | None, by_length: int | None, num_epochs: int | None
+) -> None:
+    if shuffle is False:
+        raise DataError(
+            "a Mix is drawn by weight, some samples often, and is there to train on, with "
+            "data.shuffle left out; to evaluate give its sources: eval_data={name: data}"
+        )
+    if by_length is not None:
+        raise SettingError(f"data.by_length is {by_length}, and a Mix has an order of its own")
+    if data.streams and num_epochs is not None:
+        raise SettingError("a Mix with streams has no epochs: set steps, where the run is to end")
 
 
 def once(source: Source) -> Generator[Group, None, None]:

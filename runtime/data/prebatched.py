@@ -22,7 +22,7 @@ from .nested import tensors_of
 from .order import mix
 from .partition import steps_per_epoch
 from .random_state import generators_kept, seed_generators
-from .stream import OPENING, tell_epoch
+from .reading import OPENING, tell_epoch
 from .user_frames import last_line
 
 __all__ = ["Batches", "PrebatchedLoader", "count_rows"]

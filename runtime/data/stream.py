@@ -11,7 +11,6 @@ Random numbers are isolated for each sample (see `indexed.py`): reading again dr
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
@@ -29,13 +28,11 @@ from .indexed import Dealing, InOwnOrder, length_of, through_epochs
 from .order import mix
 from .partition import Part, steps_per_epoch
 from .random_state import generators_kept, seed_generators
+from .reading import Reading, tell_epoch
 from .user_frames import last_line
 from .workers import COLLATE, from_one_worker
 
-__all__ = ["OPENING", "ReadAgain", "StreamLoader", "set_epoch", "tell_epoch"]
-
-OPENING = 2
-"""Distinguishes the seed of opening an epoch from those of its first sample and of a collation."""
+__all__ = ["ReadAgain", "StreamLoader"]
 
 
 class ReadAgain:
@@ -152,21 +149,11 @@ class _Pass:
     """The stream's own, where the samples last taken end."""
 
     def __init__(self, stream: Any, seed: int, start: Position, size: int, ahead: int) -> None:
-        self._seed, self._epoch, self._offset = seed, start.epoch, start.samples
         self._start, self._size, self._ahead = start.samples, size, ahead
         self._buffer: list[Any] = []
         self._states: deque[Mapping[str, Any] | None] = deque()
         with generators_kept():
-            seed_generators(mix(seed, start.epoch, OPENING))
-            opened = stream if hasattr(stream, "__iter__") else stream()
-            tell_epoch(opened, start.epoch)
-            stateful = hasattr(opened, "state_dict") and hasattr(opened, "load_state_dict")
-            self._stateful = opened if stateful else None
-            if stateful and start.state is not None:
-                opened.load_state_dict(json.loads(json.dumps(start.state)))
-            self._iterator = iter(opened)
-            if not stateful or start.state is None:
-                self._skip(start.samples)
+            self._reading = Reading(stream, seed, start)
 
     def take(self) -> list[Any]:
         """The next `size` samples, fewer at the end of the epoch, none after it."""
@@ -183,81 +170,9 @@ class _Pass:
         return len(self._buffer) < self._ahead
 
     def _pull(self) -> bool:
-        found, sample = self._next(self._offset)
-        if not found:
-            return False
-        self._offset += 1
-        self._buffer.append(sample)
-        if (self._offset - self._start) % self._size == 0:
-            self._states.append(self._state())
-        return True
-
-    def _next(self, offset: int) -> tuple[bool, Any]:
-        seed_generators(mix(self._seed, self._epoch, offset))
-        try:
-            return True, next(self._iterator)
-        except StopIteration:
-            return False, None
-        except (Exception, SystemExit) as error:
-            raise DataFailed(
-                f"sample {offset} of epoch {self._epoch} could not be read from the stream: "
-                f"{last_line(error)}"
-            ) from error
-
-    def _skip(self, num_samples: int) -> None:
-        for offset in range(num_samples):
-            if not self._next(offset)[0]:
-                raise DataError(
-                    f"{num_samples} samples of epoch {self._epoch} were consumed, and the stream "
-                    f"ends after {offset}: it is not the one that was trained on, or an iterator "
-                    "of which a part was read before; give something that can be iterated over "
-                    "again, or a function that makes it"
-                )
-
-    def _state(self) -> Mapping[str, Any] | None:
-        if self._stateful is None:
-            return None
-        state = self._stateful.state_dict()
-        complaint = _not_json(state, "state_dict()")
-        if complaint is None and not isinstance(state, dict):
-            complaint = f"state_dict() is a {type(state).__name__}"
-        if complaint is not None:
-            raise DataError(
-                f"the state of the stream {type(self._stateful).__name__} cannot be kept in a "
-                f"checkpoint: {complaint}; it may hold dicts with text as keys, lists, text, "
-                "numbers, booleans and None. Without it: ReadAgain(stream), which resumes by "
-                "reading the epoch again"
-            )
-        kept: dict[str, Any] = json.loads(json.dumps(state))  # the stream may go on changing it
-        return kept
-
-
-def _not_json(value: Any, where: str) -> str | None:
-    """Names the first part that JSON would not return unchanged; None if there is none."""
-    if value is None or type(value) in (bool, int, str):
-        return None
-    if type(value) is float:
-        return None if value - value == 0 else f"{where} is {value}"
-    if type(value) is list:
-        parts = ((item, f"{where}[{index}]") for index, item in enumerate(value))
-    elif type(value) is dict:
-        odd = [key for key in value if type(key) is not str or key.startswith("$")]
-        if odd:
-            return f"{where} has the key {odd[0]!r}"
-        parts = ((item, f"{where}[{key!r}]") for key, item in value.items())
-    else:
-        return f"{where} is a {type(value).__name__}"
-    return next((found for part, at in parts if (found := _not_json(part, at))), None)
-
-
-def tell_epoch(data: Any, epoch: int) -> None:
-    """Call `set_epoch` of the data and of the parts that a `DataLoader` has."""
-    parts = [data, *(getattr(data, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
-    for part in parts:
-        set_epoch(part, epoch)
-
-
-def set_epoch(listener: Any, epoch: int) -> None:
-    """Call `set_epoch` of the listener, if it has one."""
-    if callable(told := getattr(listener, "set_epoch", None)):
-        told(epoch)
+        found, sample = self._reading.next()
+        if found:
+            self._buffer.append(sample)
+            if (self._reading.offset - self._start) % self._size == 0:
+                self._states.append(self._reading.state())
+        return found
