@@ -30,7 +30,17 @@ HEADER = (
 )
 
 # The two worlds that torch divides the extras into. Together they must name every extra.
-EXTRAS = ("bench", "deepspeed", "hf", "remote", "search", "test", "trackers")
+EXTRAS = (
+    "bench",
+    "deepspeed",
+    "docs",
+    "hf",
+    "ray",
+    "remote",
+    "search",
+    "test",
+    "trackers",
+)
 NEWEST = [f"--extra={name}" for name in EXTRAS]
 TORCH28 = ["--all-extras"]
 README_COMMANDS = ["--extra=test"]

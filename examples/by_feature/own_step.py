@@ -1,0 +1,23 @@
+"""A forward and backward of one's own, here adversarial: the loss at inputs that were moved to make
+it larger. What is given to `backward` is summed over microbatches."""
+
+from dataclasses import replace
+
+import torch
+from base import loss, recipe, settings
+
+from drivetrain import fit
+
+
+def step(module, batch, microstep):
+    inputs, labels = batch
+    inputs = inputs.detach().requires_grad_(True)
+    with microstep.autocast():
+        (gradient,) = torch.autograd.grad(loss(module, (inputs, labels)), inputs)
+        moved = (inputs + 0.1 * gradient.sign()).detach()
+        mean = loss(module, (moved, labels)) / microstep.num_items()
+    return microstep.backward(mean)
+
+
+result = fit(replace(recipe, step=step), settings, backend="cpu")
+print(f"loss {result.loss:.3f}")
