@@ -35,6 +35,7 @@ EXTRAS = (
     "deepspeed",
     "docs",
     "hf",
+    "parquet",
     "ray",
     "remote",
     "search",

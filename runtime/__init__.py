@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .data.packing import Pack
     from .data.prebatched import Batches
     from .data.stream import ReadAgain
+    from .data.token_shards import TokenShards
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
     from .trainer.fit import fit
@@ -50,6 +51,7 @@ __all__ = [
     "ScheduleSettings",
     "Settings",
     "SpikeSettings",
+    "TokenShards",
     "UsageError",
     "__version__",
     "evaluate",
@@ -62,6 +64,7 @@ _HOMES = {
     "data.packing": ("Pack",),
     "data.prebatched": ("Batches",),
     "data.stream": ("ReadAgain",),
+    "data.token_shards": ("TokenShards",),
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),
     "trainer.fit": ("fit",),

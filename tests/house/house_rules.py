@@ -49,7 +49,18 @@ DRIVER_NAMES = frozenset({"ddp", "fsdp", "deepspeed", "xla", "ipex"})
 HARDWARE_NAMES = frozenset({"xpu", "nccl", "gloo", "cuda"})
 NOT_THE_KERNELS = frozenset({"torch.distributed", "torch.cuda", "torch.xpu"})
 FRONT_DOOR = frozenset(
-    {"Batches", "Mix", "Pack", "Recipe", "Settings", "__version__", "evaluate", "fit", "predict"}
+    {
+        "Batches",
+        "Mix",
+        "Pack",
+        "Recipe",
+        "Settings",
+        "TokenShards",
+        "__version__",
+        "evaluate",
+        "fit",
+        "predict",
+    }
 )
 SHARED_BY_DRIVERS = frozenset({"common", "process_group"})
 
