@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import accumulate
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +27,10 @@ IGNORED = -100
 """The label of what is not predicted, as `torch.nn.functional.cross_entropy` has it."""
 
 POSITIONS, MASK, SEQUENCES = "position_ids", "attention_mask", "sequence_ids"
+BOUNDS, LONGEST = "cu_seqlens", "max_seqlen"
+
+
+_Mask = Literal["dense", "varlen", "none"]
 
 
 def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -63,7 +68,11 @@ class Pack:
     - `sequence_ids`, int64 (rows, capacity): 1, 2, ... in each row, 0 in what is left of it;
     - with `mask="dense"`, `attention_mask`, bool (rows, 1, capacity, capacity): true where a token
       (third dimension) may look (fourth): at its own sequence, and with `causal` not ahead. What is
-      left of a row looks at itself, since a softmax over nothing is not a number.
+      left of a row looks at itself, since a softmax over nothing is not a number;
+    - with `mask="varlen"`, `cu_seqlens`, int32, and `max_seqlen`, an int, as attention of variable
+      length takes them (flash-attention's, `torch.nn.attention.varlen`) once rows are joined:
+      where each sequence begins, with the total at the end, and the longest. What is left of a row
+      is a sequence of its own.
 
     `labels` that are missing are made of `input_ids`. The first of each sequence are ignored, for
     models that predict the next token shift them, and nothing may predict across a boundary.
@@ -71,7 +80,7 @@ class Pack:
 
     capacity: int
     """Tokens in a row."""
-    mask: Literal["dense", "none"] = "dense"
+    mask: _Mask = "dense"
     """`none` for kernels that distinguish sequences by `position_ids` or `sequence_ids`."""
     causal: bool = True
     padding: Mapping[str, int] = field(default_factory=dict)
@@ -80,8 +89,10 @@ class Pack:
     def __post_init__(self) -> None:
         if self.capacity < 1:
             raise SettingError(f"capacity is {self.capacity}; it must be at least 1")
+        if self.mask not in (kinds := get_args(_Mask)):
+            raise SettingError(f"mask is {self.mask!r}; it must be one of {', '.join(kinds)}")
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """See the class. Raises `DataError` for samples that cannot be packed."""
         whole = [self._sample(sample) for sample in samples]
         lengths = [len(sample["input_ids"]) for sample in whole]
@@ -97,6 +108,8 @@ class Pack:
         batch[SEQUENCES] = self._filled(rows, numbers, 0)
         if self.mask == "dense":
             batch[MASK] = self._mask(batch[SEQUENCES])
+        if self.mask == "varlen":
+            return {**batch, **self._bounds([[lengths[index] for index in row] for row in rows])}
         return batch
 
     @staticmethod
@@ -129,6 +142,12 @@ class Pack:
             joined = torch.cat([values[index] for index in members])
             out[row, : len(joined)] = joined
         return out
+
+    def _bounds(self, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+        whole = [(*row, self.capacity - sum(row)) for row in rows]
+        lengths = [length for row in whole for length in row if length]
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return {BOUNDS: starts, LONGEST: max(lengths)}
 
     def _mask(self, sequences: Tensor) -> Tensor:
         same = sequences[:, :, None] == sequences[:, None, :]

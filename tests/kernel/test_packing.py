@@ -59,6 +59,24 @@ class Reader(nn.Module):
         return result
 
 
+class VarlenReader(Reader):
+    """The same by the bounds of sequences alone, as kernels for variable lengths go about it."""
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        x = self.tokens(batch["input_ids"]) + self.positions(batch["position_ids"])
+        bounds = batch["cu_seqlens"]
+        mixed = torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    *self.qkv(x.flatten(0, 1)[start:stop])[None].chunk(3, -1), is_causal=True
+                )[0]
+                for start, stop in itertools.pairwise(bounds.tolist())
+            ]
+        )
+        result: Tensor = self.head(x + mixed.view_as(x))
+        return result
+
+
 def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The sum over predicted tokens: each predicts the next."""
     logits, labels = module(batch)[:, :-1], batch["labels"][:, 1:]
@@ -81,13 +99,18 @@ def test_rows_hold_each_sequence_once(lengths: list[int], capacity: int) -> None
 
 
 @pytest.mark.parametrize("capacity", [LONGEST, 40, 200])
-def test_loss_and_gradient_are_those_of_sequences_by_themselves(capacity: int) -> None:
-    torch.manual_seed(0)
-    model, data = Reader(), Sentences()
+@pytest.mark.parametrize("mask", ["dense", "varlen"])
+def test_loss_and_gradient_are_those_of_sequences_by_themselves(capacity: int, mask: Any) -> None:
+    data = Sentences()
     samples = [data[index] for index in range(len(data))]
     figures = []
-    for batch in (alone(samples), Pack(capacity)(samples)):
-        model.zero_grad()
+    packed_model = Reader if mask == "dense" else VarlenReader
+    for build, batch in (
+        (Reader, alone(samples)),
+        (packed_model, Pack(capacity, mask=mask)(samples)),
+    ):
+        torch.manual_seed(0)
+        model = build()
         total = loss(model, batch)
         total.backward()
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -123,6 +146,14 @@ def test_what_a_batch_holds() -> None:
     both_ways = Pack(6, causal=False)(samples)["attention_mask"][0, 0]
     assert both_ways.int().sum().item() == 3 * 3 + 2 * 2 + 1
     assert "attention_mask" not in Pack(6, mask="none")(samples)
+    varlen = Pack(6, mask="varlen")([*samples, {**samples[0]}])
+    assert "attention_mask" not in varlen
+    assert varlen["sequence_ids"].tolist() == [[1, 1, 1, 2, 2, 0], [1, 1, 0, 0, 0, 0]]
+    assert varlen["cu_seqlens"].tolist() == [0, 3, 5, 6, 8, 12]
+    assert varlen["cu_seqlens"].dtype == torch.int32 and varlen["max_seqlen"] == 4
+    assert Pack(2, mask="varlen")(samples[:1])["cu_seqlens"].tolist() == [0, 2]  # nothing is left
+    with pytest.raises(SettingError, match=r"mask is 'flash'.*dense, varlen, none"):
+        Pack(6, mask="flash")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +213,8 @@ def test_a_packed_run_has_the_curve_of_an_unpacked_one(workers: int) -> None:
     padded = run(dataclasses.replace(RECIPE, collate=alone), settings)[1]
     packed = run(dataclasses.replace(RECIPE, collate=Pack(50)), settings)[1]
     assert packed == pytest.approx(padded, rel=1e-6)
+    varlen = dataclasses.replace(RECIPE, model=VarlenReader, collate=Pack(50, mask="varlen"))
+    assert run(varlen, settings)[1] == pytest.approx(padded, rel=1e-6)
 
 
 # --- by length -------------------------------------------------------------------------------
