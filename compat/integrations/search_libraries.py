@@ -200,6 +200,8 @@ class Ray:
         )
         mode, scope = direction[:3], os.environ.get("RAY_SCOPE", "last")
         best = analysis.get_best_trial(metric="objective", mode=mode, scope=scope)
+        if best is None:
+            raise RuntimeError("no trial of Ray Tune reported an objective; its log says why")
         return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
 
     def report(
