@@ -133,7 +133,8 @@ def shard(unit: nn.Module, plan: Plan, mesh: Any, ignored: set[nn.Parameter]) ->
     gathered = gathered_dtype(plan)
     policy = MixedPrecisionPolicy(
         param_dtype=None if gathered is plan.precision.params else gathered,
-        reduce_dtype=plan.precision.reduce,
+        # where it is the same, torch 2.8 fails on a layer that no microbatch so far has used
+        reduce_dtype=None if gathered is plan.precision.reduce else plan.precision.reduce,
         cast_forward_inputs=False,
     )
     pinned = mesh.device_type != "cpu"

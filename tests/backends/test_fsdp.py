@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from environments import python_of_all
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -276,6 +277,21 @@ class Bare(nn.Module):
     "case", cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"]), ids=str
 )
 def test_laws(case: Case) -> None:
+    case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+@pytest.mark.parametrize(
+    "case",
+    [
+        each
+        for each in cases("fsdp", num_processes=2, python=python_of_all())
+        if "1_absent" in str(each)
+    ],
+    ids=str,
+)
+def test_layers_that_wait_for_their_first_use_on_the_oldest_torch(case: Case) -> None:
     case.check()
 
 
