@@ -34,6 +34,7 @@ SHOWS: dict[str, Callable[[Names], bool]] = {
         and n["result"].loss < 1
     ),
     "metrics": lambda n: n["result"].metrics["held_out"]["accuracy"] > 0.5,
+    "mixture": lambda n: n["mixture"].drawn(n["samples"]) == {"small": 197, "large": 1003},
     "mixed_precision": lambda n: n["result"].loss < 0.69,
     "observers": lambda n: n["result"].reason == "stopped" and n["losses"][-1] < n["losses"][0],
     "own_loader": lambda n: n["result"].step == 40,
