@@ -15,6 +15,7 @@ from importlib import metadata
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 
 from ..kernel.contract import World
 from ..kernel.errors import BackendUnavailable
@@ -151,6 +152,27 @@ class IpexEngine(PlainEngine):
             weights |= dict.fromkeys(others, weights[first])
         self.own.load_state_dict(weights)
         self.state.load(state)
+
+    def average(self, weight: float) -> None:
+        self.state.averages.move(self._plain_weights(), weight)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Weights in blocked layouts, or in halves, are written by `load_state_dict` alone."""
+        weights = self.own.state_dict()
+        kept = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        shown = {**kept, **self.state.averages.of}
+        for first, *others in self.tied:
+            shown |= dict.fromkeys(others, shown[first])
+        self.own.load_state_dict(shown)
+        try:
+            yield
+        finally:
+            self.own.load_state_dict(kept)
+
+    def _plain_weights(self) -> dict[str, Tensor]:
+        weights = self.own.state_dict()
+        return {name: weights[name].detach() for name in self.state.trained}
 
 
 class _IpexState(OptimizerState):

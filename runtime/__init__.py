@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .trainer.predictions import Chunk
     from .trainer.result import Result
     from .trainer.settings import (
+        AverageSettings,
         CheckpointSettings,
         DataSettings,
         EvaluateSettings,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "AverageSettings",
     "Batches",
     "CheckpointSettings",
     "Chunk",

@@ -6,6 +6,8 @@
     One of the parameter group that begins with this parameter: what the optimizer itself has
     changed there since it was built (a count of steps, an estimate), all but `lr`, which is the
     kernel's.
+`<fqn>/average`
+    No state: an average of the weight (see `averages`).
 
 What is no tensor says in its name what it was: `<key>:int`, `:float` and `:bool` are 0-d (float64,
 or int64 where that is not exact), `:none` is a 0, and `:list` and `:tuple` hold a length; their
@@ -23,9 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.optimizer_entries import GROUP, can_be_stored, copied, flat, nested, same
+from ...checkpoint.optimizer_entries import (
+    AVERAGE,
+    GROUP,
+    can_be_stored,
+    copied,
+    flat,
+    is_state,
+    nested,
+    same,
+)
 from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
 from ...kernel.shards import Reader
+from .averages import Averages
 
 __all__ = [
     "GroupNumbers",
@@ -36,9 +48,6 @@ __all__ = [
 
 _GIVEN = ("params", "lr", "initial_lr", "capturable", "differentiable", "foreach", "fused")
 """Entries of a group that are not the optimizer's to count in."""
-
-
-# --- names and values -------------------------------------------------------------------------
 
 
 # --- what is counted in groups ----------------------------------------------------------------
@@ -140,7 +149,10 @@ def check(
                 f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
                 "of this model"
             )
-        if not key.startswith(GROUP):
+        if key == AVERAGE:
+            like = torch.empty(tuple(range(2, 2 + len(shapes[fqn]))), device="meta")
+            _compare_entry(reader, name, like, tuple(shapes[fqn]))
+        elif is_state(key):
             stored.setdefault(fqn, {})[key.partition(":")[0]] = name
     for group, of_group in zip(optimizer.param_groups, names, strict=True):
         present = [name for name in of_group if name is not None and name in stored]
@@ -221,20 +233,34 @@ class Stored:
 
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 class OptimizerState:
-    """The state of a `torch.optim.Optimizer` over parameters of a module. Create it right after the
-    optimizer: a checkpoint without optimizer state resets the optimizer to this state."""
+    """The state of a `torch.optim.Optimizer` over parameters of a module, and averages of these.
+    Create it right after the optimizer: a checkpoint without optimizer state resets the optimizer
+    to this state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        averages: Averages | None = None,
+    ) -> None:
         names = {parameter: name for name, parameter in module.named_parameters()}
         self.optimizer = optimizer
         self.parameters = {name: parameter for parameter, name in names.items()}
         self.shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
         self.names = [[names.get(p) for p in g["params"]] for g in optimizer.param_groups]
         self.numbers = GroupNumbers(self.names, optimizer.param_groups)
+        self.averages = averages or Averages()
         self._built = {index: copied(state) for index, _, state in self._states()}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters of all groups, by FQN."""
+        names = (name for of_group in self.names for name in of_group)
+        return {name: self.parameters[name] for name in names if name is not None}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, as stored."""
@@ -244,7 +270,8 @@ class OptimizerState:
             for entry, value in state.items()
             for key, tensor in flat(entry, value)
         }
-        return entries | self.numbers.tensors(self.optimizer.param_groups)
+        counted = self.numbers.tensors(self.optimizer.param_groups)
+        return entries | counted | self.averages.tensors()
 
     def read(
         self,
@@ -256,16 +283,20 @@ class OptimizerState:
         `check` does."""
         check(reader, self.optimizer, self.names, self.shapes)
         entries: dict[str, dict[str, Tensor]] = {}
-        trained = {name for of_group in self.names for name in of_group}
+        averages: dict[str, Tensor] = {}
+        trained = self.trained
         for name in reader.names("optimizer"):
             fqn, _, key = name.rpartition("/")
             if fqn in trained and not key.startswith(GROUP):
-                tensor = read(reader, name, self.parameters[fqn]) if read else None
+                tensor = read(reader, name, trained[fqn]) if read else None
                 tensor = reader.read("optimizer", name) if tensor is None else tensor
-                entries.setdefault(fqn, {})[key] = tensor
+                if key == AVERAGE:
+                    averages[fqn] = tensor.to(trained[fqn].device)
+                else:
+                    entries.setdefault(fqn, {})[key] = tensor
         order = enumerate(name for of_group in self.names for name in of_group)
         states = {i: nested(entries[n], f"{n}/") for i, n in order if n in entries}
-        return Stored(states, self.numbers.read(reader))
+        return Stored(states, self.numbers.read(reader), averages)
 
     def load(self, stored: Stored) -> None:
         """Load the state through the optimizer's own `load_state_dict`, which places and casts each
@@ -281,6 +312,7 @@ class OptimizerState:
             packed["state"] = foreign | copied(self._built) | stored.states
             self.optimizer.load_state_dict(packed)
         self.numbers.load(self.optimizer.param_groups, stored.groups)
+        self.averages.of = dict(stored.averages)
 
     def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Yields number, name and state of each parameter that has a state."""

@@ -65,5 +65,11 @@ class PlainEngine:
     def restore(self, reader: Reader) -> None:
         model_state.restore_replicated(reader, self.own, self.state, self.loss_scale)
 
+    def average(self, weight: float) -> None:
+        self.state.averages.move(self.state.trained, weight)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.state.averages.shown_in(self.state.trained)
+
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.own)

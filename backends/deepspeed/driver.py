@@ -39,6 +39,7 @@ from ..process_group.session import (
     process_group,
 )
 from . import initialize, loss_scaler, zero_config, zero_state
+from .zero_averages import ZeroAverages
 
 __all__ = ["driver"]
 
@@ -181,6 +182,7 @@ class ZeroEngine:
         self.buffers = Buffers(self.own, world)
         self.buffers.take_before_forward(self.module)
         self.numbers = GroupNumbers(names, self.zero.param_groups)
+        self.averages = ZeroAverages(self.zero, self.own)
         self._built_state = zero_state.built_state(self.zero, self.own)
         if own_optimizer is not None and zero_state.num_calls(self.zero) > 1:
             initialize.refuse_if_it_counts_steps(own_optimizer)
@@ -271,9 +273,10 @@ class ZeroEngine:
     def shards(self) -> Iterator[Piece]:
         counted = self.numbers.tensors(self.zero.param_groups)
         world, scale = self.world, self._scale()
-        return zero_state.pieces(
+        yield from zero_state.pieces(
             self.own, self.zero, self._trained, counted, scale, world.rank, world.size
         )
+        yield from self.averages.pieces()
 
     def restore(self, reader: Reader) -> None:
         scale, stored = self._scale(), set(reader.names("state"))
@@ -285,6 +288,7 @@ class ZeroEngine:
         trained, built = self._trained, self._built_state
         with model_state.overwriting():
             zero_state.restore(reader, self.own, self.zero, planned, trained, built)
+            self.averages.restore(reader)
         self.numbers.load(self.zero.param_groups, planned.counted)
         zero_state.publish(self.zero)
         if self.loss_scale is not None:
@@ -297,6 +301,12 @@ class ZeroEngine:
         if self.loss_scale is None:
             return loss_scaler.scaler_tensors(self.zero.loss_scaler)
         return model_state.scale_tensors(self.loss_scale)
+
+    def average(self, weight: float) -> None:
+        self.averages.move(weight)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self.averages.shown()
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.optimizer_entries import GROUP, copied, flat, nested
+from ...checkpoint.optimizer_entries import copied, flat, is_state, nested
 from ...kernel.errors import CheckpointMismatch
 from ...kernel.shards import Flat, Piece, Reader
 from ..common import model_state
@@ -121,7 +121,7 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
 
 
 @contextmanager
-def _in_memory(zero: Any, index: int) -> Iterator[bool]:
+def in_memory(zero: Any, index: int) -> Iterator[bool]:
     """Around work with a group's master and state. Yields whether they lie in files otherwise
     (NVMe offload), so that what is read here must be copied to outlive the block.
     """
@@ -177,7 +177,7 @@ def pieces(
     optimizer's groups."""
     parts = partitions(zero, module)
     for part in parts:
-        with _in_memory(zero, part.index) as for_a_while:
+        with in_memory(zero, part.index) as for_a_while:
             for found in _of_masters(part, zero.optimizer.state.get(part.master, {})):
                 yield replace(found, tensor=found.tensor.clone()) if for_a_while else found
     whole, ranges = _apart(module, parts, trained)
@@ -261,7 +261,7 @@ def restore(
     """
     stored = planned.stored
     for part, plan in planned.parts:
-        with _in_memory(zero, part.index):
+        with in_memory(zero, part.index):
             for piece in part.slices:
                 piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
             state = zero.optimizer.state[part.master]
@@ -311,7 +311,7 @@ def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator
     kept = [_copied(zero, part, names) for part in partitions(zero, module)]
     yield
     for part, copies in zip(partitions(zero, module), kept, strict=True):
-        with _in_memory(zero, part.index):
+        with in_memory(zero, part.index):
             for piece, key, copy in copies:
                 held = part.master if key is None else zero.optimizer.state[part.master][key]
                 piece.of(held).copy_(copy)
@@ -322,7 +322,7 @@ def _copied(
     zero: Any, part: Partition, names: Collection[str]
 ) -> list[tuple[Slice, str | None, Tensor]]:
     """Of the master (None), and of each entry of the optimizer's state with a value an element."""
-    with _in_memory(zero, part.index):
+    with in_memory(zero, part.index):
         state = zero.optimizer.state.get(part.master, {})
         held = {None: part.master} | {
             key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()
@@ -343,7 +343,7 @@ def publish(zero: Any) -> None:
     zero._partition_all_parameters()
     with torch.no_grad():
         for i in range(len(zero.fp16_groups)):
-            with _in_memory(zero, i):
+            with in_memory(zero, i):
                 zero._reassign_or_swap_out_partitioned_parameters(i)
 
 
@@ -352,7 +352,7 @@ def _stored_state(reader: Reader) -> dict[str, dict[str, str]]:
     stored: dict[str, dict[str, str]] = {}
     for name in reader.names("optimizer"):
         parameter, _, key = name.rpartition("/")
-        if not key.startswith(GROUP):
+        if is_state(key):
             stored.setdefault(parameter, {})[key] = name
     return stored
 

@@ -23,6 +23,7 @@ from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import model_state, models, stepping
+from ..common.averages import Averages
 from ..common.optimizer_state import OptimizerState
 from ..process_group.buffers import Buffers
 from ..process_group.carried import Carried
@@ -148,7 +149,7 @@ class FsdpEngine:
         self.layers = LayersUsed(world)
         self._watch_layers()
         self.optimizer = models.build_optimizer(recipe, self.module)
-        self.state = OptimizerState(self.optimizer, self.module)
+        self.state = OptimizerState(self.optimizer, self.module, Averages(dtensor.own_part))
         self.stepper = self._stepper()
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
@@ -286,6 +287,19 @@ class FsdpEngine:
         model_state.load_scale(scale, self.loss_scale)
         self.buffers.restore_own(reader)
         self.uninitialised = False
+
+    def average(self, weight: float) -> None:
+        self.state.averages.move(self.state.trained, weight)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._initialise()
+        self._let_go()  # what is gathered before and within is gathered anew after
+        with self.state.averages.shown_in(self.state.trained):
+            try:
+                yield
+            finally:
+                self._let_go()
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...checkpoint.optimizer_entries import AVERAGE
 from ...data.nested import map_tensors, tensors_of
 from ...data.random_state import seed_generators
 from ...kernel.contract import Outcome, World
@@ -282,7 +283,30 @@ class XlaEngine:
         value = reader.read("optimizer", name)
         if value.shape != parameter.shape or not value.dim():
             return value
-        return self.placement.put(value.to(parameter.dtype), self.placement.cut_dim(value))
+        if not name.endswith(f"/{AVERAGE}"):
+            value = value.to(parameter.dtype)
+        return self.placement.put(value, self.placement.cut_dim(value))
+
+    def average(self, weight: float) -> None:
+        self._settle()
+        self.state.averages.move(self.state.trained, weight)
+        for average in self.state.averages.of.values():
+            self.placement.keep(average, self.placement.cut_dim(average))
+        placing.cut_graph()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self._settle()
+        with self.state.averages.shown_in(self.state.trained):
+            self._keep_cut()
+            yield
+        self._keep_cut()
+
+    def _keep_cut(self) -> None:
+        """Of weights that were written to."""
+        for parameter in self.parameters:
+            self.placement.keep(parameter, self.placement.cut_dim(parameter))
+        placing.cut_graph()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

@@ -2,7 +2,7 @@
 
 `CheckpointStore` saves, `newest` and `list_checkpoints` find, `CheckpointReader` reads any region
 of any tensor of a checkpoint of any driver, `export_weights` and `import_weights` exchange weights
-with other libraries. No pickle is written or read.
+with other libraries, `average_weights` makes a checkpoint of several. No pickle is written or read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .catalog import (
 )
 from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .mean import average_weights
 from .reader import CheckpointReader, WithoutOptimizer
 from .storage.protocol import OpenFile, Storage, read_small, storage_of
 from .store import BackgroundSave, CheckpointStore, load_rng, own_random_state, save_folder
@@ -38,6 +39,7 @@ __all__ = [
     "Rejected",
     "Storage",
     "WithoutOptimizer",
+    "average_weights",
     "checkpoint_path",
     "checkpoints_of",
     "export_weights",

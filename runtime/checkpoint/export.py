@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ..kernel.errors import (
 )
 from ..kernel.paths import Place, Url, place
 from . import catalog
+from .averages import averaged_reader
 from .buffers import num_bytes
 from .format import safetensors, strict_json
 from .format.safetensors import Source, read_whole
@@ -30,7 +32,7 @@ from .reader import CheckpointReader
 from .storage.local import LOCAL
 from .storage.protocol import read_small, storage_of
 
-__all__ = ["export_weights", "import_weights"]
+__all__ = ["building", "export_weights", "import_weights"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -40,23 +42,30 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def export_weights(
-    checkpoint: str | Path | Url, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000
+    checkpoint: str | Path | Url,
+    folder: str | Path,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    weights: Literal["present", "average"] = "present",
 ) -> Path:
-    """Write the weights of a checkpoint of any driver as whole tensors; returns `folder`.
+    """Write the weights of a checkpoint of any driver as whole tensors, or their averages that it
+    holds (`weights="average"`); returns `folder`.
 
     Tied weights are written once. One tensor at a time is in memory (one that is larger than
     `max_shard_bytes` gets a file of its own). The folder appears complete or not at all. Raises
-    `OutputError` when it exists and is not empty, or cannot be written.
+    `OutputError` when it exists and is not empty, or cannot be written, and `CheckpointMismatch`
+    where there are no averages.
     """
     if max_shard_bytes < 1:
         raise SettingError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
-    reader, folder = CheckpointReader(checkpoint), Path(folder).absolute()
+    opened = averaged_reader if weights == "average" else CheckpointReader
+    reader, folder = opened(checkpoint), Path(folder).absolute()
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: exists and is not an empty folder; choose another")
     if not reader.names("weights"):
         raise CheckpointNotFound(f"{reader.folder}: holds no weights")
     temporary = folder.with_name(f".{folder.name}.writing")
-    with _building(temporary, folder):
+    with building(temporary, folder):
         shards = _shards(reader, max_shard_bytes)
         weight_map: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
@@ -91,7 +100,7 @@ def import_weights(
     if storage_of(target).exists(target):
         raise OutputError(f"{target}: exists; choose another folder than {root}")
     temporary = catalog.writing_place(target)
-    with _building(temporary, target):
+    with building(temporary, target):
         entries = []
         for number, tensors in enumerate(found):
             name = file_name("weights", number, len(found))
@@ -105,7 +114,7 @@ def import_weights(
 
 
 @contextmanager
-def _building(temporary: Place, target: Place) -> Iterator[None]:
+def building(temporary: Place, target: Place) -> Iterator[None]:
     """An empty folder `temporary`, which the block renames to `target`, or which is deleted."""
     storage = storage_of(temporary)
     try:

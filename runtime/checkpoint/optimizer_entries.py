@@ -16,10 +16,27 @@ from torch import Tensor
 
 from ..kernel.errors import CheckpointDamaged
 
-__all__ = ["GROUP", "can_be_stored", "copied", "flat", "nested", "same", "unsaved"]
+__all__ = [
+    "AVERAGE",
+    "GROUP",
+    "can_be_stored",
+    "copied",
+    "flat",
+    "is_state",
+    "nested",
+    "same",
+    "unsaved",
+]
 
 
+AVERAGE = "average"
+"""`<fqn>/average` is no state of the optimizer's, but an average of that weight."""
 GROUP = "group."
+
+
+def is_state(key: str) -> bool:
+    """True for an entry of a parameter's own, of which only its optimizer knows more."""
+    return key != AVERAGE and not key.startswith(GROUP)
 
 
 _NUMBERS: dict[type, str] = {bool: ":bool", int: ":int", float: ":float", type(None): ":none"}

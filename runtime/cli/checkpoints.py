@@ -15,7 +15,7 @@ from ..kernel.shards import Kind
 from .quoted import quoted
 from .tables import table
 
-__all__ = ["inspect", "locate", "show", "verify"]
+__all__ = ["all_of", "inspect", "locate", "show", "verify"]
 
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "state")
 
@@ -31,6 +31,14 @@ def locate(path: Place) -> Place:
     raise CheckpointNotFound(
         f"no complete checkpoint in {path}{rejected}; give a checkpoint folder or a run folder"
     )
+
+
+def all_of(path: Place) -> list[Place]:
+    """The checkpoint that `path` names, or all complete ones of a run folder."""
+    newest = locate(path)  # raises
+    if newest == path:
+        return [path]
+    return [found.folder for found in list_checkpoints(checkpoints_of(path)).complete]
 
 
 def inspect(path: Place) -> dict[str, Any]:

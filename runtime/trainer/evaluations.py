@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..data.open_dataset import Source, once
@@ -21,7 +22,7 @@ __all__ = ["Evaluations"]
 
 class Evaluations:
     """Every method is called by all ranks in the same order. `open_data`: `open_dataset` with what
-    all data of the run have in common."""
+    all data of the run have in common. `with_weights()`: around what is measured."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class Evaluations:
         micro_batch: int,
         memory: OutOfMemoryPolicy,
         announce: Callable[[Event], None],
+        with_weights: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.session, self.engine, self.recipe = session, engine, recipe
         self.open_data, self.micro_batch = open_data, micro_batch
-        self.memory, self.announce = memory, announce
+        self.memory, self.announce, self.with_weights = memory, announce, with_weights
         self.metrics: dict[str, dict[str, float]] = {}
         """The last ones of each data set."""
         self._step = -1
@@ -87,7 +89,8 @@ class Evaluations:
                 num_epochs=1,
             )
             try:
-                return evaluate(self.session, self.engine, self.recipe, once(source))
+                with self.with_weights():
+                    return evaluate(self.session, self.engine, self.recipe, once(source))
             except Exception as error:
                 if not ran_out(error):
                     raise

@@ -27,6 +27,7 @@ from .run_lock import RunLock
 from .setting_values import override
 from .settings import Settings
 from .signals import preempt_on_signals
+from .weight_averages import refuse_no_average
 
 __all__ = ["Result", "fit"]
 
@@ -58,6 +59,7 @@ def fit(
     settings = settings or Settings()
     if recipe.optimizer is None:
         settings.optimizer.factory()  # raises
+    refuse_no_average(settings)
     end_with_launcher()
     driver = usable_driver(backend)
     options = override(driver.options_type(), backend_options or {}, "backend.")

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import WithoutOptimizer
+from ..checkpoint.averages import averaged_reader
 from ..data.open_dataset import once, open_dataset
 from ..kernel.batches import Group
 from ..kernel.contract import Engine, Session
@@ -40,12 +41,13 @@ class Inference:
     """Batches must have one size (`Capabilities.static_shapes`)."""
 
     def load(self, checkpoint: str | os.PathLike[str] | Url) -> None:
-        """Take the weights of a checkpoint, or of the newest in a folder. Raises
-        `CheckpointError`."""
+        """Take the weights of a checkpoint, or of the newest in a folder, or their averages, as
+        `settings.evaluate.weights` says. Raises `CheckpointError`."""
         verify = self.settings.checkpoint.verify
         found = find_checkpoint(self.session, checkpoint, None, verify=verify)
         assert found is not None, "only 'auto' finds none"
-        self.engine.restore(WithoutOptimizer(found))
+        averaged = self.settings.evaluate.weights == "average"
+        self.engine.restore(averaged_reader(found) if averaged else WithoutOptimizer(found))
 
     def groups(self, data: Any) -> Generator[Group, None, None]:
         """`data` once, in their order, in batches of `settings.evaluate.micro_batch`, else

@@ -53,6 +53,7 @@ class SettingsPolicy:
             self._unused_told = True
             if unused := loop.engine.unused():
                 self.announce(events.Warned(unused_note(unused)))
+        self.state.averages.catch_up(loop)
         factor = self.state.planned.schedule(loop.progress.applied)
         for group, rate in zip(loop.engine.param_groups, self._base_rates, strict=True):
             group["lr"] = rate * factor
@@ -118,6 +119,7 @@ class SettingsPolicy:
 
     def evaluate(self, loop: TrainLoop) -> None:
         """Measure all evaluation data, unless this step's was."""
+        self.state.averages.catch_up(loop)
         loop.window.leave_out(self.state.evaluations.run(loop.progress.step))
 
     def save(self, loop: TrainLoop, in_background: bool) -> None:

@@ -39,6 +39,7 @@ from .saves import Saves, checkpoint_store, stored_metrics
 from .settings import Settings
 from .spikes import SkipGroups, Spikes
 from .start_checks import agree, on_rank_0, start_conditions
+from .weight_averages import WeightAverages
 
 __all__ = ["Run"]
 
@@ -107,6 +108,7 @@ class Run:
         session.seed(settings.seed + 1 + world.rank)
         spikes = Spikes(settings.spikes, session, source.where)
         size = settings.evaluate.micro_batch or self.micro_batch
+        averages = WeightAverages(settings, engine, driver.name)
         self.state = RunState(
             backend=driver.name,
             session=session,
@@ -115,9 +117,11 @@ class Run:
             planned=planned,
             optimizer=optimizer,
             evaluations=Evaluations(
-                session, engine, self.recipe, open_data, size, self.memory, announce
+                *(session, engine, self.recipe, open_data, size, self.memory, announce),
+                with_weights=averages.evaluated,
             ),
             spikes=spikes,
+            averages=averages,
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         self.policy = SettingsPolicy(self.state, engine.param_groups, saves, lock, announce)

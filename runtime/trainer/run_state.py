@@ -19,6 +19,7 @@ from .saves import stored_metrics
 from .settings import Settings
 from .spikes import Spikes
 from .start_checks import json_types
+from .weight_averages import WeightAverages
 
 __all__ = ["RunState"]
 
@@ -35,11 +36,13 @@ class RunState:
     optimizer: OptimizerRecord
     evaluations: Evaluations
     spikes: Spikes
+    averages: WeightAverages
 
     def to_save(self, loop: TrainLoop) -> dict[str, Any]:
         """The arguments of `CheckpointStore.save` for the present step. Raises `RecipeError` where
         the optimizer's state cannot be saved."""
         self.optimizer.refuse_unsaved()
+        self.averages.catch_up(loop)
         return {
             "step": loop.progress.step,
             "engine": loop.engine,
@@ -65,10 +68,12 @@ class RunState:
         stored_metrics(state, where)  # may raise, while nothing is changed
         keep = self.settings.resume.optimizer == "keep"
         reader, notes = self.optimizer.taken_from(reader, keep)
+        reader = self.averages.taken_from(reader)
         notes += self._restore_data(loop, state, where)
         self.spikes.restore(state.get("spikes"), where)
         with own_random_state(reader, self.session, self.backend) as unknown:
             loop.restore(reader, state, where)
+        notes += self.averages.restored(loop, reader)
         if unknown:
             if len(unknown) == len(self.session.rng_state()):
                 rank, step = self.session.world.rank, loop.progress.step

@@ -25,6 +25,7 @@ from .setting_values import check_types, flatten
 
 __all__ = [
     "PRECISIONS",
+    "AverageSettings",
     "CheckpointSettings",
     "DataSettings",
     "EvaluateSettings",
@@ -110,6 +111,20 @@ class ScheduleSettings:
 
 
 @dataclass(frozen=True)
+class AverageSettings:
+    """An exponential moving average of the weights, beside them: float32, cut as they are, saved
+    and resumed with them. As torch.optim.swa_utils makes it."""
+
+    decay: float | None = None
+    """The share of the average that stays when it is moved to the weights, such as 0.999.
+    None keeps no average."""
+    every: int = 1
+    """Updates between movings."""
+    start: int = 0
+    """Updates before the first, at which the average is the weights."""
+
+
+@dataclass(frozen=True)
 class DataSettings:
     """The order of samples, and how they are fetched."""
 
@@ -132,6 +147,8 @@ class EvaluateSettings:
     at_end: bool = True
     micro_batch: int | None = None
     """Samples in one forward; the training one by default."""
+    weights: Literal["present", "average"] = "present"
+    """`average`: of the weights (see `average.decay`), once there is one."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +241,7 @@ class Settings:
     None: nobody is watched."""
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
+    average: AverageSettings = AverageSettings()
     data: DataSettings = DataSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
@@ -240,6 +258,9 @@ class Settings:
             "micro_batch": 1,
             "log_every": 1,
             "max_nonfinite": 1,
+            "average.decay": 0,
+            "average.every": 1,
+            "average.start": 0,
             "data.by_length": 1,
             "data.workers": 0,
             "evaluate.every": 1,
@@ -257,6 +278,7 @@ class Settings:
         }
         at_most = {
             "seed": LARGEST_SEED,
+            "average.decay": 1,
             "timeout_seconds": LONGEST_SECONDS,
             "stall_seconds": LONGEST_SECONDS,
             "data.workers": most_at_once(),

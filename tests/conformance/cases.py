@@ -21,6 +21,7 @@ LAWS = (
     "law_4_learning_rate",
     "law_5_evaluation",
     "law_5_predictions",
+    "law_6_average",
     "law_6_resume",
     "law_6_buffers",
     "law_6_files",

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from .options import AsJson, CheckpointPath, Debug, print_json
 
 __all__ = ["app"]
+
+_Weights = Literal["present", "average"]
 
 app = typer.Typer(
     name="checkpoint",
@@ -71,11 +73,15 @@ def verify(
 
 @app.command(
     epilog="[bold]Example[/]\n\ndrivetrain checkpoint export runs/first exported/first\n\n"
+    "drivetrain checkpoint export runs/first exported/average --weights average\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.export_weights"
 )
 def export(
     path: CheckpointPath,
     folder: Annotated[Path, typer.Argument(help="A new folder, for model.safetensors.")],
+    weights: Annotated[
+        _Weights, typer.Option(help="The weights, or the averages of a run with average.decay.")
+    ] = "present",
     debug: Debug = False,
 ) -> None:
     """Write the weights as whole tensors, in the layout that `from_pretrained` reads."""
@@ -87,8 +93,45 @@ def export(
         from ...kernel.paths import place
         from ..checkpoints import locate
 
-        written = export_weights(locate(place(path)), folder)
+        written = export_weights(locate(place(path)), folder, weights=weights)
         typer.echo(printable(f"weights written to {written}"))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain checkpoint average runs/first --out runs/averaged\n\n"
+    "drivetrain checkpoint average runs/a runs/b/checkpoints/checkpoint-000900 --out runs/both\n\n"
+    "drivetrain evaluate runs/averaged --recipe my.py\n\n"
+    "[bold]From Python[/]: drivetrain.checkpoint.average_weights"
+)
+def average(
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="Checkpoints, or runs (all their checkpoints): folder or URL.",
+        ),
+    ],
+    out: Annotated[
+        str,
+        typer.Option(
+            metavar="RUN", help="The run folder, or URL, to put a checkpoint of step 0 in."
+        ),
+    ],
+    debug: Debug = False,
+) -> None:
+    """Make a checkpoint of the mean of several checkpoints' weights, a tensor at a time."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ...checkpoint import CHECKPOINTS, average_weights
+        from ...kernel.errors import printable
+        from ...kernel.paths import place
+        from ..checkpoints import all_of
+
+        chosen = [each for path in paths for each in all_of(place(path))]
+        target = average_weights(chosen, place(out) / CHECKPOINTS)
+        told_of = f"the mean of {len(chosen)} checkpoints written to {target}"
+        typer.echo(printable(told_of))
 
 
 @app.command(

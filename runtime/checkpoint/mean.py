@@ -1,0 +1,85 @@
+"""The mean of several checkpoints' weights (https://arxiv.org/abs/1803.05407)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..kernel.errors import CheckpointMismatch, OutputError, SettingError
+from ..kernel.paths import Place, Url, place
+from ..kernel.shards import TensorInfo
+from . import catalog
+from .export import building
+from .format import safetensors
+from .format.safetensors import Source
+from .manifest import FileEntry, Manifest, file_name, write_manifest
+from .reader import CheckpointReader
+from .storage.protocol import storage_of
+
+__all__ = ["average_weights"]
+
+
+def average_weights(
+    checkpoints: Sequence[str | os.PathLike[str] | Url], root: str | os.PathLike[str] | Url
+) -> Place:
+    """Make a checkpoint of step 0 in `root` of the mean of several checkpoints' weights and
+    buffers, which any driver starts from; what is no floating point number is the last one's.
+
+    One tensor at a time is in memory. Raises `CheckpointMismatch`, naming the tensor, where they
+    are of different models, and `OutputError` when `root` has a step 0 or cannot be written.
+    """
+    if not checkpoints:
+        raise SettingError("there is no checkpoint to average; give one or more")
+    readers = [CheckpointReader(checkpoint) for checkpoint in checkpoints]
+    last = readers[-1]
+    for reader in readers[:-1]:
+        _refuse_another_model(reader, last)
+    target = catalog.checkpoint_path(place(root), 0)
+    if storage_of(target).exists(target):
+        raise OutputError(f"{target}: exists; choose another folder than {root}")
+    temporary = catalog.writing_place(target)
+    with building(temporary, target):
+        name = file_name("weights", 0, 1)
+        sources = {key: _source(readers, key) for key in last.names("weights")}
+        written = safetensors.write(temporary / name, sources, {"format": "pt"})
+        manifest = Manifest(0, (FileEntry(name, *written),), tied=last.manifest.tied)
+        write_manifest(temporary, manifest)
+        catalog.publish(target)
+    return target
+
+
+def _refuse_another_model(reader: CheckpointReader, last: CheckpointReader) -> None:
+    here, there = (
+        {name: each.info("weights", name) for name in each.names("weights")}
+        for each in (reader, last)
+    )
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise CheckpointMismatch(
+                f"{name!r} is {_told(here.get(name))} in {reader.folder}, and "
+                f"{_told(there.get(name))} in {last.folder}: only checkpoints of one model can be "
+                "averaged"
+            )
+
+
+def _told(info: TensorInfo | None) -> str:
+    return "missing" if info is None else f"{info.dtype} {info.shape}"
+
+
+def _source(readers: Sequence[CheckpointReader], name: str) -> Source:
+    info = readers[-1].info("weights", name)
+    return Source(info.dtype, info.shape, partial(_mean, readers, name))
+
+
+def _mean(readers: Sequence[CheckpointReader], name: str) -> Tensor:
+    mean = readers[-1].read("weights", name)
+    if not (mean.is_floating_point() or mean.is_complex()):
+        return mean
+    total = mean.to(torch.promote_types(mean.dtype, torch.float64))
+    for reader in readers[:-1]:
+        total += reader.read("weights", name)
+    return (total / len(readers)).to(mean.dtype)
