@@ -30,8 +30,9 @@ class Averages:
             averages = [self._own_part(self.of[name]) for name in known]
             wide = [end.to(old.dtype) for end, old in zip(ends, averages, strict=True)]
             torch._foreach_lerp_(averages, wide, weight)
-        for name in weights.keys() - self.of.keys():
-            self.of[name] = widened(weights[name])
+        for name, tensor in weights.items():  # in an order that all ranks share: they deal them out
+            if name not in self.of:
+                self.of[name] = widened(tensor)
 
     @contextmanager
     def shown_in(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

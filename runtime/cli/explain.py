@@ -52,6 +52,8 @@ def explain(
     recipe = recipe_file.build(first.config)
     model = recipe.model()
     states = state_bytes(recipe, first.settings.optimizer, model)
+    if first.settings.average.decay is not None:
+        states = _with_averages(states, model)
     activations = activation_bytes(recipe, first.settings, model, num_ranks)
     records = []
     for name in names:
@@ -141,6 +143,12 @@ def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) 
             known[key] = sum(v.nbytes if isinstance(v, Tensor) else 8 for v in values)
         found[name] = known[key]
     return found
+
+
+def _with_averages(states: Mapping[str, int], model: nn.Module) -> dict[str, int]:
+    """And those of an average of each, in at least float32."""
+    sizes = {name: p.numel() * max(p.element_size(), 4) for name, p in model.named_parameters()}
+    return {name: size + sizes[name] for name, size in states.items()}
 
 
 def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_ranks: int) -> int:

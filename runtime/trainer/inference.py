@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint import WithoutOptimizer
-from ..checkpoint.averages import averaged_reader
+from ..checkpoint import CheckpointReader, WithoutOptimizer
+from ..checkpoint.averages import averaged_reader, has_averages
 from ..data.open_dataset import once, open_dataset
 from ..kernel.batches import Group
 from ..kernel.contract import Engine, Session
 from ..kernel.evaluate import evaluate as measure
-from ..kernel.paths import Url
+from ..kernel.paths import Place, Url
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .recipe_checks import exits_told
@@ -46,8 +46,16 @@ class Inference:
         verify = self.settings.checkpoint.verify
         found = find_checkpoint(self.session, checkpoint, None, verify=verify)
         assert found is not None, "only 'auto' finds none"
-        averaged = self.settings.evaluate.weights == "average"
-        self.engine.restore(averaged_reader(found) if averaged else WithoutOptimizer(found))
+        self.engine.restore(self._reader(found))
+
+    def _reader(self, found: Place) -> CheckpointReader:
+        reader = WithoutOptimizer(found)
+        if self.settings.evaluate.weights == "present":
+            return reader
+        not_begun = reader.manifest.settings.get("average.decay") is not None
+        if not_begun and not has_averages(CheckpointReader(found)):
+            return reader  # an evaluation in that run had its weights, too
+        return averaged_reader(found)
 
     def groups(self, data: Any) -> Generator[Group, None, None]:
         """`data` once, in their order, in batches of `settings.evaluate.micro_batch`, else

@@ -41,6 +41,12 @@ def test_checkpoints(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     assert resumed.code == 0, resumed.stderr
     assert "resumed at step 0" in resumed.stdout
 
+    averaged = drive("checkpoint", "average", "run", "second", "--out", "averaged")
+    assert "the mean of 2 checkpoints written to averaged/" in averaged.stdout, averaged.stderr
+    assert drive("checkpoint", "export", "averaged", "exported-mean").code == 0
+    none = drive("checkpoint", "export", "run", "not-there", "--weights", "average")
+    assert (none.code, "holds no averages of weights" in none.stderr) == (2, True)
+
     whole = drive("checkpoint", "verify", "run")
     assert whole.code == 0
     assert "complete and unaltered" in whole.stdout

@@ -76,7 +76,8 @@ def by_hand(
 ) -> list[dict[str, Tensor]]:
     """The averages after each step, made of the weights that were stored after each."""
     model = PROBLEMS[PROBLEM].model()
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    moved = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
+    averaged = AveragedModel(model, multi_avg_fn=moved)
     after = []
     for number, step in enumerate(stored, 1):
         with torch.no_grad():

@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,6 +48,13 @@ class WrappedEngine(Wrapped):
 
     def grads(self) -> list[Tensor]:
         return [p.grad for p in self.inner.parameters if p.grad is not None]
+
+    def average(self, weight: float) -> None:  # named here: a contract is not seen through getattr
+        self.inner.average(weight)
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self.inner.averaged()
+        return context
 
 
 T = TypeVar("T")
@@ -391,6 +398,34 @@ class MomentsDropped(WrappedEngine):
         self.inner.restore(WeightsAlone(reader))
 
 
+class AveragesDropped(WrappedEngine):
+    """Averages of weights start afresh."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(reader)
+        self.inner.state.averages.of.clear()
+
+
+class AveragesOfThePart(WrappedEngine):
+    """Each rank keeps averages of what it writes, and knows no others."""
+
+    def average(self, weight: float) -> None:
+        self.inner.average(weight)
+        rank, averages = self.inner.world.rank, self.inner.state.averages.of
+        for name in list(averages)[rank::2]:
+            averages[name].copy_(self.inner.state.parameters[name])
+
+
+class AveragesStayShown(WrappedEngine):
+    """After an evaluation of the averages they are the weights."""
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(self.inner.averaged())
+        stack.pop_all()
+        return stack
+
+
 class GroupsForgotten(WrappedEngine):
     """What an optimizer counts in its groups is not saved."""
 
@@ -702,6 +737,9 @@ FAULTS: dict[str, Fault] = {
     "own part first": Fault("5_predictions-each_sample_once", session=OwnPartFirst),
     "moments dropped": Fault(RESUMED, MomentsDropped),
     "moments rounded": Fault(RESUMED, MomentsRounded),
+    "averages dropped": Fault("6_average", AveragesDropped),
+    "averages of the part": Fault("6_average", AveragesOfThePart),
+    "averages stay shown": Fault("6_average", AveragesStayShown),
     "groups forgotten": Fault("6_resume-an_optimizer_that_counts", GroupsForgotten),
     "weights first": Fault("6_resume-another_optimizer_is_refused", WeightsFirst),
     "weights before damage": Fault("6_resume-a_damaged_optimizer_state", WeightsFirst),
