@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .data.packing import Pack
     from .data.prebatched import Batches
     from .data.stream import ReadAgain
+    from .data.tar_shards import TarShards
     from .data.token_shards import TokenShards
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
@@ -53,6 +54,7 @@ __all__ = [
     "ScheduleSettings",
     "Settings",
     "SpikeSettings",
+    "TarShards",
     "TokenShards",
     "UsageError",
     "__version__",
@@ -66,6 +68,7 @@ _HOMES = {
     "data.packing": ("Pack",),
     "data.prebatched": ("Batches",),
     "data.stream": ("ReadAgain",),
+    "data.tar_shards": ("TarShards",),
     "data.token_shards": ("TokenShards",),
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),

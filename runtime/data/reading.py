@@ -16,6 +16,8 @@ __all__ = ["OPENING", "Reading", "set_epoch", "tell_epoch"]
 
 OPENING = 2
 """Distinguishes the seed of opening an epoch from those of its first sample and of a collation."""
+_FORGETFUL = "BufferShuffledExamplesIterable"
+"""A part of a stream of the datasets library, whose state leaves out what its buffer holds."""
 
 
 class Reading:
@@ -27,6 +29,7 @@ class Reading:
         opened = stream if hasattr(stream, "__iter__") else stream()
         tell_epoch(opened, start.epoch)
         stateful = hasattr(opened, "state_dict") and hasattr(opened, "load_state_dict")
+        stateful = stateful and not _forgets(opened)
         self._stateful = opened if stateful else None
         if stateful and start.state is not None:
             opened.load_state_dict(json.loads(json.dumps(start.state)))
@@ -65,7 +68,8 @@ class Reading:
                 f"the state of the stream {type(self._stateful).__name__} cannot be kept in a "
                 f"checkpoint: {complaint}; it may hold dicts with text as keys, lists, text, "
                 "numbers, booleans and None. Without it: ReadAgain(stream), which resumes by "
-                "reading the epoch again"
+                "reading the epoch again; or, where it is the order of a loader that shuffles, the "
+                "data set itself, which the run shuffles"
             )
         kept: dict[str, Any] = json.loads(json.dumps(state))  # the stream may go on changing it
         return kept
@@ -78,6 +82,16 @@ class Reading:
                 "of which a part was read before; give something that can be iterated over "
                 "again, or a function that makes it"
             )
+
+
+def _forgets(stream: Any, depth: int = 20) -> bool:
+    """True if its state does not hold all of it, as is known of the datasets library's streams
+    that were shuffled."""
+    if type(stream).__name__ == _FORGETFUL:
+        return True
+    parts = [getattr(stream, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
+    parts += getattr(stream, "ex_iterables", ())
+    return depth > 0 and any(_forgets(part, depth - 1) for part in parts if part is not None)
 
 
 def _not_json(value: Any, where: str) -> str | None:

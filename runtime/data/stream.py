@@ -3,8 +3,9 @@
 Every feeder reads the whole stream and keeps its part of each global batch, so that which samples
 train together does not depend on the number of feeders, as for other data. A position is how many
 samples of the epoch were read, and the stream's own state there, if it has `state_dict` and
-`load_state_dict`; a stream that has not is read again up to the position. A state is trusted:
-wrap a stream that forgets something in `ReadAgain`.
+`load_state_dict`; a stream that has not is read again up to the position, and so is one of the
+datasets library that was shuffled, whose state forgets its buffer. Any other state is trusted: wrap
+a stream that forgets something in `ReadAgain`.
 
 Random numbers are isolated for each sample (see `indexed.py`): reading again draws the same.
 """

@@ -55,6 +55,7 @@ FRONT_DOOR = frozenset(
         "Pack",
         "Recipe",
         "Settings",
+        "TarShards",
         "TokenShards",
         "__version__",
         "evaluate",

@@ -24,7 +24,21 @@ def in_shards() -> Any:
 
 
 def shuffled() -> Any:
-    return ReadAgain(in_shards().shuffle(seed=3, buffer_size=5))
+    return in_shards().shuffle(seed=3, buffer_size=5)
+
+
+def mapped() -> Any:
+    return in_shards().shuffle(seed=3, buffer_size=5).map(lambda row: row)
+
+
+def told() -> Any:
+    return ReadAgain(shuffled())
+
+
+def interleaved() -> Any:
+    from datasets import interleave_datasets
+
+    return interleave_datasets([shuffled()])
 
 
 def values(samples: list[dict[str, int]]) -> list[int]:
@@ -41,7 +55,7 @@ def read(stream: Any, start: Position, num_steps: int) -> tuple[list[list[int]],
     return found, Position.from_json(json.loads(json.dumps(position.to_json())))
 
 
-@pytest.mark.parametrize("make", [in_shards, shuffled])
+@pytest.mark.parametrize("make", [in_shards, shuffled, mapped, told, interleaved])
 @pytest.mark.parametrize("stops", [[3], [5, 1], [1, 2, 1, 3, 1]])
 def test_it_goes_on_where_it_was(make: Callable[[], Any], stops: list[int]) -> None:
     whole, _ = read(make(), Position(), ENDLESS)
