@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .commands import checkpoint, conform, data, look, plan, train
+from .commands import checkpoint, conform, data, launch, look, plan, train
 
 __all__ = ["app"]
 
@@ -17,5 +17,5 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for commands in (train.app, plan.app, look.app, data.app, checkpoint.app, conform.app):
+for commands in (train.app, launch.app, plan.app, look.app, data.app, checkpoint.app, conform.app):
     app.add_typer(commands)

@@ -19,14 +19,12 @@ _SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1, "": 1}
 _PART = r"(\d+(?:\.\d+)?)\s*([dhms]?)\s*"
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, option: str = "--stop-after") -> float:
     """`55m`, `1h30m`, `2d` or a number of seconds, in seconds. Raises `SettingError`."""
     parts = re.findall(_PART, text)
     seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
     if not re.fullmatch(f"({_PART})+", text.strip()) or seconds <= 0:
-        raise SettingError(
-            f"--stop-after is {text!r}; write a time such as 55m, 1h30m, 2d, or seconds"
-        )
+        raise SettingError(f"{option} is {text!r}; write a time such as 55m, 1h30m, 2d, or seconds")
     return seconds
 
 

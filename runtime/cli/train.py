@@ -89,7 +89,8 @@ def train(request: TrainRequest) -> int:
 def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.stop_after is not None:
         set_deadline(parse_duration(request.stop_after), os.environ)
-    adopt_slurm(os.environ)
+    if request.launch.nnodes is None:  # else each task of srun is a node's launcher
+        adopt_slurm(os.environ)
     end_with_launcher()
     request.launch.check()
     job = _fill_gaps(request)
