@@ -134,6 +134,7 @@ def test_slurm_puts_an_interrupted_job_back(
     program(tmp_path, "scontrol", FAKE_SCONTROL)
     program(tmp_path, "sbatch", '#!/usr/bin/env bash\necho "Submitted batch job 7: $1"\n')
     monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("DRIVETRAIN_PROGRAM", f"{sys.executable} -m drivetrain.cli")
     backend = ["--backend", "ddp"] if nodes > 1 else ["--backend", "cpu"]
     words = ["slurm", "--nodes", str(nodes), "--submit", "--", "my.py", *backend, "--out", "run"]
     assert "Submitted batch job 7: run.sbatch" in launched(*words)
