@@ -30,19 +30,14 @@ def train(
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
     except ImportError as error:
         raise UsageError(f"this needs Ray ({error}): pip install 'ray[train]'") from error
-    settings = {
-        "arguments": list(arguments),
-        "folder": os.getcwd(),
-        "run_id": f"{name}-{time.time_ns()}",
-    }
+    run_id = f"{name}-{time.time_ns()}"
+    settings = {"arguments": list(arguments), "folder": os.getcwd(), "run_id": run_id}
     trainer: Any = DataParallelTrainer(
         _rank,
         train_loop_config=settings,
         backend_config=BackendConfig(),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0),
-        run_config=RunConfig(
-            name=settings["run_id"], failure_config=FailureConfig(max_failures=max_restarts)
-        ),
+        run_config=RunConfig(name=run_id, failure_config=FailureConfig(max_failures=max_restarts)),
     )
     trainer.fit()
 
@@ -80,8 +75,9 @@ def _rank(settings: dict[str, Any]) -> None:
 
 def _free_address() -> tuple[str, int]:
     """Where the ranks meet: this machine, as the cluster knows it, and a port that is free."""
-    import ray.util
+    import ray
 
+    cluster: Any = ray.util
     with socket.socket() as free:
         free.bind(("", 0))
-        return str(ray.util.get_node_ip_address()), int(free.getsockname()[1])
+        return str(cluster.get_node_ip_address()), int(free.getsockname()[1])
