@@ -3,8 +3,6 @@ on."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,37 +10,26 @@ from pathlib import Path
 
 from ..checkpoint import checkpoints_of, is_checkpoint, list_checkpoints, storage_of
 from ..checkpoint.catalog import checkpoint_path, step_of
-from ..data.parent import end_with_launcher
 from ..kernel.errors import CheckpointDamaged, CheckpointNotFound, RecipeError, StorageFailed
 from ..kernel.events import Evaluated, Warned
 from ..kernel.paths import Place, place
-from ..kernel.registry import usable_driver
 from ..trainer.inference import Inference, prepared
 from ..trainer.start_checks import on_rank_0
 from .checkpoints import locate
-from .config_files import ConfigFiles
 from .failure import rank
-from .launch import Launch, adopt_slurm, check_ranks, is_launched, run_ranks
-from .recipe_file import DEFAULT_RECIPE, load_recipe_file
 from .records import Record, read_records, record_of, to_line
-from .resolve_settings import Layer, resolve, resumed_layer
 from .run_files import append
-from .run_folder import METRICS, find_earlier, records_folder
+from .run_folder import METRICS, records_folder
+from .run_request import LoadedRun, RunRequest, on_ranks
 from .watch import print_json, print_lines
 
 __all__ = ["EvaluateRequest", "evaluate"]
 
 
-@dataclass(frozen=True)
-class EvaluateRequest:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest(RunRequest):
     """What was asked for on the command line; None where nothing was said."""
 
-    run: str
-    recipe: Path | None
-    backend: str | None
-    files: ConfigFiles
-    given: Layer
-    nproc: int
     every: bool
     """All checkpoints; else the newest."""
     follow: float | None
@@ -52,21 +39,14 @@ class EvaluateRequest:
 
 def evaluate(request: EvaluateRequest) -> int:
     """Measure, or launch the ranks that do; the exit code. Raises `DrivetrainError`."""
-    adopt_slurm(os.environ)
-    end_with_launcher()
-    earlier = find_earlier(place(request.run))
-    config = earlier.config
-    driver = usable_driver(request.backend or request.files.backend or "auto")
-    check_ranks(request.nproc, driver)
-    if request.nproc > 1 and not is_launched():
-        return run_ranks(Launch(request.nproc), sys.argv[1:])
-    recorded = config.get("recipe") or DEFAULT_RECIPE
-    recipe_file = load_recipe_file(request.recipe or request.files.recipe or Path(recorded))
-    layers = [resumed_layer(config, driver), *request.files.layers, request.given]
-    resolved = resolve(recipe_file, driver, layers)
-    recipe = recipe_file.build(resolved.config)
+    return on_ranks(request, lambda run: _evaluate(request, run))
+
+
+def _evaluate(request: EvaluateRequest, run: LoadedRun) -> int:
+    earlier, driver, recipe, resolved = run.earlier, run.driver, run.recipe, run.resolved
     if not recipe.eval_data:
-        raise RecipeError(f"{recipe_file.path} has no eval_data to measure: give its Recipe some")
+        file = run.recipe_file.path
+        raise RecipeError(f"{file} has no eval_data to measure: give its Recipe some")
     show = print_json() if request.json else print_lines
     with prepared(recipe, resolved.settings, driver.name, resolved.backend_options) as inference:
         for path in _paths(request, earlier.source, inference):

@@ -45,6 +45,8 @@ class RecipeFile:
     """The default configuration; None when the recipe takes none."""
     item_name: str | None
     sample: Callable[[Any], str] | None
+    predict: Callable[[Any, Any], Any] | None
+    """`predict(module, batch)`, for `drivetrain predict`; None: `module(batch)`."""
     _recipe: Any
 
     def configure(self, config: Any, values: Mapping[str, Any]) -> Any:
@@ -93,12 +95,16 @@ def load_recipe_file(path: Path) -> RecipeFile:
         raise RecipeError(f"item_name of {path} is {item_name!r:.100}; it must be a text")
     if sample is not None and not callable(sample):
         raise RecipeError(f"sample of {path} is {sample!r:.100}; it must be a function")
+    predict = getattr(module, "predict", None)
+    if predict is not None and not callable(predict):
+        raise RecipeError(f"predict of {path} is {predict!r:.100}; it must be a function")
     return RecipeFile(
         path=path,
         settings=settings,
         config=_default_config(path, module, recipe),
         item_name=item_name,
         sample=sample,
+        predict=predict,
         _recipe=recipe,
     )
 

@@ -1,4 +1,4 @@
-"""`drivetrain evaluate`, `report` and `watch`: runs are measured and looked at."""
+"""`drivetrain evaluate`, `predict`, `report` and `watch`: runs are measured and looked at."""
 
 from __future__ import annotations
 
@@ -129,3 +129,66 @@ def evaluate(
             json=json,
         )
         raise typer.Exit(measure(request))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain predict runs/a --out predictions.parquet\n\n"
+    "drivetrain predict runs/a other_data.py --data test --out test.jsonl --nproc 2\n\n"
+    "[bold]From Python[/]: drivetrain.predict"
+)
+def predict(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a URL of one.")
+    ],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(
+            help="By default the recipe of the run. Its `predict(module, batch)` gives the "
+            "outputs, or module(batch) does.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path,
+        typer.Option(help="predictions.parquet, or .jsonl; replaced when all is there."),
+    ] = Path("predictions.parquet"),
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="One of the recipe's eval_data, or train_data; by default its only eval_data.",
+            show_default=False,
+        ),
+    ] = None,
+    padding: Annotated[float, typer.Option(help="Fills rows that are shorter than others.")] = -100,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
+    ] = None,
+    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write a run's outputs for each sample of data, in their order, on any driver."""
+    from ..failure import told
+
+    with told(debug=debug):
+        from ..config_files import read_config_files
+        from ..predict import PredictRequest
+        from ..predict import predict as write
+        from ..resolve_settings import parse_pairs
+
+        request = PredictRequest(
+            run=run,
+            recipe=recipe,
+            out=out,
+            data=data,
+            padding=padding,
+            backend=backend,
+            files=read_config_files(config or ()),
+            given=parse_pairs(set_ or (), {}),
+            nproc=nproc,
+            json=json,
+        )
+        raise typer.Exit(write(request))
