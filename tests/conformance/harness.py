@@ -2,12 +2,13 @@
 
 Starting a rank costs seconds (it imports torch), running one law costs milliseconds. So the ranks
 stay, sessions come and go in them, and only a failure costs a new pool: whatever state the ranks
-are in then, nobody uses it again.
+are in then, nobody uses it again. What a new rank imports is there already: it is forked.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import io
 import json
 import os
@@ -19,9 +20,9 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -40,78 +41,122 @@ class WorkerFailure(Exception):
     """A rank raised, died or hung; the message holds what each rank left behind."""
 
 
-class Worker:
-    """One rank: a process, a pipe for its answers, and a log for all that it prints."""
+class ForkServer:
+    """A process that has imported what a driver's ranks import, and is forked for each of them."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], python: str) -> None:
-        self.rank = rank
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
-        receiving, sending = os.pipe()
-        self.answers = os.fdopen(receiving, "rb")
-        # a session of its own: data workers that it starts can be ended with it
+    def __init__(self, python: str, import_path: str, packages: Sequence[str]) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
+        self.requests, theirs = socket.socketpair()
         self.process = subprocess.Popen(
-            [python, "-m", "drivetrain.conformance.worker", str(sending)],
-            env=environment,
-            stdin=subprocess.PIPE,
+            [python, "-m", "drivetrain.conformance.worker", str(theirs.fileno()), *packages],
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path},
+            stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
-            pass_fds=(sending,),
+            pass_fds=(theirs.fileno(),),
             start_new_session=True,
-            text=True,
         )
-        os.close(sending)
+        theirs.close()
+
+    def fork(self, environment: Mapping[str, str], *files: int) -> int:
+        """The id of a rank with that environment; `files`: for its jobs, answers and words."""
+        return self._ask({"environment": dict(environment)}, files)
+
+    def wait(self, pid: int) -> int:
+        """The exit code of a rank that ends."""
+        return self._ask({"pid": pid}, ())
+
+    def _ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
+        with suppress(ConnectionError):  # a dead server is found when its answer is missing
+            socket.send_fds(self.requests, [json.dumps(request).encode() + b"\n"], files)
+            if answer := self.requests.recv(64):
+                return int(answer)
+        raise WorkerFailure(f"no rank could be started:\n{last_words(self.log)}")
+
+    def close(self) -> None:
+        self.requests.close()
+        self.process.wait()
+        self.log.close()
+
+
+class Worker:
+    """One rank: a process, pipes for its jobs and answers, and a log for all that it prints."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str], server: ForkServer) -> None:
+        self.rank, self.server = rank, server
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        (reading, jobs), (answers, writing) = os.pipe(), os.pipe()
+        self.jobs, self.answers = os.fdopen(jobs, "w"), os.fdopen(answers, "rb")
+        self.pid = server.fork(environment, reading, writing, self.log.fileno())
+        self.code: int | None = None
+        os.close(reading)
+        os.close(writing)
 
     def send(self, line: str) -> None:
-        assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # a dead rank is found when its answer is missing
-            self.process.stdin.write(line)
-            self.process.stdin.flush()
+            self.jobs.write(line)
+            self.jobs.flush()
 
     def receive(self) -> dict[str, Any]:
         size = int.from_bytes(self.answers.read(8), "little")
         if not size:
-            return {"error": f"the process ended: {self._ending()}\n{self.last_words()}"}
+            return {"error": f"the process ended: {self._ending()}\n{last_words(self.log)}"}
         answer: dict[str, Any] = torch.load(
             io.BytesIO(self.answers.read(size)), weights_only=True, map_location="cpu"
         )
         return answer
 
     def _ending(self) -> str:
-        code = self.process.wait(GRACE_SECONDS)
+        code = self._wait()
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+    def _wait(self) -> int:
+        if self.code is None:
+            self.code = self.server.wait(self.pid)
+        return self.code
 
     def interrupt(self) -> dict[str, Any]:
         """End a rank that hangs; its stacks tell where."""
-        self.process.send_signal(signal.SIGABRT)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(GRACE_SECONDS)
-        return {"error": f"no answer; it was ended, its stacks were:\n{self.last_words()}"}
-
-    def last_words(self) -> str:
-        end = self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, end - LOG_TAIL_BYTES))
-        lines = self.log.read().decode(errors="replace").splitlines()
-        return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
+        os.kill(self.pid, signal.SIGABRT)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.answers, selectors.EVENT_READ)
+            selector.select(GRACE_SECONDS)  # it ends, and so does its pipe
+        told = f"no answer; it was ended, its stacks were:\n{last_words(self.log)}"
+        return {"error": told}
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdin is not None
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # a session of its own: data workers end with it
+            os.killpg(self.pid, signal.SIGKILL)
+        self._wait()
         with suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self.jobs.close()
         self.answers.close()
         self.log.close()
+
+
+def last_words(log: IO[bytes]) -> str:
+    """What a process printed at the end."""
+    end = log.seek(0, os.SEEK_END)
+    log.seek(max(0, end - LOG_TAIL_BYTES))
+    lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
 
 
 class Pool:
     """The ranks of one world, started as `torchrun` starts them."""
 
-    def __init__(self, size: int, python: str | None = None) -> None:
+    def __init__(self, size: int, python: str | None, packages: Sequence[str]) -> None:
         path = import_path(foreign=python is not None)
-        self.workers = [
-            Worker(rank, environment(rank, size, path), python or sys.executable)
+        # of two servers, so that strings hash otherwise on rank 0 than on others, as they may
+        servers = [
+            fork_server(python or sys.executable, path, tuple(packages), rank % 2)
             for rank in range(size)
+        ]
+        self.workers = [
+            Worker(rank, environment(rank, size, path), server)
+            for rank, server in enumerate(servers)
         ]
 
     def call(self, job: Mapping[str, Any], timeout_seconds: float) -> list[Any]:
@@ -191,19 +236,34 @@ def free_port() -> int:
 _pools: dict[tuple[str, int, str | None], Pool] = {}
 """By kind, world size and interpreter, the longest unused first."""
 
+_servers: list[ForkServer] = []
+
+
+@functools.cache
+def fork_server(python: str, path: str, packages: tuple[str, ...], number: int) -> ForkServer:
+    """The living one of that number."""
+    _servers.append(ForkServer(python, path, packages))
+    return _servers[-1]
+
 
 @contextmanager
-def lend(kind: str, size: int, python: str | None = None, last: bool = False) -> Iterator[Pool]:
+def lend(
+    kind: str,
+    size: int,
+    python: str | None = None,
+    packages: Sequence[str] = (),
+    last: bool = False,
+) -> Iterator[Pool]:
     """The living pool of that kind (driver, and options fixed for the life of a process), world
-    size and interpreter (None: this one). An exception ends it, and so does a borrower who is to be
-    the `last`.
+    size and interpreter (None: this one); a new one finds `packages` imported. An exception ends
+    it, and so does a borrower who is to be the `last`.
     """
     key = kind, size, python
     ranks = _pools.pop(key, None)
     if ranks is None:
         while _pools and sum(key[1] for key in _pools) + size > MAX_WORKERS:
             _pools.pop(next(iter(_pools))).close()
-        ranks = Pool(size, python)
+        ranks = Pool(size, python, packages)
     _pools[key] = ranks
     try:
         yield ranks
@@ -217,6 +277,8 @@ def lend(kind: str, size: int, python: str | None = None, last: bool = False) ->
 
 @atexit.register
 def close_pools() -> None:
-    """End all workers."""
+    """End all workers, and what they were forked from."""
     while _pools:
         _pools.popitem()[1].close()
+    while _servers:
+        _servers.pop().close()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..kernel.errors import BackendUnavailable
 from .bench import Bench
-from .harness import lend
+from .harness import Pool, lend
 
 __all__ = ["Facts", "Subject"]
 
@@ -77,18 +77,16 @@ class Subject:
         """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
         default). `job` must be importable, its arguments JSON. `last`: it leaves these processes
         unfit for another, as after a collective that failed. Raises `WorkerFailure`."""
-        return self._run_in(self._kind, world or self.world, last, job, arguments)
+        with lend(self._kind, world or self.world, self.python, self._packages, last) as ranks:
+            return self._call(ranks, job, arguments)
 
-    def _run_in(
-        self, kind: str, world: int, last: bool, job: Callable[..., T], arguments: dict[str, Any]
-    ) -> list[T]:
+    def _call(self, ranks: Pool, job: Callable[..., T], arguments: dict[str, Any]) -> list[T]:
         message = {
             "function": f"{job.__module__}:{job.__qualname__}",
             "bench": {"backend": self.backend, "options": dict(self.options)},
             "arguments": arguments,
         }
-        with lend(kind, world, self.python, last) as ranks:
-            return ranks.call(message, self.timeout_seconds)
+        return ranks.call(message, self.timeout_seconds)
 
     @functools.cached_property
     def _kind(self) -> str:
@@ -98,9 +96,14 @@ class Subject:
         return " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(fixed.items()))])
 
     @functools.cached_property
+    def _packages(self) -> list[str]:
+        """What the driver stands on, as its ranks import it."""
+        return sorted(name.replace("-", "_") for name in self.facts.versions)
+
+    @functools.cached_property
     def facts(self) -> Facts:
-        world = self.num_processes or 1
-        return Facts(**self._run_in(self.backend, world, False, describe, {})[0])
+        with lend(f"facts of {self.backend}", 1, self.python) as ranks:
+            return Facts(**self._call(ranks, describe, {})[0])
 
     @functools.cached_property
     def world(self) -> int:

@@ -1,7 +1,8 @@
-"""One rank of a pool: takes jobs from standard input, one JSON line each, and answers on a pipe.
+"""The ranks of pools, each forked from a process that has imported what they need.
 
-A job is the importable name of a function and its arguments. The answer is written with
-`torch.save` and read with `weights_only`: tensors and plain values, nothing that runs code.
+A rank takes jobs, one JSON line each, and answers on a pipe. A job is the importable name of a
+function and its arguments. The answer is written with `torch.save` and read with `weights_only`:
+tensors and plain values, nothing that runs code.
 """
 
 from __future__ import annotations
@@ -12,26 +13,56 @@ import io
 import json
 import os
 import resource
+import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 import torch
+import torch._dynamo  # each rank's first optimizer would import it
 
 from ..data.random_state import seed_generators
 from .bench import Bench
 
 
-def main() -> None:
-    """Serve until standard input ends, which it does when the parent is gone."""
+def main(requests: str, *packages: str) -> None:
+    """Be forked for each rank that is asked for, until nobody is left to ask."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for package in packages:
+        with suppress(ImportError):  # whoever needs it will say so
+            importlib.import_module(package)
+    sys.stdout.flush()  # what they printed, before each rank inherits it
+    with socket.socket(fileno=int(requests)) as channel, channel.makefile("rb") as lines:
+        while True:
+            begun, files, _, _ = socket.recv_fds(channel, 1, 3)
+            if not begun:
+                return
+            request = json.loads(begun + lines.readline())
+            if "pid" in request:
+                answer = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
+            elif not (answer := os.fork()):
+                break
+            for file in files:
+                os.close(file)
+            channel.sendall(str(answer).encode())
+    serve(request["environment"], *files)
+
+
+def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> None:
+    """Be a rank until its jobs end, which they do when who asked is gone."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(words, stream.fileno())
     faulthandler.enable(all_threads=True)  # the pool ends a hanging rank by SIGABRT
-    with os.fdopen(int(sys.argv[1]), "wb") as answers:
-        for number, line in enumerate(sys.stdin):
+    with os.fdopen(jobs) as lines, os.fdopen(answers, "wb") as pipe:
+        for number, line in enumerate(lines):
             job = json.loads(line)
             os.environ["MASTER_PORT"] = job["port"]
             scramble(number)
-            _answer(answers, _perform(job))
+            _answer(pipe, _perform(job))
 
 
 def scramble(number: int) -> None:
@@ -58,4 +89,4 @@ def _answer(answers: BinaryIO, answer: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
