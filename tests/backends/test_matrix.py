@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -13,25 +14,22 @@ from drivetrain.conformance import Subject, matrix
 from drivetrain.conformance.crossing import TRAININGS, Saved, crossing, refusal, save, title
 from drivetrain.conformance.matrix import main, parse_subject
 
-# the first test waits until all have saved; each rank's answer has a limit of its own
+# the first slow one waits until all have saved; each rank's answer has a limit of its own
 pytestmark = pytest.mark.timeout(840)
 
 HUB = "cpu"
 NEWEST = ("cpu", "ddp:2", "fsdp:2")
 """Drivers that run on the newest torch as well as on 2.8."""
 
-OFTEN = ("cpu", "ddp:2", "fsdp:2", "deepspeed:2,stage=3", "xla", "ipex")
-"""Each driver once: with these the hub exchanges checkpoints in each run, the rest is slow."""
+RING = ("cpu", "ddp:2", "fsdp:2", "deepspeed:2,stage=3", "xla", "ipex")
+"""Each driver once: in each run each resumes the one before it; all pairs are slow."""
 
 CROSSINGS = [
-    pytest.param(reader, writer, training, marks=[] if often else pytest.mark.slow)
+    (reader, writer, training)
     for reader in reversed(WORLDS)  # the last to save are still up
     for writer in WORLDS
     for training in TRAININGS
     if training == "AdamW" or HUB in (reader, writer)
-    for often in [
-        training == "AdamW" and HUB in (reader, writer) and {reader, writer} <= set(OFTEN)
-    ]
 ]
 """In the order in which the fewest processes are started."""
 
@@ -61,13 +59,21 @@ def saved(text: str, training: str, newest: bool = False) -> Saved:
 def all_saved(request: pytest.FixtureRequest) -> None:
     """What the chosen tests read, by one driver after the other: the ranks of each start once."""
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    needed = {(each["writer"], each["training"]) for each in chosen if "writer" in each}
+    needed = {(each["writer"], each["training"]) for each in chosen if "training" in each}
     for text in WORLDS:
         for training in TRAININGS:
             if (text, training) in needed and not refused(text, training):
                 saved(text, training)
 
 
+@pytest.mark.parametrize(("writer", "reader"), [*itertools.pairwise([*RING, RING[0]])])
+def test_each_driver_resumes_the_one_before(writer: str, reader: str) -> None:
+    """On the newest torch that either runs on."""
+    old = {"xla", "ipex"}
+    crossing(saved(writer, "AdamW", writer not in old), subject(reader, reader not in old))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("all_saved")
 @pytest.mark.parametrize(("reader", "writer", "training"), CROSSINGS)
 def test_checkpoints_cross(reader: str, writer: str, training: str) -> None:

@@ -97,8 +97,8 @@ class Subject:
 
     @functools.cached_property
     def _packages(self) -> list[str]:
-        """What the driver stands on, as its ranks import it."""
-        return sorted(name.replace("-", "_") for name in self.facts.versions)
+        """What the driver stands on beside torch, as its ranks import it."""
+        return sorted(name.replace("-", "_") for name in {*self.facts.versions} - {"torch"})
 
     @functools.cached_property
     def facts(self) -> Facts:
