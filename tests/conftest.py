@@ -1,4 +1,4 @@
-"""Of the tests that are chosen, a part that is always the same, `--shard 2/4`, the longest first."""
+"""The longest tests first; and a part of them that is always the same, by `--shard 2/4`."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from .resuming import (
     STEPS,
     compare,
     record,
+    recorded,
     refuse,
     restore,
 )
@@ -30,7 +31,7 @@ from .subject import Subject
 def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: Any) -> None:
     """With dropout, resumed in mid-epoch, at its end, before and after its last, partial batch."""
     with tempfile.TemporaryDirectory() as folder:
-        straight = record(subject, f"{folder}/straight", **how)
+        straight = recorded(subject, **how)
         resumed = straight
         for number, stop in enumerate(stops):
             source = resumed["checkpoint"].replace(f"{STEPS:06}", f"{stop:06}")
@@ -53,7 +54,7 @@ def an_optimizer_that_counts_resumes_exactly(subject: Subject) -> None:
     as they were."""
     with tempfile.TemporaryDirectory() as folder:
         how: dict[str, Any] = {"settings": {"optimizer.name": COUNTING}}
-        straight = record(subject, f"{folder}/straight", **how)
+        straight = recorded(subject, **how)
         source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
         resumed = record(subject, f"{folder}/resumed", resume=source, **how)
         stored = read_all(CheckpointReader(source))["optimizer"]
@@ -79,14 +80,13 @@ def resumed_run_of_three_ranks_is_bit_exact(subject: Subject) -> None:
 @check()
 def a_parameter_of_no_dimension_moves_between_drivers(subject: Subject) -> None:
     """It and its moments are saved once, and restored by another driver as they were."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="scaled")["checkpoint"]
-        stored = read_all(CheckpointReader(source))
-        for other in (subject, *subject.peers[:1]):
-            ranks = other.run(restore, problem="scaled", source=source)
-            state = assemble([rank["state"] for rank in ranks])
-            for kind in ("weights", "optimizer"):
-                require_same_bits(f"{kind}, restored by {other}", state[kind], stored[kind])
+    source = recorded(subject, problem="scaled")["checkpoint"]
+    stored = read_all(CheckpointReader(source))
+    for other in (subject, *subject.peers[:1]):
+        ranks = other.run(restore, problem="scaled", source=source)
+        state = assemble([rank["state"] for rank in ranks])
+        for kind in ("weights", "optimizer"):
+            require_same_bits(f"{kind}, restored by {other}", state[kind], stored[kind])
 
 
 @check()
@@ -99,7 +99,7 @@ def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
 def a_run_that_saves_behind_training_is_bit_exact(subject: Subject) -> None:
     """What is saved is the state of a step, though later steps change it meanwhile."""
     with tempfile.TemporaryDirectory() as folder:
-        straight = record(subject, f"{folder}/straight")["checkpoint"]
+        straight = recorded(subject)["checkpoint"]
         behind = record(subject, f"{folder}/behind", behind=True)["checkpoint"]
         for step in range(1, STEPS + 1):
             stored, expected = (
@@ -116,7 +116,7 @@ def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str
     for peer in subject.peers:
         writer, reader = (subject, peer) if direction == "to" else (peer, subject)
         with tempfile.TemporaryDirectory() as folder:
-            straight = record(writer, f"{folder}/straight", problem="language")
+            straight = recorded(writer, problem="language")
             source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
             stored = read_all(CheckpointReader(source))
             restored = assemble(
@@ -136,9 +136,8 @@ def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str
 @check()
 def a_checkpoint_is_what_plain_torch_reads(subject: Subject) -> None:
     """Evaluated in plain PyTorch, the stored weights give the metrics of the run."""
-    with tempfile.TemporaryDirectory() as folder:
-        told = record(subject, folder, problem="language", evaluate=[11])
-        weights = read_all(CheckpointReader(told["checkpoint"]))["weights"]
+    told = recorded(subject, problem="language", evaluate=[11])
+    weights = read_all(CheckpointReader(told["checkpoint"]))["weights"]
     expected = oracle.evaluate("language", weights, 11)["loss"]
     require_close("loss", [told["evaluated"][-1]["metrics"]["loss"]], [expected], 1e-6)
 
@@ -146,10 +145,9 @@ def a_checkpoint_is_what_plain_torch_reads(subject: Subject) -> None:
 @check()
 def tied_weights_stay_tied(subject: Subject) -> None:
     """They are stored once, and one parameter still after an update of the restored model."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="language")["checkpoint"]
-        stored = CheckpointReader(source).names("weights")
-        ranks = subject.run(restore, problem="language", source=source, updates=True)
+    source = recorded(subject, problem="language")["checkpoint"]
+    stored = CheckpointReader(source).names("weights")
+    ranks = subject.run(restore, problem="language", source=source, updates=True)
     for rank in ranks:
         groups = [sorted(group) for group in rank["tied"]]
         require_same("tied groups", groups, [["embedding.weight", "head.weight"]])
@@ -165,9 +163,8 @@ def tied_weights_stay_tied(subject: Subject) -> None:
 @check()
 def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
     """`full_params` on every rank, and the shards of all ranks together."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="language")["checkpoint"]
-        ranks = subject.run(restore, problem="language", source=source, updates=True)
+    source = recorded(subject, problem="language")["checkpoint"]
+    ranks = subject.run(restore, problem="language", source=source, updates=True)
     weights = assemble([rank["state"] for rank in ranks])["weights"]
     size = sum(p.numel() for p in PROBLEMS["language"].recipe().model().parameters())
     for number, rank in enumerate(ranks):
@@ -179,20 +176,18 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
 @check()
 def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
     """`CheckpointMismatch`, and weights and optimizer are as they were."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="language")["checkpoint"]
-        for rank in subject.run(refuse, problem="regression", source=source, optimizer="AdamW"):
-            require_refused("another model", rank["as it is"], "CheckpointMismatch", "")
+    source = recorded(subject, problem="language")["checkpoint"]
+    for rank in subject.run(refuse, problem="regression", source=source, optimizer="AdamW"):
+        require_refused("another model", rank["as it is"], "CheckpointMismatch", "")
 
 
 @check(optimizer=("SGD", "Adagrad"))
 def another_optimizer_is_refused_before_anything_changes(subject: Subject, optimizer: str) -> None:
     """`CheckpointMismatch` for AdamW's state, which one of them would ignore, and the other fail
     on; and weights and optimizer are as they were."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="regression")["checkpoint"]
-        for rank in subject.run(refuse, problem="regression", source=source, optimizer=optimizer):
-            require_refused("AdamW's state", rank["as it is"], "CheckpointMismatch", "exp_avg")
+    source = recorded(subject, problem="regression")["checkpoint"]
+    for rank in subject.run(refuse, problem="regression", source=source, optimizer=optimizer):
+        require_refused("AdamW's state", rank["as it is"], "CheckpointMismatch", "exp_avg")
 
 
 DAMAGE = {
@@ -207,11 +202,10 @@ DAMAGE = {
 @check()
 def a_damaged_optimizer_state_is_refused_before_anything_changes(subject: Subject) -> None:
     """The error names the entry, and weights and optimizer are as they were."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="regression")["checkpoint"]
-        ranks = subject.run(
-            refuse, problem="regression", source=source, optimizer="AdamW", damage=list(DAMAGE)
-        )
+    source = recorded(subject, problem="regression")["checkpoint"]
+    ranks = subject.run(
+        refuse, problem="regression", source=source, optimizer="AdamW", damage=list(DAMAGE)
+    )
     for rank in ranks:
         for damage, error in DAMAGE.items():
             require_refused(f"an entry that is {damage}", rank[damage], error, "4.weight")
@@ -230,17 +224,16 @@ def require_refused(what: str, told: Mapping[str, Any], error: str, named: str) 
 def weights_alone_can_be_restored(subject: Subject, optimizer: str) -> None:
     """Of a checkpoint without optimizer tensors the weights are taken, and the optimizer, which has
     stepped, is as it was when it was built."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = record(subject, folder, problem="language")["checkpoint"]
-        stored = read_all(CheckpointReader(source))
-        ranks = subject.run(
-            restore,
-            problem="language",
-            source=source,
-            weights_only=True,
-            stepped=True,
-            optimizer=optimizer,
-        )
+    source = recorded(subject, problem="language")["checkpoint"]
+    stored = read_all(CheckpointReader(source))
+    ranks = subject.run(
+        restore,
+        problem="language",
+        source=source,
+        weights_only=True,
+        stepped=True,
+        optimizer=optimizer,
+    )
     fresh, after = (assemble([rank[when] for rank in ranks]) for when in ("fresh", "state"))
     require_same_bits("weights", after["weights"], stored["weights"])
     require_same_bits("optimizer", after["optimizer"], fresh["optimizer"])

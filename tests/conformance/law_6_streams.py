@@ -7,7 +7,7 @@ import tempfile
 from . import law_6_resume
 from .cases import check
 from .judge import require_close, require_same
-from .resuming import SAMPLES, STEPS, record
+from .resuming import SAMPLES, STEPS, record, recorded
 from .subject import Subject
 
 IN_ORDER = [list(range(start, min(start + 8, SAMPLES))) for start in range(0, SAMPLES, 8)]
@@ -31,7 +31,7 @@ def a_stream_keeps_its_order_on_any_world_size(subject: Subject) -> None:
     """The samples of each update are the next ones of the stream, before and after resuming."""
     for peer in subject.peers:
         with tempfile.TemporaryDirectory() as folder:
-            straight = record(subject, f"{folder}/straight", problem="language", data="stateful")
+            straight = recorded(subject, problem="language", data="stateful")
             source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
             on = {"problem": "language", "data": "stateful", "resume": source}
             resumed = record(peer, f"{folder}/on", **on)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -68,6 +72,20 @@ def record(
         "shown": [rank["weights"] for rank in ranks],
         "state": read_all(CheckpointReader(ranks[0]["checkpoint"])),
     }
+
+
+_recorded: dict[tuple[Subject, str], dict[str, Any]] = {}
+
+
+def recorded(subject: Subject, **how: Any) -> dict[str, Any]:
+    """Such a run, whose folder is kept for whoever reads it next: to train costs more than what is
+    asked of it afterwards."""
+    key = subject, json.dumps(how, sort_keys=True)
+    if key not in _recorded:
+        folder = tempfile.mkdtemp(prefix="drivetrain-recorded-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        _recorded[key] = record(subject, f"{folder}/run", **how)
+    return _recorded[key]
 
 
 def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) -> str | None:
