@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 __all__ = ["Batch", "Microstep", "Recipe"]
 
-
 Batch = Any
 """What the collate function returns: a tensor, or a dict, list or tuple of batches."""
 
@@ -52,6 +51,10 @@ class Recipe:
 
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None
     """Builds the optimizer from (FQN, parameter) pairs; by default the one in the settings."""
+
+    schedule: Callable[[Any], Any] | None = None
+    """`schedule(applied)`: the factor of learning rates after so many applied updates; or, given an
+    optimizer, an `LRScheduler` of torch's for it. By default the one in the settings."""
 
     measure: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
     """What evaluation adds up: named tensors, each a SUM over the batch, so that sums of batches

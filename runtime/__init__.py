@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         CheckpointSettings,
         DataSettings,
         EvaluateSettings,
+        OptimizerGroup,
         OptimizerSettings,
         ScheduleSettings,
         Settings,
@@ -46,6 +47,7 @@ __all__ = [
     "DrivetrainError",
     "EvaluateSettings",
     "Mix",
+    "OptimizerGroup",
     "OptimizerSettings",
     "Pack",
     "ReadAgain",
@@ -77,7 +79,10 @@ _HOMES = {
     "trainer.predict": ("predict",),
     "trainer.predictions": ("Chunk",),
     "trainer.result": ("Result",),
-    "trainer.settings": tuple(name for name in __all__ if name.endswith("Settings")),
+    "trainer.settings": (
+        "OptimizerGroup",
+        *(name for name in __all__ if name.endswith("Settings")),
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -122,6 +122,18 @@ def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
             "torch.optim.Optimizer"
         )
     return optimizer
+
+
+def kinds_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Itself, or those that it steps as one: each may treat parameters in another way."""
+    several: Mapping[str, torch.optim.Optimizer] = getattr(optimizer, "optimizers", {})
+    return list(several.values()) or [optimizer]
+
+
+def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The one of `kinds_of` that steps this group."""
+    several: Mapping[str, torch.optim.Optimizer] = getattr(optimizer, "optimizers", {})
+    return several.get(group.get("optimizer", ""), optimizer)
 
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:

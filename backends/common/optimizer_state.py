@@ -37,6 +37,7 @@ from ...checkpoint.optimizer_entries import (
 )
 from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
 from ...kernel.shards import Reader
+from . import models
 from .averages import Averages
 
 __all__ = [
@@ -158,8 +159,9 @@ def check(
         present = [name for name in of_group if name is not None and name in stored]
         for dims in sorted({len(shapes[name]) for name in present}):
             alike = {n: stored[n] for n in present if len(shapes[n]) == dims}
-            if (kept := _kept_by(optimizer, group, dims)) is not None:
-                _compare_keys(optimizer, alike, kept)
+            kind = models.kind_of(optimizer, group)
+            if (kept := _kept_by(kind, group, dims)) is not None:
+                _compare_keys(kind, alike, kept)
                 for fqn, entries in alike.items():
                     for key, name in entries.items():
                         _compare_entry(reader, name, kept[key], tuple(shapes[fqn]))

@@ -254,12 +254,18 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
     all parameters as Prodigy does, would silently become another algorithm. It is tried on a matrix
     and, twice, on stretches of the same numbers.
     """
-    if isinstance(optimizer, torch.optim.Adagrad) and len(optimizer.param_groups) > 1:
+    kinds = models.kinds_of(optimizer)
+    if any(isinstance(k, torch.optim.Adagrad) for k in kinds) and len(optimizer.param_groups) > 1:
         raise CapabilityRefused(
             "Adagrad with more than one group of parameters",
             "deepspeed",
             "DeepSpeed makes it anew with the settings of one; put all parameters into one group",
         )
+    for kind in kinds:
+        _refuse_unless_elementwise(kind, device)
+
+
+def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     reason = "it updates a matrix differently from the same numbers in parts, each by itself"
     numbers = torch.linspace(-1.0, 2.0, 24)
     try:
@@ -302,6 +308,11 @@ def _twin(
 def refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
     """Raises `CapabilityRefused` for an optimizer that counts its steps in its groups, where ZeRO
     makes many of one: all groups are there in each."""
+    for kind in models.kinds_of(optimizer):
+        _refuse_if_it_counts_steps(kind)
+
+
+def _refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
     twin = _twin(optimizer, [])
     before = {**twin.param_groups[0]}
     twin.step()

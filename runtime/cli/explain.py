@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,15 @@ def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) 
     Measured: one step on a parameter of that shape alone, so that no more than one parameter's
     state is in memory at a time.
     """
-    build = recipe.optimizer or optimizer.build
-    known: dict[tuple[tuple[int, ...], torch.dtype], int] = {}
+    build = recipe.optimizer or partial(optimizer.build, all_of_them=False)
+    known: dict[tuple[Any, ...], int] = {}
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        key = (tuple(parameter.shape), parameter.dtype)
+        key: tuple[Any, ...] = (tuple(parameter.shape), parameter.dtype)
+        if optimizer.groups:
+            key += (name,)
         if key not in known:
             twin = nn.Parameter(torch.zeros(key[0], dtype=key[1]))
             twin.grad = torch.zeros_like(twin)

@@ -82,6 +82,8 @@ def _of_type(hint: Any) -> Schema:
         return {"anyOf": [*options, *without]}  # TOML has no null
     if origin is typing.Literal:
         return {"enum": list(parts)}
+    if dataclasses.is_dataclass(origin):
+        return _of(typing.cast(type, origin)())
     if origin is tuple:
         return {"type": "array", "items": _of_type(parts[0])}
     if isinstance(origin, type) and issubclass(origin, Mapping):

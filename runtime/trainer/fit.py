@@ -20,7 +20,7 @@ from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .late_ranks import flight_records_kept
 from .out_of_memory import with_remembered
-from .recipe_checks import check_recipe, exits_told
+from .recipe_checks import check_optimization, check_recipe, exits_told
 from .result import Result, RetryWithSmallerBatch
 from .run import Run
 from .run_lock import RunLock
@@ -57,8 +57,7 @@ def fit(
     """
     check_recipe(recipe)
     settings = settings or Settings()
-    if recipe.optimizer is None:
-        settings.optimizer.factory()  # raises
+    check_optimization(recipe, settings)
     refuse_no_average(settings)
     end_with_launcher()
     driver = usable_driver(backend)

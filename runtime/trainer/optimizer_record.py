@@ -37,9 +37,10 @@ class OptimizerRecord:
         if not hasattr(optimizer, "param_groups"):
             return optimizer  # the driver says what is wrong with it
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        kinds = getattr(optimizer, "optimizers", {"": optimizer}).values()
         self._bases = {base.__qualname__ for base in type(optimizer).__mro__}
         self.noted = {
-            "name": type(optimizer).__qualname__,
+            "name": " and ".join(type(kind).__qualname__ for kind in kinds),
             "groups": [_settings(group) for group in optimizer.param_groups],
             "frozen": sorted(name for name, parameter in pairs if id(parameter) not in trained),
         }

@@ -9,7 +9,7 @@ count, and what is left of the data at the position.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..data.open_dataset import Source
 from ..kernel.batches import LARGEST, Position
 from ..kernel.errors import CheckpointDamaged, DataError, SettingError
 from ..kernel.progress import Progress
-from .schedule import build_schedule
+from .schedule import RecipeSchedule, build_schedule
 from .settings import Settings
 
 __all__ = ["Planned"]
@@ -27,14 +27,28 @@ class Planned:
     """The steps of one run, and the schedule of learning rates over them. `total`: None until the
     data ends."""
 
-    def __init__(self, settings: Settings, source: Source) -> None:
-        self.settings, self.source = settings, source
+    def __init__(
+        self, settings: Settings, source: Source, schedule: Callable[[Any], Any] | None = None
+    ) -> None:
+        """`schedule`: the recipe's, which counts in place of the settings'."""
+        self.settings, self.source, self._schedule = settings, source, schedule
+        self._of_recipe: RecipeSchedule | None = None
         self._plan(_total(settings, source.steps_per_epoch))
 
     def _plan(self, total: int | None) -> None:
         self.total = total
-        schedule = asdict(self.settings.schedule)
-        self.schedule = build_schedule(total_steps=total, **schedule)
+        if self._schedule is None:
+            schedule = asdict(self.settings.schedule)
+            self._factor = build_schedule(total_steps=total, **schedule)
+
+    def rates(self, applied: int, base: Sequence[float]) -> Sequence[float]:
+        """The learning rates of the next update after so many. `base`: those of each group."""
+        if self._schedule is None:
+            factor = self._factor(applied)
+            return [rate * factor for rate in base]
+        if self._of_recipe is None:
+            self._of_recipe = RecipeSchedule(self._schedule, base)
+        return self._of_recipe.rates(applied)
 
     @property
     def _made_from(self) -> dict[str, Any]:

@@ -54,9 +54,9 @@ class SettingsPolicy:
             if unused := loop.engine.unused():
                 self.announce(events.Warned(unused_note(unused)))
         self.state.averages.catch_up(loop)
-        factor = self.state.planned.schedule(loop.progress.applied)
-        for group, rate in zip(loop.engine.param_groups, self._base_rates, strict=True):
-            group["lr"] = rate * factor
+        rates = self.state.planned.rates(loop.progress.applied, self._base_rates)
+        for group, rate in zip(loop.engine.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
         step, settings = loop.progress.step, self.settings

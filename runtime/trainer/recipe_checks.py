@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from ..data.indexed import length_of
-from ..kernel.errors import DataError, RecipeError, RecipeFailed
+from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
 from ..kernel.recipe import Recipe
+from .settings import ScheduleSettings, Settings
 
-__all__ = ["check_recipe", "exit_called", "exits_told"]
+__all__ = ["check_optimization", "check_recipe", "exit_called", "exits_told"]
 
-_FUNCTIONS = ("collate", "count_items", "optimizer", "measure", "summarise", "step")
+_FUNCTIONS = ("collate", "count_items", "optimizer", "schedule", "measure", "summarise", "step")
 
 
 def check_recipe(recipe: Any) -> None:
@@ -41,6 +42,32 @@ def check_recipe(recipe: Any) -> None:
     flops = recipe.flops_per_item
     if flops is not None and not _is_finite(flops):
         raise RecipeError(f"recipe.flops_per_item is {flops!r:.100}; it must be a number")
+
+
+def check_optimization(recipe: Recipe, settings: Settings) -> None:
+    """Raises `SettingError` for an optimizer or a schedule that is said twice or cannot be, and for
+    groups of parameters that are not those of the model, which is built on the meta device for
+    them. Where that cannot be done, the driver finds it out."""
+    if recipe.optimizer is not None and settings.optimizer.groups:
+        raise SettingError(
+            "optimizer.groups are set, and the recipe builds its own optimizer; take one"
+        )
+    if recipe.schedule is not None and settings.schedule != ScheduleSettings():
+        raise SettingError("schedule is set, and the recipe has a schedule of its own; take one")
+    if recipe.optimizer is not None:
+        return
+    settings.optimizer.check()
+    if settings.optimizer.groups and (named := _parameters(recipe)):
+        settings.optimizer.build(named)
+
+
+def _parameters(recipe: Recipe) -> list[tuple[str, nn.Parameter]]:
+    """Without their memory; none where the model cannot be built so."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return list(recipe.model().named_parameters())
+    except Exception:  # a model that looks at its numbers while it is made
+        return []
 
 
 def _check_data(recipe: Recipe) -> None:

@@ -103,7 +103,7 @@ class Run:
             # what is fetched ahead must not draw from the generators that a checkpoint holds
             isolate_random=able.feeds_ahead or None,
         )
-        planned = Planned(settings, source)
+        planned = Planned(settings, source, recipe.schedule)
         engine = self.memory.prepare(session, self.recipe)
         session.seed(settings.seed + 1 + world.rank)
         spikes = Spikes(settings.spikes, session, source.where)

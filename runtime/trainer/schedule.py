@@ -8,11 +8,15 @@ the clock and resuming needs no scheduler state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from ..kernel.errors import SettingError
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["SCHEDULES", "Schedule", "build_schedule", "cosine"]
+from ..kernel.errors import RecipeError, SettingError
+
+__all__ = ["SCHEDULES", "RecipeSchedule", "Schedule", "build_schedule", "cosine"]
 
 Schedule = Callable[[int], float]
 
@@ -95,3 +99,64 @@ def build_schedule(
         return shape(min(1.0, (applied - warmup_steps) / rest), final, decay)
 
     return factor
+
+
+class RecipeSchedule:
+    """Learning rates as a recipe's `schedule` says: a function of the applied updates, or a
+    scheduler of torch's. That one steps an optimizer of its own, as often as updates were applied:
+    a resumed run needs none of its state."""
+
+    def __init__(self, schedule: Callable[[Any], Any], base: Sequence[float]) -> None:
+        """`base`: the rate of each group. Raises `RecipeError`."""
+        self._schedule, self._base = schedule, list(base)
+        self._scheduler: LRScheduler | None = None
+        self._done = 0
+        if not self._is_a_function():
+            self._begin()
+
+    def rates(self, applied: int) -> list[float]:
+        """Those of the next update. Raises `RecipeError`."""
+        if self._scheduler is None:
+            factor = self._schedule(applied)
+            if not _is_rate(factor):
+                raise RecipeError(
+                    f"recipe.schedule({applied}) is {factor!r:.80}; it must be the factor of the "
+                    "learning rates, a number from 0 on"
+                )
+            return [rate * float(factor) for rate in self._base]
+        if applied < self._done:  # back at an earlier checkpoint
+            self._begin()
+        while self._done < applied:
+            self._scheduler.optimizer.step()
+            self._scheduler.step()
+            self._done += 1
+        return [float(group["lr"]) for group in self._scheduler.optimizer.param_groups]
+
+    def _is_a_function(self) -> bool:
+        try:
+            return _is_rate(self._schedule(0))
+        except Exception:  # of one that wants an optimizer, whatever it does with a number
+            return False
+
+    def _begin(self) -> None:
+        groups = [{"params": [torch.zeros(())], "lr": rate} for rate in self._base]
+        try:
+            scheduler = self._schedule(torch.optim.SGD(groups, lr=0.0))
+        except Exception as error:
+            raise RecipeError(
+                f"recipe.schedule takes neither a number of updates nor an optimizer: {error!r}. "
+                "Return a factor for a number; or a scheduler of torch's for an optimizer, one "
+                "that sets learning rates alone (cycle_momentum=False)"
+            ) from error
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+            raise RecipeError(
+                f"recipe.schedule returned {scheduler!r:.80}; for a number of updates it must "
+                "return the factor of the learning rates, or for an optimizer an LRScheduler of "
+                "torch's that steps with updates (and not by a metric, as ReduceLROnPlateau does)"
+            )
+        self._scheduler, self._done = scheduler, 0
+
+
+def _is_rate(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0

@@ -27,6 +27,9 @@ def check_types(settings: Any, prefix: str = "") -> None:
             raise _wrong_type(prefix + name, value, hint)
         if dataclasses.is_dataclass(value):
             check_types(value, f"{prefix}{name}.")
+        for number, part in enumerate(value if isinstance(value, tuple) else ()):
+            if dataclasses.is_dataclass(part):
+                check_types(part, f"{prefix}{name}.{number}.")
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -65,9 +68,19 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(settings, item.name)
         if dataclasses.is_dataclass(value):
             flat.update(flatten(value, f"{prefix}{item.name}."))
+        elif isinstance(value, tuple):
+            flat[prefix + item.name] = tuple(map(_table, value))
         else:
             flat[prefix + item.name] = value
     return flat
+
+
+def _table(value: Any) -> Any:
+    """A dataclass in a list as a table of what is not its default."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    defaults = vars(type(value)())
+    return {name: part for name, part in vars(value).items() if part != defaults[name]}
 
 
 def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
@@ -119,7 +132,12 @@ def parse(key: str, value: Any, hint: Any) -> Any:
         if value in typing.get_args(hint):
             return value
         raise _wrong_type(key, value, hint)
-    if origin is tuple:
+    if origin is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0]):
+        tables = _literal(value)
+        if isinstance(tables, (list, tuple)):
+            kind = typing.get_args(hint)[0]
+            return tuple(_from_table(f"{key}.{n}", part, kind) for n, part in enumerate(tables))
+    elif origin is tuple:
         parts = value.split(",") if isinstance(value, str) else value
         if isinstance(parts, (list, tuple)):
             return tuple(parse(key, part, typing.get_args(hint)[0]) for part in parts if part != "")
@@ -134,6 +152,15 @@ def parse(key: str, value: Any, hint: Any) -> Any:
     elif _fits(value, hint):
         return _as_float(value) if origin is float else value
     raise _wrong_type(key, value, hint)
+
+
+def _from_table(key: str, value: Any, kind: type) -> Any:
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, dict):
+        known = ", ".join(item.name for item in dataclasses.fields(kind))
+        raise SettingError(f"{key} is {short(value)}; it must be a table of {known}")
+    return override(kind(), value, f"{key}.")
 
 
 def _as_float(value: float) -> float:

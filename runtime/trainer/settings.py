@@ -7,19 +7,15 @@ values, and refuses unknown keys and values of a wrong type by name.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ..kernel.errors import SettingError
 from ..kernel.plan import Plan, Precision
 from ..kernel.ranges import LARGEST, check_range, most_at_once, short
+from .optimizers import OptimizerGroup, OptimizerSettings
 from .schedule import build_schedule
 from .setting_values import check_types, flatten
 
@@ -29,6 +25,7 @@ __all__ = [
     "CheckpointSettings",
     "DataSettings",
     "EvaluateSettings",
+    "OptimizerGroup",
     "OptimizerSettings",
     "ResumeSettings",
     "ScheduleSettings",
@@ -47,57 +44,6 @@ LARGEST_SEED = 2**63 - 1
 """torch takes twice that; ranks and steps are added to it."""
 LONGEST_SECONDS = 10**9
 """Communication libraries count nanoseconds in 63 bits, which is ten times as long."""
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """Any `torch.optim.Optimizer` by dotted name."""
-
-    name: str = "torch.optim.AdamW"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    """For tensors of two or more dimensions; biases, norms and other vectors get none."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments of the optimizer's constructor."""
-
-    def factory(self) -> Any:
-        """The object that `name` names. Raises `SettingError`."""
-        module, _, attribute = self.name.rpartition(".")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise SettingError(
-                f"optimizer.name is {self.name!r}, which cannot be imported ({error}); give the "
-                "full dotted name of a torch optimizer, such as torch.optim.SGD"
-            ) from error
-
-    def build(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """The optimizer over two groups, with and without decay; over one where none decays.
-        Raises `SettingError`."""
-        factory = self.factory()
-        trainable = [parameter for _, parameter in named if parameter.requires_grad]
-        decaying = [p for p in trainable if p.dim() >= 2 and self.weight_decay]
-        rest = [p for p in trainable if p.dim() < 2 or not self.weight_decay]
-        groups = [
-            {"params": chosen, "weight_decay": decay}
-            for chosen, decay in ((decaying, self.weight_decay), (rest, 0.0))
-            if chosen
-        ]
-        args = dict(self.args)
-        if self.name in ("torch.optim.AdamW", "torch.optim.Adam") and _can_fuse(trainable):
-            # one kernel for all parameters, and it honours `found_inf`
-            args.setdefault("fused", True)
-        try:
-            return typing.cast(torch.optim.Optimizer, factory(groups, lr=self.lr, **args))
-        except (TypeError, ValueError) as error:
-            given = {"lr": self.lr, "weight_decay": self.weight_decay, **args}
-            raise SettingError(f"optimizer {self.name!r} refuses {given}: {error}") from error
-
-
-def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if torch has fused optimizers for the device of the parameters."""
-    devices = _get_fused_kernels_supported_devices()
-    return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
 
 @dataclass(frozen=True)
@@ -239,7 +185,7 @@ class Settings:
     wait for each other in different calls. One that lives, and is in code of yours (a debugger, a
     server that is asked, a slow file system), is named, and waited for until `timeout_seconds`.
     None: nobody is watched."""
-    optimizer: OptimizerSettings = OptimizerSettings()
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = ScheduleSettings()
     average: AverageSettings = AverageSettings()
     data: DataSettings = DataSettings()

@@ -16,6 +16,7 @@ __all__ = ["LAWS", "Case", "Refused", "cases", "check"]
 LAWS = (
     "law_1_gradient",
     "law_1_absent",
+    "law_1_groups",
     "law_2_norm",
     "law_3_not_applied",
     "law_4_learning_rate",

@@ -170,6 +170,17 @@ class OneStepAParameter(WrappedEngine):
         return outcome
 
 
+class OneRateForAll(WrappedEngine):
+    """The rate of the first group is that of all."""
+
+    def update(self) -> Outcome:
+        first, *others = self.inner.param_groups
+        for group in others:
+            group["lr"] = first["lr"]
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
 class DecaysWithoutAGradient(WrappedEngine):
     """A parameter that no rank has a gradient of is given one of zero."""
 
@@ -708,6 +719,7 @@ FAULTS: dict[str, Fault] = {
     "weight forgotten": Fault(SGD, WeightForgotten),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
+    "one rate for all": Fault("1_groups-each_group", OneRateForAll),
     "decays without a gradient": Fault(
         "1_absent-what_has_no_gradient", DecaysWithoutAGradient, plan=finding_unused
     ),

@@ -1,0 +1,104 @@
+"""Law 1, groups of parameters. Each is updated by its own optimizer, at its own rate and decay.
+
+By the settings `optimizer.groups`, against plain PyTorch in one process; and resumed as any other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import CheckpointReader
+from . import oracle
+from .cases import check
+from .judge import require
+from .problems import PROBLEMS
+from .resuming import STEPS, compare, record
+from .state import read_all
+from .subject import Subject
+
+PROBLEM = "language"
+SEED = 3
+STOPPED_AT = 4
+ELEMENTWISE: list[dict[str, Any]] = [
+    {"pattern": "blocks.0.*", "name": "torch.optim.SGD", "lr": 0.1, "args": {"momentum": 0.9}},
+    {"pattern": "blocks.1.*", "lr": 0.02, "weight_decay": 0.3},
+    {},
+]
+Split = Callable[[nn.Module], Iterable[torch.optim.Optimizer]]
+
+
+def elementwise(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What `ELEMENTWISE` says, by hand; the settings have a rate of 0.01 for all else."""
+    named = dict(model.named_parameters())
+
+    def of(*prefixes: str) -> list[Tensor]:
+        return [p for name, p in named.items() if name.startswith(prefixes)]
+
+    rest = [p for name, p in named.items() if not name.startswith("blocks.")]
+    return [
+        torch.optim.SGD(of("blocks.0."), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(of("blocks.1."), lr=0.02, weight_decay=0.3),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0),
+    ]
+
+
+@check()
+def each_group_has_its_own_optimizer_and_rate(subject: Subject) -> None:
+    """Of two kinds, and three rates; resumed, too."""
+    prove(subject, ELEMENTWISE, elementwise, off=1e-4)
+
+
+def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: float) -> None:
+    """`off`: how far the weights may be from those by hand, as a part of the way that they went."""
+    settings = {"optimizer.groups": groups, "schedule.name": "constant", "seed": SEED}
+    with tempfile.TemporaryDirectory() as folder:
+        how: dict[str, Any] = {"problem": PROBLEM, "settings": settings}
+        straight = record(subject, f"{folder}/straight", **how)
+        first, weights = by_hand(straight["ids"], split)
+        require_near(
+            read_all(CheckpointReader(straight["checkpoint"]))["weights"], first, weights, off
+        )
+        source = straight["checkpoint"].replace(f"{STEPS:06}", f"{STOPPED_AT:06}")
+        resumed = record(subject, f"{folder}/resumed", resume=source, **how)
+    if subject.can("exact_resume"):
+        exact = compare(resumed, straight, last=STEPS - STOPPED_AT)
+        require(exact is None, f"resumed at {STOPPED_AT}: {exact}")
+
+
+def by_hand(ids: Iterable[list[int]], split: Split) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights before and after, in float64."""
+    torch.manual_seed(SEED)
+    model = PROBLEMS[PROBLEM].model().double().train()
+    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = list(split(model))
+    for step in ids:
+        batch = oracle.batch_of(PROBLEM, step)
+        loss = PROBLEMS[PROBLEM].loss(model, batch) / PROBLEMS[PROBLEM].items(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+    return first, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def require_near(
+    found: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    off: float,
+) -> None:
+    """Each weight is nearer to the expected one than so great a part of its way there."""
+    for name, tensor in expected.items():
+        way = float((tensor - first[name]).norm())
+        error = float((found[name].double() - tensor).norm())
+        require(
+            error <= off * way,
+            f"{name} went {way:.3g} and is {error:.3g} from where plain PyTorch takes it: "
+            f"{error / way:.2g} of the way, allowed {off:.2g}",
+        )
