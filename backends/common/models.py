@@ -126,14 +126,17 @@ def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """Itself, or those that it steps as one: each may treat parameters in another way."""
-    several: Mapping[str, torch.optim.Optimizer] = getattr(optimizer, "optimizers", {})
-    return list(several.values()) or [optimizer]
+    return list(_several(optimizer).values()) or [optimizer]
 
 
 def kind_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The one of `kinds_of` that steps this group."""
-    several: Mapping[str, torch.optim.Optimizer] = getattr(optimizer, "optimizers", {})
-    return several.get(group.get("optimizer", ""), optimizer)
+    return _several(optimizer).get(group.get("optimizer", ""), optimizer)
+
+
+def _several(optimizer: torch.optim.Optimizer) -> Mapping[str, torch.optim.Optimizer]:
+    several = getattr(optimizer, "optimizers", None)
+    return several if isinstance(several, Mapping) else {}
 
 
 def tied_groups(module: nn.Module) -> tuple[tuple[str, ...], ...]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ...checkpoint.optimizer_entries import copied, flat, is_state, nested
 from ...kernel.errors import CheckpointMismatch
 from ...kernel.shards import Flat, Piece, Reader
-from ..common import model_state
+from ..common import model_state, models
 from ..common.optimizer_state import GroupNumbers, check
 
 
@@ -390,7 +390,7 @@ def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Read
 
 def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Any) -> Tensor | int:
     """A number of steps as that optimizer keeps it: torch's in a tensor, DeepSpeed's in an int."""
-    if not type(optimizer).__module__.startswith("torch."):
+    if not type(models.kind_of(optimizer, part.settings)).__module__.startswith("torch."):
         return int(step)
     on_device = part.settings.get("fused") or part.settings.get("capturable")
     return torch.tensor(float(step), device=part.master.device if on_device else "cpu")

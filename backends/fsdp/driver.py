@@ -180,7 +180,16 @@ class FsdpEngine:
         return parameters
 
     def _stepper(self) -> torch.optim.Optimizer:
-        optimizer, how = self.optimizer, self.options.optimizer_step
+        """Several optimizers in one step each in its own way."""
+        several: Any = self.optimizer
+        if len(kinds := models.kinds_of(several)) == 1:
+            return self._stepper_of(*kinds)
+        for name, kind in several.optimizers.items():
+            several.step_by[name] = self._stepper_of(kind).step
+        return cast(torch.optim.Optimizer, several)
+
+    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        how = self.options.optimizer_step
         if how == "auto" and dtensor.steps_parts(optimizer):
             how = "parts"
         elif how == "auto" and dtensor.steps_tensors(optimizer):

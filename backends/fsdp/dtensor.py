@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
-from ..common import model_state, models
+from ..common import model_state
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -38,15 +38,13 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
     """True for an optimizer that may update each rank's part of a `DTensor` by itself."""
-    return all(
-        type(kind) in ELEMENTWISE and (type(kind) in FUSED or not kind.defaults.get("fused"))
-        for kind in models.kinds_of(optimizer)
-    )
+    kind = type(optimizer)
+    return kind in ELEMENTWISE and (kind in FUSED or not optimizer.defaults.get("fused"))
 
 
 def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """True for an optimizer that may update one whole tensor after another."""
-    return all(type(kind) in ELEMENTWISE | BY_TENSOR for kind in models.kinds_of(optimizer))
+    return type(optimizer) in ELEMENTWISE | BY_TENSOR
 
 
 def is_cut(tensor: Tensor) -> bool:

@@ -212,6 +212,8 @@ class Several(torch.optim.Optimizer):
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.optimizers = dict(optimizers)
         """By name. Whoever treats optimizers by their kind looks at each."""
+        self.step_by = {name: optimizer.step for name, optimizer in self.optimizers.items()}
+        """A driver may replace the steps of some."""
         groups = []
         for name, optimizer in self.optimizers.items():
             groups += [{**group, "optimizer": name} for group in optimizer.param_groups]
@@ -229,7 +231,7 @@ class Several(torch.optim.Optimizer):
             optimizer.param_groups = [g for g in self.param_groups if g["optimizer"] == name]
             optimizer.state = self.state
             vars(optimizer).update(held_back)
-            optimizer.step()
+            self.step_by[name]()
             for key in held_back:
                 delattr(optimizer, key)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.indexed import length_of
 from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
@@ -27,7 +28,11 @@ def check_recipe(recipe: Any) -> None:
     for part in ("model", "loss", "train_data"):
         if getattr(recipe, part) is None:
             raise RecipeError(f"the recipe has no {part}; training needs one")
-    for part, built in (("model", nn.Module), ("optimizer", torch.optim.Optimizer)):
+    for part, built in (
+        ("model", nn.Module),
+        ("optimizer", torch.optim.Optimizer),
+        ("schedule", LRScheduler),
+    ):
         value = getattr(recipe, part)
         if isinstance(value, built):
             raise RecipeError(

@@ -141,7 +141,7 @@ class RecipeSchedule:
     def _begin(self) -> None:
         groups = [{"params": [torch.zeros(())], "lr": rate} for rate in self._base]
         try:
-            scheduler = self._schedule(torch.optim.SGD(groups, lr=0.0))
+            scheduler = self._schedule(_Rates(groups, {"lr": 0.0}))
         except Exception as error:
             raise RecipeError(
                 f"recipe.schedule takes neither a number of updates nor an optimizer: {error!r}. "
@@ -155,6 +155,14 @@ class RecipeSchedule:
                 "torch's that steps with updates (and not by a metric, as ReduceLROnPlateau does)"
             )
         self._scheduler, self._done = scheduler, 0
+
+
+class _Rates(torch.optim.Optimizer):
+    """What a scheduler of torch's is given: nothing but learning rates, so that one that would set
+    more refuses it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Counted by the scheduler."""
 
 
 def _is_rate(value: Any) -> bool:
