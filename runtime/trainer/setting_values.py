@@ -133,7 +133,7 @@ def parse(key: str, value: Any, hint: Any) -> Any:
             return value
         raise _wrong_type(key, value, hint)
     if origin is tuple and dataclasses.is_dataclass(typing.get_args(hint)[0]):
-        tables = _literal(value)
+        tables = _literal(value) if value != "" else ()
         if isinstance(tables, (list, tuple)):
             kind = typing.get_args(hint)[0]
             return tuple(_from_table(f"{key}.{n}", part, kind) for n, part in enumerate(tables))
