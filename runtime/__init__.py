@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .kernel.recipe import Recipe
     from .trainer.fit import fit
     from .trainer.inference import evaluate
+    from .trainer.lora import lora
     from .trainer.predict import predict
     from .trainer.predictions import Chunk
     from .trainer.result import Result
@@ -62,6 +63,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "fit",
+    "lora",
     "predict",
 ]
 
@@ -76,6 +78,7 @@ _HOMES = {
     "kernel.recipe": ("Recipe",),
     "trainer.fit": ("fit",),
     "trainer.inference": ("evaluate",),
+    "trainer.lora": ("lora",),
     "trainer.predict": ("predict",),
     "trainer.predictions": ("Chunk",),
     "trainer.result": ("Result",),

@@ -27,6 +27,7 @@ from .averages import averaged_reader
 from .buffers import num_bytes
 from .format import safetensors, strict_json
 from .format.safetensors import Source, read_whole
+from .low_rank import Merged
 from .manifest import FileEntry, Manifest, file_name, write_manifest
 from .reader import CheckpointReader
 from .storage.local import LOCAL
@@ -51,15 +52,16 @@ def export_weights(
     """Write the weights of a checkpoint of any driver as whole tensors, or their averages that it
     holds (`weights="average"`); returns `folder`.
 
-    Tied weights are written once. One tensor at a time is in memory (one that is larger than
-    `max_shard_bytes` gets a file of its own). The folder appears complete or not at all. Raises
-    `OutputError` when it exists and is not empty, or cannot be written, and `CheckpointMismatch`
-    where there are no averages.
+    Tied weights are written once; changes of low rank (`drivetrain.lora`) are added to the weights
+    that they change. One tensor at a time is in memory (one that is larger than `max_shard_bytes`
+    gets a file of its own). The folder appears complete or not at all. Raises `OutputError` when it
+    exists and is not empty, or cannot be written, and `CheckpointMismatch` where there are no
+    averages.
     """
     if max_shard_bytes < 1:
         raise SettingError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
     opened = averaged_reader if weights == "average" else CheckpointReader
-    reader, folder = opened(checkpoint), Path(folder).absolute()
+    reader, folder = Merged(opened(checkpoint)), Path(folder).absolute()
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: exists and is not an empty folder; choose another")
     if not reader.names("weights"):
@@ -130,12 +132,12 @@ def building(temporary: Place, target: Place) -> Iterator[None]:
         raise OutputError(f"{target}: cannot be written: {error}") from error
 
 
-def _num_bytes(reader: CheckpointReader, name: str) -> int:
+def _num_bytes(reader: Merged, name: str) -> int:
     info = reader.info("weights", name)
     return num_bytes(info.dtype, info.shape)
 
 
-def _shards(reader: CheckpointReader, max_bytes: int) -> list[list[str]]:
+def _shards(reader: Merged, max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name in reader.names("weights"):
@@ -148,7 +150,7 @@ def _shards(reader: CheckpointReader, max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _source(reader: CheckpointReader, name: str) -> Source:
+def _source(reader: Merged, name: str) -> Source:
     info = reader.info("weights", name)
     return Source(info.dtype, info.shape, partial(reader.read, "weights", name))
 

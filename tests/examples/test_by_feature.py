@@ -28,6 +28,7 @@ SHOWS: dict[str, Callable[[Names], bool]] = {
     "export_weights": lambda n: n["weights"]["0.weight"].shape == (32, 8),
     "gradient_accumulation": lambda n: close(n["whole"].loss, n["parts"].loss),
     "length_buckets": lambda n: n["shares"]["by length"] < n["shares"]["shuffled"] / 2,
+    "lora": lambda n: n["weights"].keys() == n["recipe"].model().state_dict().keys(),
     "loss_spikes": lambda n: (
         [type(event).__name__ for event in n["events"][:2]] == ["LossSpiked", "RolledBack"]
         and n["result"].reason == "finished"

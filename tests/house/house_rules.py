@@ -60,6 +60,7 @@ FRONT_DOOR = frozenset(
         "__version__",
         "evaluate",
         "fit",
+        "lora",
         "predict",
     }
 )
