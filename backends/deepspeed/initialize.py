@@ -297,10 +297,13 @@ def _twin(
     optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """One of the same kind, with the settings of its first group, that has not stepped."""
-    twin = object.__new__(type(optimizer))
     given = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    settings = {**copy.deepcopy(given), "lr": 0.1, "params": parameters}
-    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=[settings])
+    settings = {**copy.deepcopy(given), "lr": 0.1}
+    if type(optimizer) is torch.optim.Adagrad:  # in torch 2.8 its state is made when it is
+        return torch.optim.Adagrad(parameters, **settings)
+    twin = object.__new__(type(optimizer))
+    groups = [{**settings, "params": parameters}]
+    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return twin
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 
 import torch
 from torch import Tensor
 
 from ..kernel.shards import Piece
+from .background import write_in_background
 
 __all__ = ["HostCopies", "host_bytes", "memory", "num_bytes"]
 
@@ -42,14 +44,28 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._places: list[Tensor] = []
+        self._getting_ready: Future[None] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Host memory held."""
         return sum(place.nbytes for place in self._places)
 
+    def get_ready(self, sizes: Sequence[int]) -> None:
+        """Begin to make memory for pieces of so many bytes, in the background: new memory is slow
+        when it is first written."""
+
+        def make() -> None:
+            for number, size in enumerate(sizes):
+                self._place(number, size).zero_()
+
+        self._getting_ready = write_in_background(make)
+
     def of(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         """The same pieces; their tensors no longer change with those of the run."""
+        if self._getting_ready is not None:
+            wait([self._getting_ready])  # where there is too little of it, what follows says so
+            self._getting_ready = None
         for number, piece in enumerate(pieces):
             tensor = piece.tensor.detach()
             place = self._place(number, tensor.nbytes)

@@ -97,6 +97,12 @@ class CheckpointStore:
             remove_in_background(lambda: _remove(retired))
         return saving.folder
 
+    def get_ready(self, engine: Engine, session: Session) -> None:
+        """Begin to make the host memory that saving in the background needs; called by all ranks,
+        after the first step, when optimizers have their state. Otherwise the first save does it,
+        while training stands still."""
+        self._copies.get_ready([piece.tensor.nbytes for piece in collect(engine, session)])
+
     def save_in_background(
         self,
         step: int,

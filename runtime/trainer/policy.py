@@ -39,7 +39,7 @@ class SettingsPolicy:
         """The last one logged."""
         self.resumed_from: Place | None = None
         self._base_rates = [group["lr"] for group in param_groups]
-        self._unused_told = False
+        self._unused_told = self._got_ready = False
 
     @property
     def checkpoint(self) -> Place | None:
@@ -62,6 +62,10 @@ class SettingsPolicy:
         step, settings = loop.progress.step, self.settings
         if self.lock is not None:
             self.lock.check()
+        if not self._got_ready:
+            self._got_ready = True
+            if self.saves is not None and settings.checkpoint.behind and settings.checkpoint.every:
+                self.saves.store.get_ready(loop.engine, self.state.session)
         if self.announce.observers:
             self.announce(events.StepEnded(step))
         if self.state.spikes.watches:

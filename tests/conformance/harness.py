@@ -252,11 +252,10 @@ def lend(
     size: int,
     python: str | None = None,
     packages: Sequence[str] = (),
-    last: bool = False,
 ) -> Iterator[Pool]:
     """The living pool of that kind (driver, and options fixed for the life of a process), world
     size and interpreter (None: this one); a new one finds `packages` imported. An exception ends
-    it, and so does a borrower who is to be the `last`.
+    it.
     """
     key = kind, size, python
     ranks = _pools.pop(key, None)
@@ -268,11 +267,8 @@ def lend(
     try:
         yield ranks
     except BaseException:
-        last = True
+        _pools.pop(key).close()
         raise
-    finally:
-        if last:
-            _pools.pop(key).close()
 
 
 @atexit.register

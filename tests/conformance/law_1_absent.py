@@ -103,7 +103,7 @@ def ranks_that_use_other_layers_end_by_name(subject: Subject, used: str) -> Refu
         return None
     told = ""
     try:
-        subject.run(train_to_the_end, last=True, updates=[used], microbatch=1)
+        subject.run(train_to_the_end, alone=True, updates=[used], microbatch=1)
     except WorkerFailure as failure:
         told = str(failure)
     require(bool(told), "ranks that used different layers went on as if they had not")

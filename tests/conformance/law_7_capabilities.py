@@ -95,7 +95,7 @@ def timeout_seconds(subject: Subject) -> Refused | None:
     with tempfile.TemporaryDirectory() as folder:
         waiting, late = subject.at(2).run(
             late_ranks_blamed,
-            last=True,
+            alone=True,
             folder=folder,
             longest=10.0,
             timeout_seconds=2.0,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -71,13 +72,18 @@ class Subject:
         /,
         *,
         world: int | None = None,
-        last: bool = False,
+        alone: bool = False,
         **arguments: Any,
     ) -> list[T]:
         """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
-        default). `job` must be importable, its arguments JSON. `last`: it leaves these processes
-        unfit for another, as after a collective that failed. Raises `WorkerFailure`."""
-        with lend(self._kind, world or self.world, self.python, self._packages, last) as ranks:
+        default). `job` must be importable, its arguments JSON. `alone`: in processes that did
+        nothing before, and that it may leave unfit for another, as after a collective that failed.
+        Raises `WorkerFailure`."""
+        world = world or self.world
+        if alone:
+            with closing(Pool(world, self.python, self._packages)) as ranks:
+                return self._call(ranks, job, arguments)
+        with lend(self._kind, world, self.python, self._packages) as ranks:
             return self._call(ranks, job, arguments)
 
     def _call(self, ranks: Pool, job: Callable[..., T], arguments: dict[str, Any]) -> list[T]:

@@ -106,7 +106,7 @@ ROOMS = {
         "checkpoint",
         "runtime/checkpoint",
         siblings=_KERNEL,
-        outside=frozenset({"torch"}),
+        outside=frozenset({"torch", "zlib_ng"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
         vendors={

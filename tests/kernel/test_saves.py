@@ -140,6 +140,24 @@ def test_copies_are_made_in_the_same_place() -> None:
     assert copies.num_bytes == 400 + 1
 
 
+def test_memory_for_the_first_copy_is_made_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, place = list[tuple[str, int]](), HostCopies._place
+
+    def noted(copies: HostCopies, number: int, size: int) -> Tensor:
+        before = copies.num_bytes
+        tensor = place(copies, number, size)
+        made.append((threading.current_thread().name, copies.num_bytes - before))
+        return tensor
+
+    monkeypatch.setattr(HostCopies, "_place", noted)
+    saved = [event for event in run(tmp_path) if isinstance(event, Saved)]
+    by_thread = {name: sum(size for who, size in made if who == name) for name, _ in made}
+    assert by_thread.pop("MainThread") == 0
+    assert sum(by_thread.values()) == saved[0].buffer_bytes > 0
+
+
 def test_nothing_goes_on_behind_a_run_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng.zlib_ng import crc32, crc32_combine  # ten times as fast as zlib's, or more
 
 from ...kernel.errors import CheckpointDamaged
 from ...kernel.paths import Place
@@ -55,6 +58,8 @@ RESERVED = "__metadata__"
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
+_MOST_READERS = 8
+"""Of one file at a time."""
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64
 
@@ -97,10 +102,10 @@ def write(
                 chunk = block[start : start + _CHUNK_BYTES]
                 size += len(chunk)
                 if len(chunk) < _CHUNK_BYTES:
-                    crc = zlib.crc32(chunk, crc)
+                    crc = crc32(chunk, crc)
                     yield chunk
                 else:  # added up while it is written: neither holds the interpreter
-                    summed = beside.submit(zlib.crc32, chunk, crc)
+                    summed = beside.submit(crc32, chunk, crc)
                     yield chunk
                     crc = summed.result()
 
@@ -202,15 +207,26 @@ class TensorFile:
         return out.view(entry.dtype).view(entry.shape)
 
     def crc32(self) -> int:
-        """CRC-32 of the whole file, read through a fixed buffer."""
+        """CRC-32 of the whole file, read through fixed buffers: of a large local file each
+        processor reads a part."""
+        threads = 1 if self._kept else min(_MOST_READERS, os.cpu_count() or 1)
+        share = max(-(-self.size // threads), _CHUNK_BYTES)
+        ends = [*range(0, self.size, share), self.size]
+        with ThreadPoolExecutor(threads, "checksum") as pool:
+            parts = pool.map(self._crc32_of, pairwise(ends))
+            return reduce(lambda a, b: (crc32_combine(a[0], b[0], b[1]), b[1]), parts)[0]
+
+    def _crc32_of(self, part: tuple[int, int]) -> tuple[int, int]:
+        """Of the bytes from the first to before the last, and how many these are."""
+        first, last = part
         step = storage_of(self.path).long_bytes
-        crc, buffer = 0, memoryview(bytearray(min(step, self.size)))
+        crc, buffer = 0, memoryview(bytearray(min(step, last - first)))
         with self.open() as file:
-            for start in range(0, self.size, step):
-                chunk = buffer[: min(step, self.size - start)]
+            for start in range(first, last, step):
+                chunk = buffer[: last - start]
                 file.read_into(start, chunk)
-                crc = zlib.crc32(chunk, crc)
-        return crc
+                crc = crc32(chunk, crc)
+        return crc, last - first
 
     def _check_metadata(self, metadata: Any) -> dict[str, str]:
         if not isinstance(metadata, dict) or any(type(v) is not str for v in metadata.values()):
