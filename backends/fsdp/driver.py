@@ -37,6 +37,7 @@ from ..process_group.session import (
     process_group,
 )
 from . import dtensor, meta_init, sharding, wrap_units
+from .owner_step import OwnerStep, kept_of
 from .sharding import FsdpOptions
 
 __all__ = ["FsdpOptions", "driver"]
@@ -205,6 +206,8 @@ class FsdpEngine:
             return cast(torch.optim.Optimizer, dtensor.StepByKind(optimizer))
         if how == "parts":
             return optimizer
+        if how == "tensors" and kept_of(optimizer) is not None:
+            return cast(torch.optim.Optimizer, OwnerStep(optimizer, self.world.device))
         stepper = dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
         return cast(torch.optim.Optimizer, stepper)
 

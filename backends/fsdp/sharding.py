@@ -50,10 +50,10 @@ class FsdpOptions:
     normalisation layers do."""
     optimizer_step: Literal["auto", "parts", "tensors", "whole"] = "auto"
     """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
-    alike. `tensors`: they are gathered one by one; right for those that treat tensors alike and
-    keep nothing that all share. `whole`: all at once, in the memory of the whole model, its
-    gradients and state; right for all. `auto`: the first that is right for torch's own optimizers,
-    `whole`, with a warning, for others."""
+    alike. `tensors`: they are gathered one by one, for torch's Muon each on one rank, for others on
+    all; right for those that treat tensors alike and keep nothing that all share. `whole`: all at
+    once, in the memory of the whole model, its gradients and state; right for all. `auto`: the
+    first that is right for torch's own optimizers, `whole`, with a warning, for others."""
     meta: bool = False
     """No rank ever holds the whole model. False: every rank builds it in host memory, with the
     recipe's own initial weights, and moves it to the device unit by unit. True: every parameter is

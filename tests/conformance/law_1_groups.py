@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import CheckpointReader
+from ..kernel.errors import UsageError
 from . import oracle
-from .cases import check
+from .bench import Bench
+from .cases import Refused, check
 from .judge import require
-from .problems import PROBLEMS
+from .problems import PROBLEMS, Samples
 from .resuming import STEPS, compare, record
 from .state import read_all
 from .subject import Subject
@@ -49,10 +51,53 @@ def elementwise(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
+MATRICES: list[dict[str, Any]] = [
+    {"pattern": "embedding.*"},
+    {"pattern": "position"},
+    {"dims": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"momentum": 0.8}},
+    {},
+]
+
+
+def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What `MATRICES` says, by hand."""
+    named = dict(model.named_parameters())
+    matrices = [p for n, p in named.items() if p.dim() == 2 and n.startswith("blocks.")]
+    rest = [p for p in named.values() if all(p is not each for each in matrices)]
+    return [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.8),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0, eps=EPS),
+    ]
+
+
 @check()
 def each_group_has_its_own_optimizer_and_rate(subject: Subject) -> None:
     """Of two kinds, and three rates; resumed, too."""
     prove(subject, ELEMENTWISE, elementwise, off=1e-4)
+
+
+@check()
+def a_matrix_is_updated_whole(subject: Subject) -> Refused | None:
+    """By Muon, and all else by AdamW; or refused by name, as by a driver that keeps no matrices, or
+    where torch is older than Muon."""
+    ((name, message),) = {tuple(told) for told in subject.run(refused, groups=MATRICES)}
+    if name:
+        require(name in ("CapabilityRefused", "SettingError"), f"{name}: {message}")
+        require("Muon" in message, f"the refusal does not name Muon: {message}")
+        return Refused(message)
+    # it orthogonalises in bfloat16, so that a float32 gradient may round otherwise
+    prove(subject, MATRICES, muon, off=2.0**-5)
+    return None
+
+
+def refused(bench: Bench, *, groups: list[dict[str, Any]]) -> tuple[str, str]:
+    """A job: one step; the name and the words of an error that refuses it."""
+    recipe = PROBLEMS[PROBLEM].recipe(train_data=Samples(PROBLEM, 8))
+    try:
+        bench.fit(recipe, {"steps": 1, "global_batch": 8, "optimizer.groups": groups})
+    except UsageError as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: float) -> None:

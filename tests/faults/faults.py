@@ -181,6 +181,32 @@ class OneRateForAll(WrappedEngine):
         return outcome
 
 
+class MatricesInParts(WrappedEngine):
+    """Each half of a matrix is updated as a matrix of its own."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        self.halves: dict[Tensor, list[nn.Parameter]] = {}
+
+    def update(self) -> Outcome:
+        groups = [g for g in self.inner.param_groups if "ns_steps" in g]
+        whole = [(group, group["params"]) for group in groups]
+        for group, parameters in whole:
+            group["params"] = [half for p in parameters for half in self.cut(p)]
+        outcome: Outcome = self.inner.update()
+        for group, parameters in whole:
+            group["params"] = parameters
+        return outcome
+
+    def cut(self, parameter: Tensor) -> list[nn.Parameter]:
+        made = [nn.Parameter(part) for part in parameter.detach().chunk(2)]
+        halves = self.halves.setdefault(parameter, made)
+        assert parameter.grad is not None
+        for half, grad in zip(halves, parameter.grad.chunk(2), strict=True):
+            half.grad = grad
+        return halves
+
+
 class DecaysWithoutAGradient(WrappedEngine):
     """A parameter that no rank has a gradient of is given one of zero."""
 
@@ -720,6 +746,7 @@ FAULTS: dict[str, Fault] = {
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
     "never synchronised": Fault(SGD, NeverSynchronised),
     "one rate for all": Fault("1_groups-each_group", OneRateForAll),
+    "matrices in parts": Fault("1_groups-a_matrix", MatricesInParts),
     "decays without a gradient": Fault(
         "1_absent-what_has_no_gradient", DecaysWithoutAGradient, plan=finding_unused
     ),

@@ -142,7 +142,7 @@ def test_groups_are_kept_with_the_run_and_in_the_schema(tmp_path: Path) -> None:
 def test_a_parameter_that_changed_its_optimizer_is_refused(tmp_path: Path) -> None:
     sgd = {"name": "torch.optim.SGD", "args": {"momentum": 0.9}}
     fit(recipe(), settings([{"pattern": "head.*", **sgd}, {}]), backend="cpu", out=tmp_path)
-    with pytest.raises(CheckpointMismatch, match="exp_avg.* and this SGD keeps momentum_buffer"):
+    with pytest.raises(CheckpointMismatch, match=r"exp_avg.* and this SGD keeps momentum_buffer"):
         fit(
             recipe(),
             settings([{"pattern": "norm.*", **sgd}, {}], steps=5),

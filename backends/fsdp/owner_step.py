@@ -1,0 +1,197 @@
+"""Steps matrices that are cut over ranks, each whole on one rank, the work dealt evenly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...kernel.shards import Box
+from ..process_group.collectives import keep_for_a_while
+from . import dtensor
+
+__all__ = ["OwnerStep", "kept_of"]
+
+_KEPT = {getattr(torch.optim, "Muon", None): ("momentum_buffer",)}
+"""Optimizers that take each tensor by itself, and what they keep of one: tensors of its shape."""
+
+
+def kept_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
+    """What the optimizer keeps of a parameter; None if it cannot be stepped so."""
+    return _KEPT.get(type(optimizer))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A parameter that is cut, with its group in the optimizer."""
+
+    group: dict[str, Any]
+    parameter: Any
+
+    @property
+    def work(self) -> int:
+        """That of orthogonalising it, in proportion."""
+        sizes = sorted(self.parameter.shape)
+        return int(self.parameter.numel()) * int(sizes[0])
+
+
+class OwnerStep:
+    """Of each tensor one rank, its owner, is sent weight, gradient and state, updates them whole,
+    and sends each rank its part. Every rank owns one tensor at a time, so it holds no more than
+    one; what a rank holds whole anyway, it steps itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self.optimizer, self.device = optimizer, device
+        self._keys = kept_of(optimizer) or ()
+        self._wide = torch.float32
+        """What all travels in, and nothing is rounded to."""
+
+    def step(self) -> None:
+        """As the optimizer's own."""
+        groups = self.optimizer.param_groups
+        all_of_it = [(group, group["params"]) for group in groups]
+        cut = [
+            _Cut(group, parameter)
+            for group, parameters in all_of_it
+            for parameter in parameters
+            if dtensor.is_cut(parameter) and parameter.grad is not None
+        ]
+        try:
+            for group, parameters in all_of_it:
+                group["params"] = [p for p in parameters if not dtensor.is_cut(p)]
+            self.optimizer.step()
+            if cut:
+                dtypes = {each.parameter.dtype for each in cut}
+                self._wide = reduce(torch.promote_types, dtypes, torch.float32)
+                axis = _cut_axis(cut[0].parameter)
+                for turn in zip_longest(*deal(cut, cut[0].parameter.device_mesh.size(axis))):
+                    self._step(turn, axis)
+        finally:
+            self.optimizer.param_groups = groups
+            for group, parameters in all_of_it:
+                group["params"] = parameters
+
+    def _step(self, turn: Sequence[_Cut | None], axis: int) -> None:
+        """One tensor of each owner."""
+        mesh = next(each for each in turn if each is not None).parameter.device_mesh
+        group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
+        mine = turn[rank]
+        boxes = None if mine is None else _boxes(mine.parameter, axis)
+        sent = [None if each is None else self._parts(each.parameter) for each in turn]
+        count = 0 if mine is None else len(sent[rank] or ())
+        found = self._exchange(sent, [_sizes(boxes, r) * count for r in range(len(turn))], group)
+        back: list[list[Tensor] | None] = [None] * len(turn)
+        if mine is not None and boxes is not None:
+            whole = [_assembled(mine.parameter.shape, boxes, found, n) for n in range(count)]
+            stepped = self._stepped(mine, whole)
+            back = [[_of(tensor, box) for tensor in stepped] for box in boxes]
+        own = [0 if e is None else dtensor.own_part(e.parameter).numel() for e in turn]
+        taken = self._exchange(back, [size * (1 + len(self._keys)) for size in own], group)
+        for each, parts in zip(turn, taken, strict=True):
+            if each is not None:
+                self._take(each.parameter, parts)
+
+    def _parts(self, parameter: nn.Parameter) -> list[Tensor]:
+        """This rank's part of the weight, of the gradient, and of what is kept, if there is any."""
+        state = self.optimizer.state.get(parameter, {})
+        kept = [state[key] for key in self._keys if key in state]
+        assert parameter.grad is not None
+        return [dtensor.own_part(tensor) for tensor in (parameter, parameter.grad, *kept)]
+
+    def _exchange(
+        self, sent: Sequence[Sequence[Tensor] | None], sizes: Sequence[int], group: Any
+    ) -> list[Tensor]:
+        """Send each rank a list of tensors in one; returns what each has sent, of these sizes."""
+        flat = [
+            torch.cat([tensor.reshape(-1).to(self._wide) for tensor in tensors])
+            if tensors
+            else None
+            for tensors in sent
+        ]
+        empty = torch.empty(0, dtype=self._wide, device=self.device)
+        joined = torch.cat([empty if t is None else t.to(self.device) for t in flat])
+        received = empty.new_empty(sum(sizes))
+        dist.all_to_all_single(
+            keep_for_a_while(received),
+            keep_for_a_while(joined),
+            list(sizes),
+            [0 if tensor is None else tensor.numel() for tensor in flat],
+            group=group,
+        )
+        return list(received.split_with_sizes(list(sizes)))
+
+    def _stepped(self, mine: _Cut, whole: Sequence[Tensor]) -> list[Tensor]:
+        """The weight and what is kept of it, updated."""
+        weight, grad, *kept = whole
+        local = dtensor.own_part(mine.parameter)
+        stand_in = nn.Parameter(weight.to(local.device, local.dtype))
+        stand_in.grad = grad.to(stand_in)
+        states = self.optimizer.state
+        if kept:
+            pairs = zip(self._keys, kept, strict=True)
+            states[stand_in] = {key: tensor.to(stand_in) for key, tensor in pairs}
+        self.optimizer.param_groups = [mine.group]
+        mine.group["params"] = [stand_in]
+        self.optimizer.step()
+        state = states.pop(stand_in)
+        return [stand_in.detach(), *(state[key] for key in self._keys)]
+
+    @torch.no_grad()
+    def _take(self, parameter: Any, parts: Tensor) -> None:
+        local = dtensor.own_part(parameter)
+        weight, *kept = parts.view(1 + len(self._keys), *local.shape).unbind()
+        local.copy_(weight)
+        state = self.optimizer.state[parameter]
+        for key, part in zip(self._keys, kept, strict=True):
+            state[key] = dtensor.cut_like(parameter, part.to(local.dtype, copy=True))
+
+
+def deal(cut: Iterable[_Cut], num_owners: int) -> list[list[_Cut]]:
+    """The tensors of each owner: the largest first, each to whom has least to do by then."""
+    owners: list[list[_Cut]] = [[] for _ in range(num_owners)]
+    work = [0] * num_owners
+    for each in sorted(cut, key=lambda each: -each.work):
+        owner = work.index(min(work))
+        owners[owner].append(each)
+        work[owner] += each.work
+    return owners
+
+
+def _cut_axis(parameter: DTensor) -> int:
+    """The axis of the mesh along which it is cut; along the others it is replicated."""
+    return next(axis for axis, each in enumerate(parameter.placements) if each.is_shard())
+
+
+def _boxes(parameter: DTensor, axis: int) -> list[Box]:
+    """The part of each rank along that axis."""
+    dim, size = parameter.placements[axis].dim, parameter.device_mesh.size(axis)  # type: ignore[attr-defined]
+    return [dtensor.chunk_of(tuple(parameter.shape), [(dim, n, size)]) for n in range(size)]
+
+
+def _sizes(boxes: Sequence[Box] | None, rank: int) -> int:
+    return 0 if boxes is None else torch.Size(boxes[rank].sizes).numel()
+
+
+def _assembled(
+    shape: torch.Size, boxes: Sequence[Box], found: Sequence[Tensor], number: int
+) -> Tensor:
+    """The tensor of that number in what each rank has sent, whole."""
+    whole = found[0].new_empty(shape)
+    for box, parts in zip(boxes, found, strict=True):
+        size = torch.Size(box.sizes).numel()
+        part = parts[number * size : (number + 1) * size]
+        _of(whole, box).copy_(part.view(box.sizes))
+    return whole
+
+
+def _of(tensor: Tensor, box: Box) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
