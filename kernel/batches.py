@@ -16,8 +16,10 @@ from .recipe import Batch
 
 __all__ = ["ENDLESS", "LARGEST", "Group", "Groups", "Microbatch", "Position", "split_evenly"]
 
+
 LARGEST = 1 << 62
 """What is counted stays below; nobody lives to see more."""
+
 
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""

@@ -32,8 +32,7 @@ from .plan import Capabilities, Layout, Plan, Probe
 from .recipe import Batch, Recipe
 from .shards import Piece, Reader
 
-__all__ = ["AveragesWeights", "Driver", "Engine", "EstimatesLayout"]
-__all__ += ["Outcome", "Session", "WatchesRanks", "World"]
+__all__ = ["Driver", "Engine", "EstimatesLayout", "Outcome", "Session", "WatchesRanks", "World"]
 
 
 @dataclass(frozen=True)
@@ -250,18 +249,4 @@ class Engine(Protocol):
         """Gives the user's own module. While it is open, the named parameters (all by default) are
         whole and readable on every rank, its buffers are rank 0's, and with all parameters the
         module can be called on one rank alone; writing to them is not supported."""
-        ...
-
-
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """An engine that can keep averages of the weights it trains; it need not. They are in float32
-    at least, and pieces of the optimizer, `<fqn>/average`, that `restore` takes or else forgets."""
-
-    def average(self, weight: float) -> None:
-        """Move all by `weight` of the way to the weights; one that is new begins as its weight."""
-        ...
-
-    def averaged(self) -> AbstractContextManager[Any]:
-        """While it is open the module's weights are their averages, where there are some."""
         ...

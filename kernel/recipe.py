@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 __all__ = ["Batch", "Microstep", "Recipe"]
 
+
 Batch = Any
 """What the collate function returns: a tensor, or a dict, list or tuple of batches."""
 

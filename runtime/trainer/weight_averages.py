@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from ..checkpoint import CheckpointReader
 from ..checkpoint.averages import WithoutAverages, has_averages
-from ..kernel.contract import AveragesWeights, Engine
+from ..kernel.contract import Engine
 from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.loop import TrainLoop
 from .settings import Settings
 
-__all__ = ["WeightAverages", "refuse_no_average"]
+__all__ = ["AveragesWeights", "WeightAverages", "refuse_no_average"]
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """An engine that can keep averages of the weights it trains; it need not. They are in float32
+    at least, and pieces of the optimizer, `<fqn>/average`, that `restore` takes or else forgets."""
+
+    def average(self, weight: float) -> None:
+        """Move all by `weight` of the way to the weights; one that is new begins as its weight."""
+        ...
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """While it is open the module's weights are their averages, where there are some."""
+        ...
 
 
 def refuse_no_average(settings: Settings) -> None:
