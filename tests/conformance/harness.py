@@ -8,7 +8,6 @@ are in then, nobody uses it again. What a new rank imports is there already: it 
 from __future__ import annotations
 
 import atexit
-import functools
 import io
 import json
 import os
@@ -31,8 +30,11 @@ __all__ = ["Pool", "WorkerFailure", "lend"]
 GRACE_SECONDS = 5.0
 """How long the other ranks may take to answer once one has failed."""
 
-MAX_WORKERS = 9
+MAX_WORKERS = 6
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
+
+MAX_SERVERS = 4
+"""And so are servers that no living rank was forked from: each holds what it has imported."""
 
 LOG_TAIL_BYTES = 6000
 
@@ -45,6 +47,7 @@ class ForkServer:
     """A process that has imported what a driver's ranks import, and is forked for each of them."""
 
     def __init__(self, python: str, import_path: str, packages: Sequence[str]) -> None:
+        self.num_ranks = 0
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
         self.requests, theirs = socket.socketpair()
         self.process = subprocess.Popen(
@@ -88,6 +91,7 @@ class Worker:
         (reading, jobs), (answers, writing) = os.pipe(), os.pipe()
         self.jobs, self.answers = os.fdopen(jobs, "w"), os.fdopen(answers, "rb")
         self.pid = server.fork(environment, reading, writing, self.log.fileno())
+        server.num_ranks += 1
         self.code: int | None = None
         os.close(reading)
         os.close(writing)
@@ -130,6 +134,7 @@ class Worker:
         with suppress(ProcessLookupError):  # a session of its own: data workers end with it
             os.killpg(self.pid, signal.SIGKILL)
         self._wait()
+        self.server.num_ranks -= 1
         with suppress(BrokenPipeError):
             self.jobs.close()
         self.answers.close()
@@ -150,13 +155,13 @@ class Pool:
     def __init__(self, size: int, python: str | None, packages: Sequence[str]) -> None:
         path = import_path(foreign=python is not None)
         # of two servers, so that strings hash otherwise on rank 0 than on others, as they may
-        servers = [
-            fork_server(python or sys.executable, path, tuple(packages), rank % 2)
-            for rank in range(size)
-        ]
         self.workers = [
-            Worker(rank, environment(rank, size, path), server)
-            for rank, server in enumerate(servers)
+            Worker(
+                rank,
+                environment(rank, size, path),
+                fork_server(python or sys.executable, path, tuple(packages), rank % 2),
+            )
+            for rank in range(size)
         ]
 
     def call(self, job: Mapping[str, Any], timeout_seconds: float) -> list[Any]:
@@ -236,14 +241,21 @@ def free_port() -> int:
 _pools: dict[tuple[str, int, str | None], Pool] = {}
 """By kind, world size and interpreter, the longest unused first."""
 
-_servers: list[ForkServer] = []
+_servers: dict[tuple[Any, ...], ForkServer] = {}
+"""By what they were started with, the longest unused first."""
 
 
-@functools.cache
 def fork_server(python: str, path: str, packages: tuple[str, ...], number: int) -> ForkServer:
     """The living one of that number."""
-    _servers.append(ForkServer(python, path, packages))
-    return _servers[-1]
+    key = python, path, packages, number
+    server = _servers.pop(key, None)
+    if server is None:
+        idle = [key for key, server in _servers.items() if not server.num_ranks]
+        for unused in idle[: max(0, len(_servers) - MAX_SERVERS + 1)]:
+            _servers.pop(unused).close()
+        server = ForkServer(python, path, packages)
+    _servers[key] = server
+    return server
 
 
 @contextmanager
@@ -277,4 +289,4 @@ def close_pools() -> None:
     while _pools:
         _pools.popitem()[1].close()
     while _servers:
-        _servers.pop().close()
+        _servers.popitem()[1].close()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from drivetrain.conformance import harness
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.subject import Subject
@@ -35,6 +36,35 @@ def exit_on_one(bench: Bench) -> None:
 
 def wait_for_the_other() -> None:
     time.sleep(0.01)
+
+
+def hashed(bench: Bench) -> int:
+    return hash("a name")
+
+
+def test_strings_hash_otherwise_on_another_rank() -> None:
+    """As in processes that a launcher starts, though these are forked."""
+    first, second = SUBJECT.run(hashed)
+    assert first != second
+
+
+def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Server:
+        def __init__(self, *given: Any) -> None:
+            self.num_ranks, self.living = 0, True
+
+        def close(self) -> None:
+            self.living = False
+
+    monkeypatch.setattr(harness, "ForkServer", Server)
+    monkeypatch.setattr(harness, "_servers", {})
+    started = []
+    for number in range(2 * harness.MAX_SERVERS):
+        started.append(harness.fork_server("python", "", (), number))
+        started[0].num_ranks = 1
+    last = harness.MAX_SERVERS - 1
+    assert [each.living for each in started] == [True, *[False] * last, False, *[True] * last]
+    assert harness.fork_server("python", "", (), 0) is started[0]
 
 
 def test_a_job_runs_on_every_rank() -> None:
