@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .data.token_shards import TokenShards
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
-    from .trainer.fit import fit
+    from .ranks.fit import fit
     from .trainer.inference import evaluate
     from .trainer.lora import lora
     from .trainer.predict import predict
@@ -76,7 +76,7 @@ _HOMES = {
     "data.token_shards": ("TokenShards",),
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),
-    "trainer.fit": ("fit",),
+    "ranks.fit": ("fit",),
     "trainer.inference": ("evaluate",),
     "trainer.lora": ("lora",),
     "trainer.predict": ("predict",),

@@ -123,6 +123,7 @@ ROOMS = {
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
     ),
+    "ranks": Room("ranks", "runtime/ranks", siblings=_TRAINED, outside=frozenset({"torch"})),
     "trackers": Room("trackers", "runtime/trackers", siblings=_TRAINED),
     "cli": Room(
         "cli",
@@ -138,7 +139,7 @@ ROOMS = {
         absolute=True,  # pytest may import these modules by the folder's name
         secrets=DRIVER_NAMES,
     ),
-    "": Room("", "runtime", siblings=_TRAINED, outside=frozenset()),
+    "": Room("", "runtime", siblings=_TRAINED | {"ranks"}, outside=frozenset()),
 }
 """By the name under which each is installed; the last is the front door, `drivetrain` itself."""
 

@@ -1,0 +1,117 @@
+"""`fit(..., nproc=2)` from code that cannot be imported, as the cells of a notebook are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drivetrain import Recipe, fit
+from drivetrain.kernel.errors import SettingError
+
+CELLS = """
+import json, os, signal, sys, torch
+from torch import nn
+from drivetrain import DrivetrainError, Recipe, Settings, fit
+
+torch.set_num_threads(2)
+torch.randn(4_000_000).add(1).exp().sum()  # OpenMP has threads, which no fork has
+width, points, figures = 5, torch.randn(64, 4), {}
+
+
+class Points:
+    def __len__(self):
+        return len(points)
+
+    def __getitem__(self, index):
+        return points[index]
+
+
+def recipe(loss=lambda module, batch: (module(batch) - 1).square().sum()):
+    def model():
+        torch.manual_seed(3)
+        return nn.Linear(4, width)
+
+    return Recipe(model, loss, train_data=Points())
+
+
+def weight(module):
+    return module.weight.detach().clone()
+
+
+def failing(module, batch):
+    raise KeyError("a cell's own error")
+
+
+def ending(module, batch):
+    os._exit(3)
+
+
+def told(act):
+    try:
+        act()
+    except DrivetrainError as error:
+        return [type(error).__name__, str(error)]
+
+
+settings = Settings(steps=6, global_batch=8)
+one = fit(recipe(), settings, backend="cpu", finish=weight)
+before = dict(os.environ), signal.getsignal(signal.SIGINT)
+two = fit(recipe(), settings, nproc=2, finish=weight, out="two")
+figures["away"] = float((one.finish - two.finish).abs().max())
+figures["losses"] = [one.loss, two.loss]
+figures["step"] = two.step
+figures["checkpoint"] = str(two.checkpoint)
+figures["failing"] = told(lambda: fit(recipe(failing), settings, nproc=2))
+figures["ending"] = told(lambda: fit(recipe(ending), settings, nproc=2))
+figures["refused"] = told(lambda: fit(recipe(), settings, nproc=2, resume="nowhere"))
+figures["as it was"] = before == (dict(os.environ), signal.getsignal(signal.SIGINT))
+print(json.dumps(figures))
+"""
+
+
+def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
+    code = f"exec(compile({CELLS!r}, '<cell>', 'exec'))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    assert figures["away"] < 1e-6
+    one, two = figures["losses"]
+    assert two == pytest.approx(one, rel=1e-6)
+    assert figures["step"] == 6
+    manifest = json.loads((tmp_path / figures["checkpoint"] / "manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    kind, message = figures["failing"]
+    assert kind == "RecipeFailed" and 'KeyError: "a cell\'s own error"' in message
+    assert message.startswith("rank ") and "in failing" in message
+    assert figures["ending"][0] == "RecipeFailed" and "exit code 3" in figures["ending"][1]
+    assert figures["refused"][0] == "CheckpointNotFound" and "nowhere" in figures["refused"][1]
+    assert figures["as it was"]
+
+
+RECIPE = Recipe(lambda: nn.Linear(1, 1), lambda module, batch: module(batch).sum(), [1.0])
+
+
+def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingError, match="nproc is 0"):
+        fit(RECIPE, nproc=0)
+    with monkeypatch.context() as used:
+        used.setattr(torch.cuda, "is_initialized", lambda: True)
+        with pytest.raises(SettingError, match=r"\(cuda\).*drivetrain train FILE --nproc 2"):
+            fit(RECIPE, nproc=2)
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SettingError, match="rank 1 of a launcher"):
+        fit(RECIPE, nproc=2)
