@@ -115,3 +115,40 @@ def test_what_cannot_be_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SettingError, match="rank 1 of a launcher"):
         fit(RECIPE, nproc=2)
+
+
+INTERRUPTED = """
+import os, signal, time, torch
+from torch import nn
+from drivetrain import Recipe, Settings, fit
+from drivetrain.kernel.events import StepEnded
+
+
+def watch(event):
+    if isinstance(event, StepEnded) and event.step == 3 and os.environ["RANK"] == "1":
+        os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(0.01)
+
+
+recipe = Recipe(lambda: nn.Linear(4, 1), lambda m, b: m(b).sum(), torch.randn(64, 4))
+try:
+    fit(recipe, Settings(steps=10**6, global_batch=8), nproc=2, out="run", observers=[watch])
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_cell_leaves_a_checkpoint(tmp_path: Path) -> None:
+    code = f"exec(compile({INTERRUPTED!r}, '<cell>', 'exec'))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert ran.stdout == "interrupted\n", ran.stderr
+    (saved,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
+    assert (saved / "manifest.json").is_file()
