@@ -64,7 +64,8 @@ def elastic(machines: Machines, backend: str, port: str, nodes: str, *more: str)
     return machine
 
 
-@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_three_of_four_go_on(machines: Machines, backend: str) -> None:
     """The global batch of 8 is cut into 2, 2, 2, 2 first, then into 3, 3, 2."""
     port = free_port()
@@ -90,7 +91,6 @@ def test_one_that_comes_later_is_taken_in(machines: Machines) -> None:
     assert_same_curve(machines)
 
 
-@pytest.mark.slow
 def test_a_rank_that_dies_is_started_anew(machines: Machines) -> None:
     machine = machines.start("--backend=ddp", "--nproc=2", "--max-restarts=1", SECONDS="0.05")
     machines.wait_for_step(7)
