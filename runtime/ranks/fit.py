@@ -16,7 +16,6 @@ from ..kernel.recipe import Recipe
 from ..trainer.fit import fit as fit_here
 from ..trainer.result import Result
 from ..trainer.settings import Settings
-from .start import run_on_ranks
 
 __all__ = ["fit"]
 
@@ -64,6 +63,8 @@ def fit(
     )
     if nproc == 1:
         return act()
+    from .start import run_on_ranks  # torch's elastic agent takes a while to import
+
     return run_on_ranks(nproc, partial(_result_of_rank, act))
 
 
