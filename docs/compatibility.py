@@ -1,0 +1,121 @@
+"""Tries drivetrain on other Pythons, and writes docs/compatibility.json and docs/compatibility.md.
+
+    python docs/compatibility.py [3.10 3.12 ...]     by default all that pyproject.toml allows
+    python docs/compatibility.py --page              the page alone, from the record
+
+For each Python, uv makes an environment of its own with the newest torch that there is for it, in
+which each driver is asked whether it runs, and those that run are put to law 2 of the suite (the
+norm of the gradient). The Pythons that are not named keep what the record holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).with_suffix(".md")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PROCESSES = {"ddp": 2, "fsdp": 2}
+"""Other drivers run in one."""
+
+Entry = dict[str, Any]
+
+
+def tried(python: str) -> Entry:
+    """What an environment of that Python answers, or why there is none."""
+    command = ["uv", "run", "--isolated", "--quiet", "--python", python, "--with", "pytest"]
+    command += ["--with", "pytest-timeout", "python", str(Path(__file__)), "--here"]
+    started = time.strftime("%Y-%m-%d", time.gmtime())
+    environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
+    done = subprocess.run(  # uv brings the Python, where it can be reached
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        return {"python": python, "date": started, "error": last, "drivers": {}}
+    answer: Entry = json.loads(done.stdout.splitlines()[-1])
+    return {"python": python, "date": started, **answer}
+
+
+def here() -> Entry:
+    """What this environment answers."""
+    import torch
+
+    from drivetrain.cli.backends import backend_records
+
+    drivers = {record["name"]: record for record in backend_records()}
+    return {
+        "version": platform.python_version(),
+        "torch": torch.__version__.partition("+")[0],
+        "platform": f"{platform.system()} {platform.machine()}",
+        "drivers": {name: verdict(name, record) for name, record in drivers.items()},
+    }
+
+
+def verdict(name: str, record: Entry) -> str:
+    """What a cell of the table says of a driver here."""
+    if not record["usable"]:
+        return "not here"
+    command = [sys.executable, "-m", "drivetrain.conformance", "--backend", name, "-q"]
+    command += ["--nproc", str(PROCESSES.get(name, 1)), "-k", "law_2", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    found = re.findall(r"(\d+) (passed|failed|errors?)", done.stdout)
+    counts = {kind.removesuffix("s"): int(number) for number, kind in found}
+    if done.returncode or not counts.get("passed"):
+        return f"fails ({counts.get('failed', 0) + counts.get('error', 0)} checks)"
+    return f"keeps law 2 ({counts['passed']} checks)"
+
+
+def page(record: dict[str, Entry]) -> str:
+    """The text of docs/compatibility.md."""
+    found = [name for entry in record.values() for name in entry["drivers"]]
+    names = list(dict.fromkeys(found))
+    lines = [
+        "# Compatibility",
+        "",
+        "Written by `python docs/compatibility.py` from what it tried, which it keeps in",
+        "[compatibility.json](compatibility.json). On each Python, with the newest torch there is",
+        "for it, the drivers that run are put to law 2 of the suite; *not here* are those whose",
+        "hardware or library was not there. What all drivers keep on torch 2.8 stands in",
+        "[the report of the suite](conformance/index.html). A row that was never tried says so:",
+        "where the Python can be had, `python docs/compatibility.py 3.12` fills it.",
+        "",
+        f"| Python | torch | tried | {' | '.join(names)} |",
+        f"|---|---|---|{'---|' * len(names)}",
+    ]
+    for python in PYTHONS:
+        entry = record.get(python, {"drivers": {}})
+        cells = [entry["drivers"].get(name, "not tried") for name in names]
+        shown = [entry.get("version", python), entry.get("torch", ""), entry.get("date", "never")]
+        lines.append(f"| {' | '.join([*shown, *cells])} |")
+    failed = [entry for entry in record.values() if "error" in entry]
+    lines += ["", *(f"Python {entry['python']}: {entry['error']}" for entry in failed)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(words: list[str]) -> None:
+    """See the module's docstring."""
+    if words == ["--here"]:
+        print(json.dumps(here()))
+        return
+    record: dict[str, Entry] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for python in [] if words == ["--page"] else words or PYTHONS:
+        record[python] = tried(python)
+        print(f"Python {python}: {record[python]}", flush=True)
+        RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+    PAGE.write_text(page(record), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
