@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -113,3 +114,64 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
             r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?:[^\" >]+)", page.read_text()
         )
         assert loaded == []
+
+
+TELLS = """
+<script>
+addEventListener("load", () => {
+  const page = document.documentElement;
+  parent.postMessage([location.hash, page.clientWidth, page.scrollWidth], "*");
+});
+</script>
+"""
+"""Put into a page, it tells whoever shows it how wide it is, and how wide what is in it."""
+ASKS = """
+<body><script>
+addEventListener("message", (told) => {
+  const line = document.createElement("p");
+  line.textContent = told.data.join(" ");
+  document.body.append(line);
+});
+</script>
+"""
+
+
+def wider_than_shown(chromium: str, folder: Path, shown: list[Path], widths: list[int]) -> set[str]:
+    """The pages in a folder that scroll sideways in a browser's window of one of the widths."""
+    frames = []
+    for page in shown:
+        page.write_text(page.read_text() + TELLS)
+        uri = page.relative_to(folder).as_posix()
+        frames += [
+            f'<iframe src="{uri}#{uri}" width="{width}" height="800"></iframe>' for width in widths
+        ]
+    (folder / "frames.html").write_text(ASKS + "\n".join(frames))
+    command = [
+        chromium,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=60000",
+    ]
+    command += ["--dump-dom", (folder / "frames.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400)
+    told = re.findall(r"<p>#(\S+) (\d+) (\d+)</p>", done.stdout)
+    assert len(told) == len(frames), done.stderr
+    return {f"{uri} at {window}" for uri, window, inside in told if int(inside) > int(window)}
+
+
+@pytest.mark.slow
+def test_no_page_scrolls_sideways(site: Path, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium or google-chrome is on this machine")
+    copy = shutil.copytree(site, tmp_path / "site")
+    wide = copy / "wide.html"
+    wide.write_text("<!doctype html><p style='width: 800px'>wide</p>")
+    shown = [
+        *copy.glob("*.html"),
+        *(copy / "guides").glob("*.html"),
+        *copy.glob("conformance/*.html"),
+    ]
+    shown += [copy / "reference" / f"{name}.html" for name in ("drivetrain", "kernel")]
+    assert wider_than_shown(chromium, copy, shown, [1200, 390]) == {"wide.html at 390"}
