@@ -5,7 +5,8 @@
 
 For each Python, uv makes an environment of its own with the newest torch that there is for it, in
 which each driver is asked whether it runs, and those that run are put to law 2 of the suite (the
-norm of the gradient): `cpu` to all of it, the others to one check. The Pythons that are not named keep what the record holds.
+norm of the gradient): `cpu` to all of it, the others to one check. The Pythons that are not named
+keep what the record holds.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def verdict(name: str, record: Entry) -> str:
     if not record["usable"]:
         return "not here"
     command = [sys.executable, "-m", "drivetrain.conformance", "--backend", name, "-q"]
-    chosen = "law_2" if name == "cpu" else "clipping_limits_the_update"
+    chosen = "2_norm" if name == "cpu" else "clipping_limits_the_update"
     command += ["--nproc", str(PROCESSES.get(name, 1)), "-k", chosen, "-p", "no:cacheprovider"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -87,10 +88,11 @@ def page(record: dict[str, Entry]) -> str:
         "",
         "Written by `python docs/compatibility.py` from what it tried, which it keeps in",
         "[compatibility.json](compatibility.json). On each Python, with the newest torch there is",
-        "for it, the drivers that run are put to law 2 of the suite, `cpu` to all of it; *not here*",
-        "are those whose hardware or library was not there. What all drivers keep on torch 2.8",
-        "stands in [the report of the suite](conformance/index.html). A row that was never tried",
-        "says so: where the Python can be had, `python docs/compatibility.py 3.12` fills it.",
+        "for it, the drivers that run are put to law 2 of the suite, `cpu` to all of it; *not",
+        "here* are those whose hardware or library was not there. What all drivers keep on",
+        "torch 2.8 stands in [the report of the suite](conformance/index.html). A row that was",
+        "never tried says so: where the Python can be had, `python docs/compatibility.py 3.12`",
+        "fills it.",
         "",
         f"| Python | torch | tried | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",

@@ -171,7 +171,7 @@ def test_what_is_released_installs_and_trains(kind: str, tmp_path: Path) -> None
     small = ["--set", "recipe.width=16", "--set", "recipe.layers=1", "--set", "recipe.heads=1"]
     run(str(environment / "bin" / "drivetrain"), *train, *small, folder=tmp_path)
     assert (tmp_path / "run" / "report.html").is_file()
-    suite = ["-m", "drivetrain.conformance", "--backend", "cpu", "-k", "law_2"]
+    suite = ["-m", "drivetrain.conformance", "--backend", "cpu", "-k", "2_norm"]
     assert " passed" in run(python, *suite, folder=tmp_path)
     shown = run(
         python,
