@@ -50,7 +50,7 @@ class Word(str, Enum):
 
 
 class IntervalStrategy(Word):
-    """When to log or evaluate."""
+    """The occasions to log or evaluate."""
 
     NO = "no"
     STEPS = "steps"
@@ -58,7 +58,7 @@ class IntervalStrategy(Word):
 
 
 class SaveStrategy(Word):
-    """When to save; `best`: whenever the metric that decides has improved."""
+    """The occasions to save; `best`: whenever the metric that decides has improved."""
 
     NO = "no"
     STEPS = "steps"
@@ -67,7 +67,7 @@ class SaveStrategy(Word):
 
 
 class HubStrategy(Word):
-    """What is pushed to the hub, and when."""
+    """The occasions of pushes to the hub, and their content."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -84,7 +84,7 @@ class HPSearchBackend(Word):
 
 
 class ParallelMode(Word):
-    """How the processes of a run work together."""
+    """The ways in which the processes of a run work together."""
 
     NOT_PARALLEL = "not_parallel"
     NOT_DISTRIBUTED = "not_distributed"
@@ -95,7 +95,7 @@ class ParallelMode(Word):
 
 
 class DebugOption(Word):
-    """What `debug` switches on."""
+    """The checks that `debug` switches on."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"

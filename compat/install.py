@@ -9,6 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from .arguments import Seq2SeqTrainingArguments, TrainingArguments
+from .callbacks.flow_callbacks import DefaultFlowCallback
+from .callbacks.progress import PrinterCallback, ProgressCallback
 from .trainer.seq2seq import Seq2SeqTrainer
 from .trainer.trainer import Trainer
 
@@ -18,6 +20,9 @@ _LOG = logging.getLogger(__name__)
 
 # where transformers defines the class of each of these names
 _HOMES: dict[type, str] = {
+    DefaultFlowCallback: "transformers.trainer_callback",
+    PrinterCallback: "transformers.trainer_callback",
+    ProgressCallback: "transformers.trainer_callback",
     Seq2SeqTrainer: "transformers.trainer_seq2seq",
     Seq2SeqTrainingArguments: "transformers.training_args_seq2seq",
     Trainer: "transformers.trainer",
@@ -31,7 +36,8 @@ _theirs: dict[type, type] = {}
 
 
 def install() -> None:
-    """Rebind `transformers.Trainer`, `TrainingArguments` and their Seq2Seq forms to drivetrain's.
+    """Rebind `transformers.Trainer`, `TrainingArguments`, their Seq2Seq forms and the callbacks
+    that a Trainer begins with to drivetrain's.
 
     Call it before importing what derives from them, such as trl. Raises ImportError where
     transformers is missing, RuntimeError where it comes too late for such a library; of any other

@@ -1,5 +1,5 @@
-"""Where the drop-in's log messages go: to Python's logging, as any library's, and where users of
-transformers look for those of its Trainer.
+"""The drop-in's log messages go to Python's logging, as any library's, and to the loggers where
+users of transformers look for those of its Trainer.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import sys
 
 __all__ = ["show"]
 
-_PLACES = ("transformers.trainer", "transformers")
-"""The logger of their Trainer, and the library's, which prints where nobody sets up logging."""
+_OF_CALLBACKS = ("base", "flow_callbacks", "progress", "state")
+"""Modules here whose counterparts are in `transformers.trainer_callback`."""
 
 
 class _Show(logging.Handler):
-    """Hands each message to the handlers of transformers' loggers. Where a script has set up
-    logging by itself it shows the message already, and their printing handler is left out; where
-    neither is there, it is printed here.
+    """Says each message on the logger of transformers that would say it there, which prints where
+    nobody sets up logging. Where a script has set it up by itself it shows the message already, and
+    their printing handler is left out; where neither is there, it is printed here.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -26,12 +26,19 @@ class _Show(logging.Handler):
             if not shown:
                 print(self.format(record), file=sys.stderr)
             return
-        if not theirs.get_logger(_PLACES[0]).isEnabledFor(record.levelno):
+        of_callbacks = record.name.rpartition(".")[2] in _OF_CALLBACKS
+        file = "trainer_callback" if of_callbacks else "trainer"
+        logger = theirs.get_logger(f"transformers.{file}")
+        if shown and logging.getLogger("transformers").propagate:
             return
-        besides = [*shown, theirs._default_handler] if shown else []
-        for handler in [each for name in _PLACES for each in logging.getLogger(name).handlers]:
-            if handler not in besides and record.levelno >= handler.level:
-                handler.handle(record)
+        if theirs._default_handler is not None:
+            theirs._default_handler.addFilter(_is_not_shown)
+        say = getattr(logger, record.levelname.lower())
+        say(record.getMessage(), exc_info=record.exc_info, extra={"is_drivetrains": True})
+
+
+def _is_not_shown(record: logging.LogRecord) -> bool:
+    return not (getattr(record, "is_drivetrains", False) and logging.root.handlers)
 
 
 def show() -> None:

@@ -22,7 +22,7 @@ class Profile:
     names_run_by_folder: bool = False
     """`run_name` is `output_dir` where it is not given; trackers now choose a name themselves."""
     default_trackers: str = "none"
-    """What `report_to=None` stands for; to report to everything installed surprised people."""
+    """The meaning of `report_to=None`; to report to everything installed surprised people."""
     bf16_needs_hardware: bool = True
     """`bf16` is refused where no device computes in it, unless the CPU was asked for."""
 
@@ -42,7 +42,7 @@ class Profile:
     counts_items_in_evaluation: bool = True
     """Evaluation divides a loss as training does."""
     ends_epochs_with_short_update: bool = True
-    """What is left of an epoch's batches makes an update of its own."""
+    """The batches left at an epoch's end make an update of their own."""
 
     # --- logs
     rounds_loss: bool = False

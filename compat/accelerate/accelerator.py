@@ -41,7 +41,7 @@ class Accelerator(Collectives):
         self.dataloader_config = AcceleratorConfig.of(trainer.args.accelerator_config)
         self.state = Processes(trainer.args)
         self.gradient_accumulation_steps = 1  # the Trainer accumulates
-        self._told_of_trackers = False
+        self._warned_of_trackers = False
         resolve_accumulation(trainer.args)
         for note in notes(trainer.args, chosen(trainer.args).driver):
             _LOG.warning("%s", note)
@@ -62,18 +62,18 @@ class Accelerator(Collectives):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether an update follows this microbatch."""
+        """True if an update follows this microbatch."""
         return self.gradient_state.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last update was left out, for a gradient that was not finite."""
+        """True if the last update was left out, for a gradient that was not finite."""
         outcome = self._trainer._last_outcome
         return outcome is not None and not outcome.applied()
 
     @property
     def even_batches(self) -> bool:
-        """Whether the last round of batches is filled up; may be set before a loader is made."""
+        """True if the last round of batches is filled up; may be set before a loader is made."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -82,7 +82,7 @@ class Accelerator(Collectives):
 
     @property
     def split_batches(self) -> bool:
-        """Whether batch sizes are those of all processes together."""
+        """True if batch sizes are those of all processes together."""
         return self.dataloader_config.split_batches
 
     @property
@@ -92,12 +92,12 @@ class Accelerator(Collectives):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of samples depends on the seed alone."""
+        """True if the order of samples depends on the seed alone."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches are copied while the host goes on."""
+        """True if batches are copied while the host goes on."""
         return self.dataloader_config.non_blocking
 
     # --- making things ready
@@ -294,8 +294,8 @@ class Accelerator(Collectives):
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Nothing, as with transformers' Trainer, and it is said."""
-        if not self._told_of_trackers:
-            self._told_of_trackers = True
+        if not self._warned_of_trackers:
+            self._warned_of_trackers = True
             _LOG.warning(
                 "trainer.accelerator has no trackers, and what is logged by it goes nowhere: name "
                 "them in report_to, and call trainer.log"

@@ -64,12 +64,12 @@ class GradientState:
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether any is."""
+        """True if any is."""
         return bool(self.active)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether its batch in hand is the last."""
+        """True if its batch in hand is the last."""
         return bool(self.active) and self.active[-1].end_of_dataloader
 
     @property
@@ -79,7 +79,7 @@ class GradientState:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether an update follows this microbatch."""
+        """True if an update follows this microbatch."""
         microstep = self._trainer._microstep
         return self._said_to_sync if microstep is None else bool(microstep.last)
 
@@ -99,7 +99,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batches of an epoch make an update."""
+        """True if the last batches of an epoch make an update."""
         return True
 
 
@@ -179,7 +179,7 @@ class Collectives(Processes):
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last time; all call it."""
+        """True if any process has called `set_trigger` since the last time; all call it."""
         mine, self._triggered = self._triggered, False
         return mine if self.num_processes == 1 else any(self._session.exchange(mine))
 
@@ -217,7 +217,7 @@ class Collectives(Processes):
 
 
 def has_only_tensors(data: Any) -> bool:
-    """Whether mappings, lists and tuples hold tensors and nothing else."""
+    """True if mappings, lists and tuples hold tensors and nothing else."""
     return all(isinstance(leaf, Tensor) for leaf in leaves(data))
 
 

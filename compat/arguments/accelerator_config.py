@@ -64,8 +64,8 @@ class AcceleratorConfig:
             return cls()
         if isinstance(given, type):
             raise NotImplementedError(
-                f"accelerator_config is the class {given.__name__}; give an instance of it, a "
-                "dict, or the path of a JSON file"
+                "Tried passing in a callable to `accelerator_config`, the class "
+                f"{given.__name__}; give an instance of it, a dict, or the path of a JSON file"
             )
         if isinstance(given, Mapping):
             return cls.from_mapping(given, "accelerator_config")
@@ -114,7 +114,8 @@ def resolve_accumulation(args: Any) -> None:
         return
     if args.gradient_accumulation_steps > 1:
         raise ArgumentError(
-            f"gradient_accumulation_steps is {args.gradient_accumulation_steps}, and "
-            f"accelerator_config['gradient_accumulation_kwargs']['num_steps'] is {steps}; give one"
+            "The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps is "
+            f"{args.gradient_accumulation_steps}, and gradient_accumulation_kwargs['num_steps'] is "
+            f"{steps}; give one"
         )
     args.gradient_accumulation_steps = steps

@@ -83,15 +83,15 @@ class DeepspeedFacts:
         return torch.float32
 
     def is_zero2(self) -> bool:
-        """Whether gradients are sharded and weights are not."""
+        """True if gradients are sharded and weights are not."""
         return self.zero_stage == 2
 
     def is_zero3(self) -> bool:
-        """Whether weights are sharded."""
+        """True if weights are sharded."""
         return self.zero_stage == 3
 
     def is_offload(self) -> bool:
-        """Whether optimizer state or weights lie on the host."""
+        """True if optimizer state or weights lie on the host."""
         parts = ("optimizer", "param")
         devices = [
             self.get_value(f"zero_optimization.offload_{part}.device", "none") for part in parts

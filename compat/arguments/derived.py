@@ -101,13 +101,13 @@ class DerivedValues:
 
     @property
     def should_log(self) -> bool:
-        """Whether this process logs: one of each machine, or one in all."""
+        """True if this process logs: one of each machine, or one in all."""
         index = self.local_process_index if self.log_on_each_node else self.process_index
         return index == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes models: one in all, or one of each machine."""
+        """True if this process writes models: one in all, or one of each machine."""
         index = self.local_process_index if self.save_on_each_node else self.process_index
         return index == 0
 

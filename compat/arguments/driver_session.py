@@ -160,7 +160,7 @@ def session_of(args: Any) -> DriverSession:
 
 
 def _same(plan: Plan, other: Plan | None) -> bool:
-    """Whether an engine made under one plan serves the other: batch sizes are the loop's."""
+    """True if an engine made under one plan serves the other: batch sizes are the loop's."""
     sizes = {"global_batch": plan.global_batch, "micro_batch": plan.micro_batch}
     return other is not None and plan == replace(other, **sizes)  # type: ignore[arg-type]
 

@@ -81,7 +81,7 @@ def configuration(args: Any) -> dict[str, Any]:
 
 
 def wants_xla(args: Any) -> bool:
-    """Whether `fsdp_config` asks for XLA's way of sharding instead."""
+    """True if `fsdp_config` asks for XLA's way of sharding instead."""
     return truth(configuration(args).get("xla", False), "fsdp_config['xla']")
 
 

@@ -118,7 +118,7 @@ def _syncs_each_batch(asked: Any) -> bool:
 
 
 def _recomputes(asked: Any, model: nn.Module | None) -> bool:
-    """Whether activations are recomputed, which a search for unused parameters would break."""
+    """True if activations are recomputed, which a search for unused parameters would break."""
     enabled = getattr(model, "is_gradient_checkpointing", False)
     return bool(asked.activation_checkpointing or asked.gradient_checkpointing or enabled)
 

@@ -71,22 +71,22 @@ class Processes:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first of all."""
+        """True if this is the first of all."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first on this machine."""
+        """True if this is the first on this machine."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all."""
+        """True if this is the last of all."""
         return self.process_index == self.num_processes - 1
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
+        """True if there is more than one process."""
         return self.num_processes > 1
 
     @property
@@ -104,13 +104,13 @@ class Processes:
 
     @property
     def multi_device(self) -> bool:
-        """Whether each of several processes has an accelerator, with a replica of the model."""
+        """True if each of several processes has an accelerator, with a replica of the model."""
         kinds = (DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
         return self.use_distributed and self.distributed_type in kinds
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether FSDP cuts the model; there is no other version of it here."""
+        """True if FSDP cuts the model; there is no other version of it here."""
         return self.fsdp_plugin is not None
 
     def on_main_process(self, function: Call) -> Call:

@@ -138,7 +138,7 @@ _KUBEFLOW = ["kubeflow"]
 
 
 def _in_kubeflow() -> bool:
-    """Whether a TrainJob of Kubeflow runs this, which wants to hear of progress in any case."""
+    """True if a TrainJob of Kubeflow runs this, to which progress is reported in any case."""
     refused = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
     return "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and not refused
 

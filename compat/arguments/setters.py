@@ -55,7 +55,7 @@ class Setters:
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Any:
-        """When and how to evaluate; sets `do_eval` unless the strategy is no."""
+        """Sets the arguments of evaluation, and `do_eval` unless the strategy is no."""
         chosen = IntervalStrategy(strategy)
         _need_steps("evaluation", chosen, steps)
         return self._set(
@@ -83,7 +83,7 @@ class Setters:
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Any:
-        """When to save checkpoints, and how many to keep."""
+        """Sets the arguments of checkpoints and of their number."""
         chosen = SaveStrategy(strategy)
         _need_steps("saving", chosen, steps)
         return self._set(

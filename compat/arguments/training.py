@@ -43,7 +43,7 @@ _FLAG = {"nargs": "?", "const": True}
 
 @dataclass(repr=False)
 class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldNames):
-    """How to train, log, evaluate and save; on what hardware, is `backend` and the fields about it.
+    """Training, logs, evaluations and saves of a run; `backend` and its fields name the hardware.
 
     Names that transformers had until 4.47 are accepted with a `FutureWarning` and mapped, or
     refused with the reason (`UnknownArgument`). `profile="4.47"` brings the defaults and numbers of

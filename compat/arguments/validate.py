@@ -121,7 +121,7 @@ def _precisions(args: Any) -> None:
 
 
 def _has_bf16(args: Any) -> bool:
-    """Whether bfloat16 was meant: on a device that has it, or on a CPU that was asked for."""
+    """True if bfloat16 was meant: on a device that has it, or on a CPU that was asked for."""
     import torch
 
     told = args.use_cpu or args.backend or os.environ.get("ACCELERATE_USE_CPU", "") == "true"

@@ -96,9 +96,14 @@ class TrainerCallback:
         return None
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Answer:
-        """`predict` is done; its figures are in the keyword `metrics`."""
+        """`predict` is done; its figures are `metrics`."""
         return None
 
     def on_prediction_step(
@@ -267,14 +272,14 @@ def _is_default_flow(callback: Any) -> bool:
 
 
 def _is_a(callback: Any, kind: type) -> bool:
-    """Whether it is an instance of that class, or of its namesake: a script that takes out
+    """True if it is an instance of that class, or of its namesake: a script that takes out
     transformers' own ProgressCallback means the one that is here in its place.
     """
     return isinstance(callback, kind) or any(_same(each, kind) for each in type(callback).__mro__)
 
 
 def _same(kind: type, other: type) -> bool:
-    """Whether the classes are one, or one is transformers' and the other ours, by one name."""
+    """True if the classes are one, or one is transformers' and the other ours, by one name."""
     homes = {each.__module__.partition(".")[0] for each in (kind, other)}
     namesakes = kind.__name__ == other.__name__ and homes == {"transformers", "drivetrain"}
     return kind is other or namesakes

@@ -89,13 +89,19 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             )
 
     def on_evaluate(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
-        value = kwargs["metrics"].get(name)
+        metrics = metrics or {}
+        value = metrics.get(name)
         if value is None:
-            _log.warning("early stopping: there is no %s in %s", name, sorted(kwargs["metrics"]))
+            _log.warning("early stopping: there is no %s in %s", name, sorted(metrics))
             return
         self.check_metric_value(args, state, control, value)
         if self.early_stopping_patience_counter >= self.early_stopping_patience:

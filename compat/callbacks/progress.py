@@ -41,9 +41,14 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.update(state.global_step - self.training_bar.n)
 
     def on_prediction_step(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
     ) -> None:
-        total = _length(kwargs.get("eval_dataloader"))
+        total = _length(eval_dataloader)
         if not state.is_world_process_zero or total is None:
             return
         if self.prediction_bar is None:
@@ -56,15 +61,25 @@ class ProgressCallback(TrainerCallback):
         self._close_prediction_bar()
 
     def on_predict(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         self._close_prediction_bar()
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         if self.training_bar is not None:
-            self.training_bar.write(str(_shown(kwargs["logs"], self.max_str_len)))
+            self.training_bar.write(str(_shown(logs or {}, self.max_str_len)))
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -83,10 +98,15 @@ class PrinterCallback(TrainerCallback):
     """Prints each log as a line."""
 
     def on_log(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
     ) -> None:
         if state.is_local_process_zero:
-            print(_shown(kwargs["logs"]))
+            print(_shown(logs or {}))
 
 
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
@@ -108,7 +128,7 @@ def default_progress_callback(disable_tqdm: bool | None) -> type[Any]:
 
 
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this process: IPython then has an application of its own."""
+    """True if a Jupyter kernel runs this process: IPython then has an application of its own."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and "IPKernelApp" in shell.config
 

@@ -151,7 +151,10 @@ class ReportingMixin(TrainerParts):
             return int(inputs["attention_mask"].sum())
         if padding is not None:
             return int((tokens != padding).sum())
-        _warn_once("padding is counted too: there is neither an attention_mask nor a pad_token_id")
+        _warn_once(
+            "Could not determine method to count non-padding tokens: there is neither an "
+            "attention_mask nor a pad_token_id, and padding is counted too"
+        )
         return int(tokens.numel())
 
     def _main_input_name(self) -> str:

@@ -38,4 +38,4 @@ _HF = (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME, SCALER_NAME)
 _OWN = re.compile(
     "|".join((FILE_NAME.pattern, *map(re.escape, (MANIFEST, *_HF)), r"rng_state(_\d+)?\.pth"))
 )
-"""What a checkpoint writes itself, in either format."""
+"""The files that a checkpoint writes itself, in either format."""

@@ -64,7 +64,7 @@ def _by_fqn(stored: CheckpointReader, folder: Path) -> Iterator[tuple[str, Tenso
 
 
 def _full_names(name: str, adapter: str) -> list[str]:
-    """What a tensor may be called in the model: PEFT leaves its adapter's name out of a file."""
+    """The names of a tensor in the model: PEFT leaves its adapter's name out of a file."""
     module, _, last = name.rpartition(".")
     saved_whole = f"{module}.modules_to_save.{adapter}.{last}"
     return [name, f"{module}.{adapter}.{last}", f"{name}.{adapter}", saved_whole]

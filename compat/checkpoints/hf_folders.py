@@ -43,7 +43,7 @@ _DEVICES = ("cuda", "xpu", "mps")
 
 
 def is_kernels(folder: Path) -> bool:
-    """Whether the kernel's part of a checkpoint lies there, its manifest perhaps not yet."""
+    """True if the kernel's part of a checkpoint lies there, its manifest perhaps not yet."""
     return any(FILE_NAME.fullmatch(path.name) for path in folder.iterdir())
 
 

@@ -19,7 +19,7 @@ _MAX_BYTES = 256 << 20
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds. Raises `CheckpointDamaged`, naming it, for no JSON, and too much of it."""
+    """A file's content. Raises `CheckpointDamaged`, naming it, for no JSON, and too much of it."""
     raw = read_small(path, _MAX_BYTES)
     if (items := num_items(raw)) > MAX_ITEMS:
         raise CheckpointDamaged(f"{path}: holds about {items} items, and {MAX_ITEMS} are read")
@@ -49,7 +49,7 @@ def to_plain(value: Any, where: str) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given; tuples are lists."""
+    """The inverse of `to_plain`; tuples are lists."""
     if isinstance(value, Mapping):
         if value.keys() == {_NUMBER}:
             return float(value[_NUMBER])

@@ -55,7 +55,7 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether the model saves itself as transformers' models do. Imports nothing."""
+    """True if the model saves itself as transformers' models do. Imports nothing."""
     transformers = sys.modules.get("transformers")
     return is_peft_model(model) or (
         transformers is not None and isinstance(model, transformers.PreTrainedModel)
@@ -66,7 +66,7 @@ def is_pretrained(model: Any) -> bool:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds a model's weights, or an adapter's."""
+    """True if a folder holds a model's weights, or an adapter's."""
     names = (*_WHOLE, *_INDEX)
     return any((folder / name).is_file() for name in names) or bool(adapters_in(folder))
 
@@ -150,7 +150,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def loads_itself(model: nn.Module) -> bool:
-    """Whether the model, or a part of it, has a way to load of its own, by which it may change."""
+    """True if the model, or a part of it, has a way to load of its own, by which it may change."""
     plain = nn.Module
     return type(model).load_state_dict is not plain.load_state_dict or any(
         type(part)._load_from_state_dict is not plain._load_from_state_dict

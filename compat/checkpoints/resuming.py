@@ -174,7 +174,7 @@ class ResumingMixin(TrainerParts):
         return OverlayReader(None, weights={**self._weights_now(), **read_weights(folder)})
 
     def _weights_beside(self, stored: CheckpointReader) -> dict[str, Tensor]:
-        """What to take in place of a checkpoint's own weights: those that it has not, as they are
+        """The weights to take in place of a checkpoint's own: those that it has not, as they are
         in the model, and those of edited files.
         """
         if self._has_own("_load_from_checkpoint"):
@@ -218,7 +218,7 @@ class ResumingMixin(TrainerParts):
         """But for what a subclass has a method of its own for, which is called after this."""
         where = str(stored.folder)
         state = stored.manifest.loop_state(where)
-        self._say_differences(stored)
+        self._log_differences(stored)
         reshape_buffers(self.model, stored)
         late = is_overridden(type(self), "_load_optimizer_and_scheduler")
         kinds = ("weights", "state") if late else OverlayReader.kinds
@@ -227,7 +227,7 @@ class ResumingMixin(TrainerParts):
         restoring = own_random_state(stored, training.session, self.driver_session.driver.name)
         with nullcontext() if is_overridden(type(self), "_load_rng_state") else restoring:
             training.restore(reader, state, where)
-        self._say_other_length(training.progress.position, state)
+        self._warn_of_other_length(training.progress.position, state)
 
     def _load_trainer_state(self, folder: Path) -> None:
         path, fresh = folder / TRAINER_STATE_NAME, self.state
@@ -258,21 +258,21 @@ class ResumingMixin(TrainerParts):
         then["per_device_train_batch_size"] = (trainer_state.train_batch_size or 0) // devices
         now = {name: getattr(training_args, name, None) or 0 for name in then}
         differing = [
-            f"{name} was {then[name]}, is {now[name]}"
+            f"{name}: {now[name]} (from args) != {then[name]} (from trainer_state.json)"
             for name in then
             if then[name] and now[name] >= 1 and then[name] != now[name]
         ]
         if differing:
             _LOG.warning("other arguments than in the checkpoint: %s", "; ".join(differing))
 
-    def _say_differences(self, reader: CheckpointReader) -> None:
+    def _log_differences(self, reader: CheckpointReader) -> None:
         size = self.driver_session.session.world.size
         for each in differences(
             reader.manifest, settings(self.args), self.driver_session.driver.name, size
         ):
             _LOG.info("resuming: %s", each)
 
-    def _say_other_length(self, position: Position, state: Mapping[str, Any]) -> None:
+    def _warn_of_other_length(self, position: Position, state: Mapping[str, Any]) -> None:
         """Warn where a begun epoch goes on in the order of other data, as with HF's Trainer."""
         then, now = state.get("data_length"), length_of(self.train_dataset)
         skips = position.samples and not self.args.ignore_data_skip

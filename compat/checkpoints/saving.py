@@ -79,7 +79,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             self.push_to_hub(commit_message="Model save", revision=revision)
 
     def _whole_model(self) -> AbstractContextManager[nn.Module | None]:
-        """Where ranks hold parts of the weights, the model made whole; None where it is whole."""
+        """The model gathered from ranks that hold parts of it; None if it is not sharded."""
         if self.driver_session.prepared is None or not self.driver_session.is_sharded():
             return nullcontext()
         return self.driver_session.engine.full_params()
@@ -136,7 +136,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             state[RESHAPED] = reshaped
         if self.lr_scheduler is not None:
             state["scheduler"] = self.lr_scheduler.state_dict()
-        if unsaved := self._say_unsaved_state():
+        if unsaved := self._warn_of_unsaved_state():
             state["optimizer_unsaved"] = unsaved
         frozen = frozen_names(self.model)
         saved: Any = _Trained(engine, frozen) if frozen else engine
@@ -153,7 +153,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         )
         store.wait()  # what it replaced is gone when callbacks hear of it
 
-    def _say_unsaved_state(self) -> list[str]:
+    def _warn_of_unsaved_state(self) -> list[str]:
         """The names of optimizer state that the checkpoint will lack, with a warning."""
         unsaved = [] if self.optimizer is None else unsaved_state(self.optimizer)
         if unsaved:
@@ -182,7 +182,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             self._save_rng_state(str(place))
 
     def _writes_hf_format(self) -> bool:
-        """Whether it is asked for, or the kernel does not run and so has nothing to save."""
+        """True if it is asked for, or the kernel does not run and so has nothing to save."""
         asked = getattr(self.args, "checkpoint_format", "drivetrain") == "hf"
         if not asked and self._training is not None:
             return False
@@ -211,7 +211,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         subclass reads them.
         """
         held = self._kernel_holds(output_dir, "_load_optimizer_and_scheduler")
-        if not held and self.args.should_save and not self._say_unsaved_state():
+        if not held and self.args.should_save and not self._warn_of_unsaved_state():
             hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -229,7 +229,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             hf_folders.save_random_state(Path(output_dir), args.process_index, args.world_size)
 
     def _kernel_holds(self, output_dir: str, loader: str) -> bool:
-        """Whether the kernel has written this there, and no subclass looks for HF's file of it."""
+        """True if the kernel has written this there, and no subclass looks for HF's file of it."""
         return hf_folders.is_kernels(Path(output_dir)) and not self._has_own(loader)
 
     # --- which checkpoints there are ----------------------------------------------------------
@@ -303,7 +303,7 @@ class _Trained:
 
 
 def unsaved_state(optimizer: Any) -> list[str]:
-    """What of an optimizer's state, by name, is in no checkpoint: objects that are neither tensor
+    """The optimizer's state, by name, that no checkpoint holds: objects that are neither tensor
     nor number (GaLore's projectors), and all that optimizers inside backward keep to themselves.
     """
     if isinstance(optimizer, LayerWiseDummyOptimizer):

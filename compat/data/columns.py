@@ -48,7 +48,7 @@ class RemoveColumnsCollator:
             return feature
         unused = feature.keys() - set(self.signature_columns)
         if unused and self.logger and self.model_name and not self.message_logged:
-            tell_unused(self.logger, unused, self.model_name, self.description)
+            log_unused(self.logger, unused, self.model_name, self.description)
             self.message_logged = True
         return {name: value for name, value in feature.items() if name not in unused}
 
@@ -66,7 +66,7 @@ def without_unused_columns(
     """
     unused = [name for name in dataset.column_names if name not in signature_columns]
     if unused:
-        tell_unused(logger, unused, model_name, description)
+        log_unused(logger, unused, model_name, description)
     if len(unused) == len(dataset.column_names):
         raise ValueError(
             f"{model_name}.forward takes none of the columns of the {description or 'given'} data"
@@ -77,7 +77,7 @@ def without_unused_columns(
     return dataset.remove_columns(unused)
 
 
-def tell_unused(
+def log_unused(
     logger: logging.Logger, unused: Iterable[str], model_name: str, description: str | None
 ) -> None:
     """Log, at the level info, which columns are left out."""
@@ -90,7 +90,7 @@ def tell_unused(
 
 
 def is_arrow_dataset(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset`; that library is not imported for the question."""
+    """True if it is a `datasets.Dataset`; that library is not imported for the question."""
     import sys
 
     datasets = sys.modules.get("datasets")

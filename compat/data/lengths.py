@@ -56,5 +56,5 @@ class LengthsByEpoch(Sampler[int]):
 
 
 def is_rebalancing(sampler: Any) -> bool:
-    """Whether it is transformers' `BatchRebalanceSampler`, which gives batches of one rank."""
+    """True if it is transformers' `BatchRebalanceSampler`, which gives batches of one rank."""
     return any(kind.__name__ == "BatchRebalanceSampler" for kind in type(sampler).__mro__)

@@ -40,7 +40,7 @@ _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
 def has_length(dataset: Any) -> bool:
-    """Whether a data set can say how many samples it has."""
+    """True if a data set has a length."""
     try:
         return len(dataset) is not None
     except (TypeError, AttributeError):  # some that are not sized raise the latter

@@ -54,12 +54,12 @@ class RankLoader(DataLoader[Any]):
         self.device = device
         self.epoch = 0
         self.end_of_dataloader = False
-        """Whether the batch in hand is the last one."""
+        """True if the batch in hand is the last one."""
         self.skipped_stream_batches = 0
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last global batch are real, in the order in which ranks'
+        """The number of real samples in the last global batch, in the order in which ranks'
         batches are gathered; 0: all of them. -1: not known, since workers cut the stream.
         """
         if isinstance(self.dataset, RankStream) and self.num_workers > 0:
@@ -209,7 +209,7 @@ def _shard_stream(
 
 
 def _has_shards(stream: Any, size: int) -> bool:
-    """Whether it is a stream of `datasets` with at least one shard a feeder."""
+    """True if it is a stream of `datasets` with at least one shard a feeder."""
     return hasattr(stream, "shard") and getattr(stream, "n_shards", 0) >= size
 
 

@@ -243,9 +243,9 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
         )
 
     def _gathering(self) -> Callable[[Any], Any]:
-        """What brings ranks' outputs together: `gather_function`. Where nobody chose another one,
-        it is left out for one rank alone, and under `eval_use_gather_object` lists, which hold one
-        item a sample, whatever it is, come as one list of all ranks' items.
+        """The function that gathers ranks' outputs: `gather_function`. Where nobody chose another
+        one, it is left out for one rank alone, and under `eval_use_gather_object` lists, which
+        hold one item a sample, whatever it is, come as one list of all ranks' items.
         """
         usual, chosen = self.accelerator.gather_for_metrics, self.gather_function
         if chosen != usual:

@@ -112,7 +112,7 @@ class Optuna:
             gc_after_trial=gc_after_trial,
             catch=catch,
         )
-        _told(trainer, None)  # there are no more
+        _broadcast(trainer, None)  # there are no more
         best: Any = study.best_trials if several else [study.best_trial]
         runs = [BestRun(str(t.number), t.values if several else t.value, t.params) for t in best]
         return runs if several else runs[0]
@@ -125,8 +125,8 @@ class Optuna:
         prune = False
         if hasattr(trial, "study") and len(trial.study.directions) == 1:
             trial.report(trainer.objective, step)
-            prune = bool(trial.should_prune())  # of numpy, which cannot be told
-        if _told(trainer, prune):
+            prune = bool(trial.should_prune())  # of numpy, which cannot be broadcast
+        if _broadcast(trainer, prune):
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             raise optuna.TrialPruned()
 
@@ -134,26 +134,26 @@ class Optuna:
         return trial.number
 
     def _lead(self, trainer: TrainerParts, trial: Any) -> Any:
-        """A trial on rank 0: its values are drawn first, and told."""
+        """A trial on rank 0: its values are drawn first, and broadcast."""
         if trainer.args.world_size > 1:
             trainer.hp_space(trial)
-            _told(trainer, {"params": trial.params, "number": trial.number})
+            _broadcast(trainer, {"params": trial.params, "number": trial.number})
         train_once(trainer, trial)
         return trainer.objective
 
     def _follow(self, trainer: TrainerParts, catch: Any) -> None:
-        """All trials on another rank, as rank 0 tells them, until it says that it is done."""
+        """All trials on another rank, as rank 0 broadcasts them, until there are no more."""
         import optuna
 
         expected = (optuna.TrialPruned, *(catch if isinstance(catch, tuple) else (catch,)))
-        while (told := _told(trainer, None)) is not None:
+        while (trial := _broadcast(trainer, None)) is not None:
             try:
-                train_once(trainer, optuna.trial.FixedTrial(told["params"], told["number"]))
+                train_once(trainer, optuna.trial.FixedTrial(trial["params"], trial["number"]))
             except expected:
-                _LOG.debug("trial %s ended early", told["number"])
+                _LOG.debug("trial %s ended early", trial["number"])
 
 
-def _told(trainer: TrainerParts, value: Any) -> Any:
+def _broadcast(trainer: TrainerParts, value: Any) -> Any:
     """The value of rank 0, on every rank."""
     if trainer.args.world_size == 1:
         return value

@@ -23,7 +23,7 @@ Built = tuple[Any, dict[str, Any]]
 def check_target_module_exists(
     optim_target_modules: str | Iterable[str], key: str
 ) -> tuple[bool, bool]:
-    """Whether a module's name is wanted, and whether a pattern said so.
+    """Two answers: a module's name is wanted, and a pattern said so.
 
     A string is a regular expression for the whole name; in a list stand names, parts of names,
     or regular expressions.

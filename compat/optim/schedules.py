@@ -61,7 +61,7 @@ _SPAN = ("num_warmup_steps", "num_training_steps")
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """Whether evaluations step it, and not updates."""
+    """True if evaluations step it, and not updates."""
     return hasattr(scheduler, "patience")
 
 
@@ -124,7 +124,7 @@ def get_scheduler(
 
 
 def _their_maker(name: str) -> Callable[..., Any]:
-    """What transformers makes that schedule with."""
+    """The function of transformers that makes that schedule."""
     if name == SchedulerType.REDUCE_ON_PLATEAU:
         return ReduceLROnPlateau
     if name == SchedulerType.GREEDY:

@@ -109,7 +109,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Whether `metric_for_best_model` is better than ever before; if so it is noted."""
+        """True if `metric_for_best_model` is better than ever before; if so it is noted."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return False

@@ -9,7 +9,7 @@ __all__ = ["is_debugged", "print_xla_metrics"]
 
 
 def is_debugged(args: Any, what: str) -> bool:
-    """Whether `debug` has that word."""
+    """True if `debug` has that word."""
     return what in [str(getattr(word, "value", word)) for word in args.debug or ()]
 
 

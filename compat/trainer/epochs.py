@@ -42,7 +42,7 @@ class Epochs:
     loader: Any
     accumulation: int
     batches_per_epoch: int
-    """What a full epoch is taken to have; a stream may end earlier."""
+    """The batches of a full epoch; a stream may end earlier."""
     updates_per_epoch: int
     num_epochs: int
     global_batch: int
@@ -52,7 +52,7 @@ class Epochs:
     after_first_fetch: Callable[[], None] | None = None
     """Called once, when the first group has been read: reading may draw random numbers."""
     counts: deque[Any] = field(default_factory=deque)
-    """What `get_batch_samples` counted in each group that was read and not yet trained on."""
+    """The counts of `get_batch_samples` for each group that was read and not yet trained on."""
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """The rest of the epoch of `start`; nothing after the last epoch."""

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether it is a model that PEFT wrapped; False without a look where PEFT is not imported."""
+    """True if PEFT wrapped the model; False without a look where PEFT is not imported."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
 
@@ -51,13 +51,13 @@ def find_labels(model_class: type) -> list[str]:
 
 
 def can_return_loss(model_class: type) -> bool:
-    """Whether `forward` returns a loss without labels: it has `return_loss=True`."""
+    """True if `forward` returns a loss without labels: it has `return_loss=True`."""
     names = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     return "return_loss" in names and names["return_loss"].default is True
 
 
 def model_accepts_loss_kwargs(model: nn.Module) -> bool:
-    """Whether `forward` can be told the number of items to divide its loss by.
+    """True if `forward` can be told the number of items to divide its loss by.
 
     It says so itself by `accepts_loss_kwargs`, or takes any keyword.
     """

@@ -40,7 +40,7 @@ def count_items(batches: Sequence[Any], shifts_labels: bool) -> Tensor | None:
 
 
 def loss_shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss compares each position with the label of the next one.
+    """True if the model's own loss compares each position with the label of the next one.
 
     True for models of transformers whose loss is the causal one, unless they encode as well.
     """
@@ -55,7 +55,7 @@ def loss_shifts_labels(model: nn.Module) -> bool:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """Whether transformers lists the model's class as one that predicts the next token."""
+    """True if transformers lists the model's class as one that predicts the next token."""
     if "transformers" not in sys.modules:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -59,12 +59,12 @@ def refuse_replaced(kind: type, session: DriverSession) -> None:
 
 
 def is_overridden(kind: type, name: str) -> bool:
-    """Whether a subclass has a method of that name."""
+    """True if a subclass has a method of that name."""
     return next(_methods(kind, name)) is not _ours(kind, name)
 
 
 def is_replaced(kind: type, name: str) -> bool:
-    """Whether it has one that does not call what it overrides, so that ours is never reached."""
+    """True if it has one that does not call what it overrides, so that ours is never reached."""
     ours = _ours(kind, name)
     for method in _methods(kind, name):
         function = inspect.unwrap(getattr(method, "__func__", method))
@@ -87,6 +87,6 @@ def _ours(kind: type, name: str) -> Any:
 
 
 def _names(code: CodeType) -> set[str]:
-    """What a function and those inside it look up."""
+    """The names that a function and those inside it look up."""
     inner = (each for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*map(_names, inner))

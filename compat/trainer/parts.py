@@ -83,7 +83,7 @@ class TrainerParts:
     is_distributed_loading_by_transformers = False
     """A model that was cut into parts when it was loaded is refused."""
     _buffer_shapes: dict[str, torch.Size]
-    """When training began."""
+    """The time at which training began."""
     _lock: RunLock | None = None
     """Of its output folder, while `train` runs."""
     _training: TrainLoop | None = None
@@ -102,7 +102,7 @@ class TrainerParts:
     _trial: Any = None
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
+        """True if this is the first process of all."""
         raise NotImplementedError
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -151,7 +151,7 @@ class TrainerParts:
         return self._training
 
     def _has_own(self, name: str) -> bool:
-        """Whether a subclass has a method of that name that does not call ours."""
+        """True if a subclass has a method of that name that does not call ours."""
         return is_replaced(type(self), name)
 
     def _optimizer_there_is(self) -> Optimizer:

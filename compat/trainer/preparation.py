@@ -102,7 +102,7 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         return self.optimizer
 
     def _builds_both(self) -> bool:
-        """Whether a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
+        """True if a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
         usual = OptimizationMixin.create_optimizer_and_scheduler
         overridden = type(self).create_optimizer_and_scheduler is not usual
         return overridden or profile_of(self.args).builds_optimizer_and_schedule_at_once

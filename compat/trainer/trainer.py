@@ -16,6 +16,7 @@ from ..accelerate.accelerator import Accelerator
 from ..arguments import TrainingArguments
 from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
+from ..callbacks.jit_checkpoint import jit_checkpoint_callbacks
 from ..callbacks.reporting import set_verbosity
 from ..callbacks.state import ExportableState, TrainerControl, TrainerState
 from ..data.collators import collator_for
@@ -166,7 +167,11 @@ class Trainer(TrainingMixin):
         epsilon = self.args.label_smoothing_factor
         kind = getattr(getattr(self.model, "config", None), "problem_type", None)
         if epsilon and kind == "multi_label_classification":
-            warnings.warn("labels that may hold together are not smoothed", stacklevel=3)
+            warnings.warn(
+                "Label smoothing is not compatible with multi-label classification, in which "
+                f"several labels may hold together: label_smoothing_factor={epsilon} has no effect",
+                stacklevel=3,
+            )
             return None
         return LabelSmoother(epsilon) if epsilon else None
 
@@ -225,7 +230,7 @@ class Trainer(TrainingMixin):
 
     def _start_callbacks(self, callbacks: list[Any] | None) -> None:
         self.callback_handler = CallbackHandler(
-            all_callbacks(self.args, callbacks),
+            all_callbacks(self.args, [*jit_checkpoint_callbacks(self), *(callbacks or ())]),
             self.model,
             self.processing_class,
             self.optimizer,
@@ -281,11 +286,11 @@ class Trainer(TrainingMixin):
         self.callback_handler.remove_callback(callback)
 
     def is_local_process_zero(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True if this is the first process of its machine."""
         return bool(self.args.local_process_index == 0)
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the first process of all."""
+        """True if this is the first process of all."""
         return bool(self.args.process_index == 0)
 
     def get_tp_size(self) -> int:
@@ -315,8 +320,8 @@ def _check_best(args: Any) -> None:
     """Raises ValueError where nothing says what is best; warns where nothing asks for it."""
     if args.metric_for_best_model is None:
         raise ValueError(
-            "save_strategy is 'best' and metric_for_best_model is None: nothing would say what is "
-            "best, and nothing be saved; name a metric ('loss', say)"
+            "`args.metric_for_best_model` must be provided where save_strategy is 'best': it is "
+            "None, so nothing says what is best, and nothing is saved. Name a metric ('loss', say)"
         )
     if args.eval_strategy in (None, "no"):
         _LOG.warning(

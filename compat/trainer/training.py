@@ -20,6 +20,7 @@ from ...kernel.loop import TrainLoop
 from ...trainer.late_ranks import flight_records_kept
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
+from ..callbacks.jit_checkpoint import waits_for_signals
 from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import ExportableState, TrainerState
 from ..checkpoints.model_files import buffer_shapes
@@ -184,7 +185,8 @@ class TrainingMixin(BetweenStepsMixin):
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            signals = preempt_on_signals(requests) if _catches_signals(args) else None
+            callbacks = self.callback_handler.callbacks
+            signals = preempt_on_signals(requests) if waits_for_signals(callbacks) else None
             with signals or contextlib.nullcontext():
                 training.run()
             training.resolve_pending_outcome()
@@ -361,10 +363,6 @@ def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | 
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
     return resume
-
-
-def _catches_signals(args: Any) -> bool:
-    return bool(getattr(args, "enable_jit_checkpoint", False))
 
 
 def _smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:

@@ -69,13 +69,13 @@ class StepMixin(LoadingMixin):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """What a microbatch is trained in, and with; called where a subclass overrides it. No
+        """The contexts in which a microbatch is trained; called where a subclass overrides it. No
         driver splits a sequence over ranks.
         """
         return contextlib.nullcontext, inputs
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
-        """Whether the loss is already divided by the items of the whole update."""
+        """True if the loss is already divided by the items of the whole update."""
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
         counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from built_alike import both
 from transformers import trainer_callback as theirs
 
@@ -169,6 +171,52 @@ def test_their_classes_name_what_stands_here(
     assert f"a second {name}" in caplog.text
     with pytest.raises(ValueError, match="not among the callbacks"):
         trainer.remove_callback(kind())
+
+
+@pytest.mark.row("B2", "B26", "B27")
+def test_after_install_their_classes_are_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script may look for them by `isinstance`."""
+    for library in ("trl", "sentence_transformers", "setfit"):
+        monkeypatch.delitem(sys.modules, library, raising=False)
+    names = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback")
+    before = [getattr(theirs, name) for name in names]
+    ours.install()
+    try:
+        for name, bars in zip(names, ({}, {}, {"disable_tqdm": False}), strict=True):
+            callbacks = both(tmp_path)[1].trainer(**bars).callback_handler.callbacks
+            for place in (transformers, transformers.trainer, theirs):
+                assert any(isinstance(each, getattr(place, name)) for each in callbacks)
+    finally:
+        ours.uninstall()
+    assert [getattr(theirs, name) for name in names] == before
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(
+    "kind", [DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback]
+)
+def test_a_subclass_calls_an_event_as_it_calls_theirs(kind: type, event: str) -> None:
+    """`super().on_log(args, state, control, logs)`: what may be given by place may be here."""
+
+    def by_place(event: Callable[..., Any]) -> list[str]:
+        parameters = inspect.signature(event).parameters.values()
+        return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+    wanted = by_place(getattr(getattr(theirs, kind.__name__), event))
+    assert by_place(getattr(kind, event))[: len(wanted)] == wanted
+
+
+@pytest.mark.row("B3")
+def test_a_message_is_said_on_the_logger_that_says_it_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for side in both(tmp_path):
+        said: list[str] = []
+        monkeypatch.setattr(theirs.logger, "warning", lambda text, *_, s=said, **__: s.append(text))
+        side.trainer(callbacks=[Recorder(), Recorder()])
+        assert len(said) == 1 and "Recorder" in said[0]
 
 
 @pytest.mark.row("B6")

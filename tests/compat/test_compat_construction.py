@@ -99,7 +99,7 @@ def test_the_parameters_are_theirs_and_nothing_is_trained(tmp_path: Path) -> Non
             ValueError,
             "compute_result",
         ),
-        ({"save_strategy": "best"}, ValueError, "metric_for_best_model"),
+        ({"save_strategy": "best"}, ValueError, "`args.metric_for_best_model` must be provided"),
     ],
     ids=[
         "no model",

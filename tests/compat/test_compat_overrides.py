@@ -110,7 +110,10 @@ def test_what_a_subclass_overrides_is_called_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.row(
-    "C38", status="refused", note="parts of HF's loop that the kernel's would never call"
+    "C38",
+    status="refused",
+    note="what the kernel's loop would never call, such as `_run_epoch`, by name when the class is "
+    "built",
 )
 @pytest.mark.parametrize("name", UNCALLED)
 def test_what_nothing_would_call_is_refused_when_the_class_is_built(name: str) -> None:

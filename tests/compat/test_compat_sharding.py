@@ -244,7 +244,12 @@ def test_batches_of_sizes_of_their_own_are_dealt_whole() -> None:
         (DataLoader(Numbers(4), batch_size=None), {}, "batch size"),
     ],
 )
-@pytest.mark.row("D21", status="refused", note="what several ranks cannot agree on unsent")
+@pytest.mark.row(
+    "D21",
+    status="refused",
+    note="on several ranks: dispatch_batches=True for data of known length, which each rank reads "
+    "for itself, an order without a seed, and a loader without a batch size",
+)
 def test_what_cannot_be_dealt_is_refused(
     loader: DataLoader[int], options: dict[str, Any], words: str
 ) -> None:

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from side_by_side import arguments, assert_same_weights, net, points
+from transformers.trainer_jit_checkpoint import CheckpointManager
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback as theirs
 
 from drivetrain import compat
 
@@ -39,6 +42,32 @@ def test_a_checkpoint_in_time(tmp_path: Path) -> None:
     whole = trained(tmp_path / "whole")
     assert resumed.state.global_step == 5
     assert_same_weights(resumed.model, whole.model)
+
+
+@pytest.mark.row("B2", "K35")
+def test_its_callback_stands_where_theirs_does(tmp_path: Path) -> None:
+    """Before the user's; who takes it out takes out what it stands for."""
+    before = signal.getsignal(signal.SIGTERM)
+    names = []
+    for library in (transformers, compat):
+        args = arguments(library, tmp_path, enable_jit_checkpoint=True)
+        mine = type("Mine", (library.TrainerCallback,), {})
+        trainer = library.Trainer(net(0.5), args, train_dataset=points(), callbacks=[mine])
+        names.append(trainer.callback_handler.callback_list)
+        found = [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, theirs)]
+        assert [cb.trainer for cb in found] == [trainer]
+        assert isinstance(found[0].jit_manager, CheckpointManager)
+        signal.signal(signal.SIGTERM, before)  # theirs waits for it from here on
+    assert names[0] == names[1]
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        trainer.add_callback(Terminates())
+        trainer.remove_callback(theirs)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen and trainer.state.global_step == trainer.state.max_steps
 
 
 @pytest.mark.row("K35")

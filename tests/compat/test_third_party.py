@@ -17,10 +17,13 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("third_party.py")
 FINE_TUNING = ("sft", "plain_arguments", "packed", "assistant_only", "lora", "dpo", "reward")
-ALL = (*FINE_TUNING, "sentences")
+PREFERENCES = ("grpo", "kto")
+TASKS = ("question_answering", "masked_language", "images", "summarisation")
+ALL = (*FINE_TUNING, "sentences", *PREFERENCES, *TASKS)
 SHARDED = {
     "fsdp": ("backend", '"fsdp"'),
-    "deepspeed": ("deepspeed", '{"zero_optimization": {"stage": 2}}'),
+    "ZeRO-2": ("deepspeed", '{"zero_optimization": {"stage": 2}}'),
+    "ZeRO-3": ("deepspeed", '{"zero_optimization": {"stage": 3}}'),
 }
 
 

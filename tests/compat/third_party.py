@@ -203,12 +203,173 @@ def sentences(folder: str, extra: dict[str, Any]) -> Any:
     )
 
 
+def grpo(folder: str, extra: dict[str, Any]) -> Any:
+    from trl import GRPOConfig, GRPOTrainer
+
+    def length(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    more = {"num_generations": 2, "max_completion_length": 6, "beta": 0.0}
+    return GRPOTrainer(
+        model=llama(),
+        reward_funcs=length,
+        args=GRPOConfig(**common(folder, **more, **extra)),
+        train_dataset=preferences().select_columns("prompt"),
+        processing_class=tokenizer(),
+    )
+
+
+def kto(folder: str, extra: dict[str, Any]) -> Any:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = range(24)
+    data = Dataset.from_dict(
+        {
+            "prompt": [sentence(i, 3) for i in rows],
+            "completion": [" " + sentence(i + 1, 3 + i % 3) for i in rows],
+            "label": [i % 3 > 0 for i in rows],
+        }
+    )
+    return KTOTrainer(
+        model=llama(),
+        ref_model=llama(),
+        args=KTOConfig(**common(folder, max_length=16, **extra)),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        processing_class=tokenizer(),
+    )
+
+
+def bert(cls: str, **more: Any) -> Any:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **more,
+    )  # fmt: skip
+    return getattr(transformers, cls)(config)
+
+
+def encoded(**columns: Any) -> Any:
+    """Sentences of ten words as ids, and columns that are made of a row's number."""
+    from datasets import Dataset
+
+    ids = [tokenizer()(sentence(i, 10))["input_ids"] for i in range(24)]
+    made = {name: [make(i) for i in range(24)] for name, make in columns.items()}
+    return Dataset.from_dict({"input_ids": ids, **made})
+
+
+def question_answering(folder: str, extra: dict[str, Any]) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    data = encoded(start_positions=lambda i: i % 5, end_positions=lambda i: i % 5 + 3)
+    return Trainer(
+        model=bert("BertForQuestionAnswering"),
+        args=TrainingArguments(**common(folder, **extra)),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        compute_metrics=spans,
+    )
+
+
+def spans(outputs: Any) -> dict[str, float]:
+    """How often both ends are found."""
+    guesses = [logits.argmax(-1) for logits in outputs.predictions]
+    hits = [guess == true for guess, true in zip(guesses, outputs.label_ids, strict=True)]
+    return {"exact_match": float((hits[0] & hits[1]).mean())}
+
+
+def masked_language(folder: str, extra: dict[str, Any]) -> Any:
+    from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+    words = tokenizer()
+    words.mask_token = "well"
+    return Trainer(
+        model=bert("BertForMaskedLM"),
+        args=TrainingArguments(**common(folder, **extra)),
+        train_dataset=encoded(),
+        data_collator=DataCollatorForLanguageModeling(words, mlm_probability=0.3, seed=4),
+    )
+
+
+def images(folder: str, extra: dict[str, Any]) -> Any:
+    import torch
+    from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    model = ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            image_size=8, patch_size=4, num_labels=3,
+        )
+    )  # fmt: skip
+    pixels = torch.randn(24, 3, 8, 8)
+    rows = [{"pixel_values": row, "labels": index % 3} for index, row in enumerate(pixels)]
+    return Trainer(
+        model=model,
+        args=TrainingArguments(**common(folder, **extra)),
+        train_dataset=rows,
+        eval_dataset=rows[:5],
+        compute_metrics=lambda out: {
+            "accuracy": float((out.predictions.argmax(-1) == out.label_ids).mean())
+        },
+    )
+
+
+def summarisation(folder: str, extra: dict[str, Any]) -> Any:
+    import torch
+    from transformers import (
+        DataCollatorForSeq2Seq,
+        Seq2SeqTrainer,
+        Seq2SeqTrainingArguments,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+        )
+    )  # fmt: skip
+    data = encoded(labels=lambda i: [3 + i % 2, 4, 5, 2])
+    more = {"predict_with_generate": True, "generation_max_length": 6, "learning_rate": 5e-2}
+    return Seq2SeqTrainer(
+        model=model,
+        args=Seq2SeqTrainingArguments(**{**common(folder), **more, **extra}),
+        train_dataset=data,
+        eval_dataset=data.select(range(5)),
+        data_collator=DataCollatorForSeq2Seq(tokenizer(), model=model),
+        processing_class=tokenizer(),
+    )
+
+
 TOLD = ("entropy", "mean_token_accuracy", "num_tokens")
 """What SFTTrainer logs beside the loss."""
 
 SCENARIOS = {
     made.__name__: made
-    for made in (sft, plain_arguments, packed, assistant_only, lora, dpo, reward, sentences)
+    for made in (
+        sft,
+        plain_arguments,
+        packed,
+        assistant_only,
+        lora,
+        dpo,
+        reward,
+        sentences,
+        grpo,
+        kto,
+        question_answering,
+        masked_language,
+        images,
+        summarisation,
+    )
 }
 
 
@@ -226,6 +387,9 @@ def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
         metrics = trainer.evaluate()
         found["eval_loss"] = metrics["eval_loss"]
         found["told"].append({key: metrics.get(f"eval_{key}") for key in TOLD})
+        found["metrics"] = [metrics.get(f"eval_{key}") for key in ("exact_match", "accuracy")]
+    if name == "summarisation":
+        found["generated"] = trainer.predict(trainer.eval_dataset).predictions.tolist()
     if name == "sft":
         try:
             type(trainer)(trainer.model, dataset_text_field="text", max_seq_length=16)
