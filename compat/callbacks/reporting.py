@@ -115,7 +115,7 @@ class ReportingMixin(TrainerParts):
         if num_parameters is None:
             own = getattr(self.model, "floating_point_ops", None)
             return float(own(inputs)) if callable(own) else 0
-        tokens = inputs.get(self._main_input_name())
+        tokens = self._main_input(inputs)
         return 0 if tokens is None else int(6 * tokens.numel() * num_parameters)
 
     def _num_counted_parameters(self) -> int | None:
@@ -129,14 +129,15 @@ class ReportingMixin(TrainerParts):
         self.state.total_flos += self._over_ranks(self.current_flos)
         self.current_flos = 0
 
-    def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
+    def _track_num_input_tokens(self, inputs: Any) -> None:
         """Count this batch's tokens over all ranks, as `include_num_input_tokens_seen` asks."""
         if self.args.include_num_input_tokens_seen == "no":
             return
-        tokens = inputs.get(name := self._main_input_name())
+        tokens = self._main_input(inputs)
         if tokens is None:
+            held = sorted(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
             _warn_once(
-                f"tokens are not counted: batches hold {sorted(inputs)} and no {name!r}; "
+                f"tokens are not counted: batches hold {held} and no {self._main_input_name()!r}; "
                 "set the model's attribute main_input_name"
             )
             return
@@ -156,6 +157,10 @@ class ReportingMixin(TrainerParts):
             "attention_mask nor a pad_token_id, and padding is counted too"
         )
         return int(tokens.numel())
+
+    def _main_input(self, inputs: Any) -> Any:
+        """A batch's tokens; None where it has none, as a list of samples not yet joined."""
+        return inputs.get(self._main_input_name()) if isinstance(inputs, Mapping) else None
 
     def _main_input_name(self) -> str:
         return getattr(self.model, "main_input_name", "input_ids")

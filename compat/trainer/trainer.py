@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..accelerate.accelerator import Accelerator
+from ..accelerate.library_state import start_library_state
 from ..arguments import TrainingArguments
 from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
@@ -109,6 +110,7 @@ class Trainer(TrainingMixin):
             self.args, self.model, clips=not self._measures_gradients()
         )
         self.accelerator = Accelerator(self)
+        start_library_state(self.args)
         state = self.accelerator.state
         self.is_deepspeed_enabled = getattr(state, "deepspeed_plugin", None) is not None
         self.is_fsdp_enabled = getattr(state, "fsdp_plugin", None) is not None

@@ -12,7 +12,10 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from built_alike import ours
+from accelerate.logging import get_logger
+from accelerate.state import AcceleratorState
+from accelerate.utils import gather, set_seed
+from built_alike import both, ours
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -199,3 +202,17 @@ def test_every_member_of_accelerate_s_is_here_or_refused_by_name(trainer: Any) -
         if not hasattr(accelerator, name):
             with pytest.raises(AttributeError, match=f"no '{name}': it has no model"):
                 getattr(accelerator, name)
+
+
+def test_accelerate_s_functions_work_beside_a_trainer(tmp_path: Path) -> None:
+    """As libraries call them once a Trainer is built; with transformers' it has made the state."""
+    for side in both(tmp_path):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            side.trainer(max_steps=1)
+            set_seed(1, device_specific=True)
+            get_logger(__name__).info("said", main_process_only=True)
+            assert gather(torch.ones(2)).tolist() == [1, 1]
+            assert AcceleratorState().mixed_precision == "no"
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)

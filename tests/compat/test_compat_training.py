@@ -22,6 +22,7 @@ from side_by_side import (
     sentences,
 )
 from torch import Tensor, nn
+from transformers import default_data_collator
 
 from drivetrain import compat
 
@@ -469,3 +470,20 @@ def test_evaluation_draws_nothing_of_the_training(tmp_path: Path) -> None:
         made.train()
         weights.append(made.model.head.weight)
     assert torch.equal(*weights)
+
+
+def test_batches_may_be_lists_of_samples_that_a_trainer_joins(tmp_path: Path) -> None:
+    """As TRL's GRPO has them; nothing counts the tokens of such a batch."""
+
+    def make(library: Any, folder: Path) -> Any:
+        def prepare(self: Any, inputs: Any) -> Any:
+            return self._joined(inputs) if isinstance(inputs, list) else inputs
+
+        members = {"_prepare_inputs": prepare, "_joined": staticmethod(default_data_collator)}
+        kind = type("Joins", (library.Trainer,), members)
+        given = {"data_collator": list}
+        return trainer(library, folder, kind=kind, given=given, include_num_input_tokens_seen="all")
+
+    ours, theirs = both(tmp_path, make)
+    assert_same_runs(ours, theirs)
+    assert ours.state.num_input_tokens_seen == theirs.state.num_input_tokens_seen == 0
