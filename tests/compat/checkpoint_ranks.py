@@ -1,9 +1,8 @@
-"""Run by two processes: evaluate, train, save and resume; what each rank found goes to a file."""
+"""A job of two ranks: evaluate, train, save and resume; what each of them found."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from built_alike import Classifier, Side, accuracy, losses, ours, samples, witho
 from torch import Tensor, nn
 
 from drivetrain.compat import Trainer, TrainingArguments
+from drivetrain.conformance.bench import Bench
 
 
 class Wide(nn.Module):
@@ -53,15 +53,17 @@ def overridden(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"losses": losses(whole), "resumed": losses(again), "norms": norms}
 
 
-def main(backend: str, folder: Path) -> None:
+def everything(bench: Bench, *, out: str) -> dict[str, Any]:
+    """All of it, in one process group."""
     found: dict[str, Any] = {}
+    folder = Path(out)
     side = ours(folder)
-    driver: dict[str, Any] = {"backend": backend}
+    driver: dict[str, Any] = {"backend": bench.backend}
     trainer = side.trainer(compute_metrics=accuracy, **driver)
     output = trainer.predict(samples(11))
     found["predictions"] = [output.predictions.tolist(), output.label_ids.tolist()]
     found["metrics"] = without_times(output.metrics)
-    if backend == "ddp":
+    if bench.backend == "ddp":
         wide = [{"x": torch.tensor(float(n)), "labels": torch.tensor(n)} for n in (2, 3, 1, 4, 5)]
         output = side.trainer(Wide, **driver, per_device_eval_batch_size=2).predict(wide)
         found["wide"] = [output.predictions.tolist(), output.label_ids.tolist()]
@@ -85,9 +87,6 @@ def main(backend: str, folder: Path) -> None:
     from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
     from_theirs.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-2"))
     found["from theirs"] = losses(from_theirs)
-    (folder / f"rank-{trainer.args.process_index}.json").write_text(json.dumps(found))
     trainer.end()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    plain_values: dict[str, Any] = json.loads(json.dumps(found))
+    return plain_values

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import checkpoint_ranks
 import pytest
 import torch
 from built_alike import Classifier, accuracy, both, losses, ours, samples, without_times
 from torch.nn.functional import cross_entropy
 
 from drivetrain.compat.checkpoints.model_files import read_weights
+from drivetrain.conformance.subject import Subject
 
 EVERY_STEP: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -26,24 +25,19 @@ DRIVERS = ["ddp", "fsdp", pytest.param("deepspeed", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=DRIVERS)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A driver, the folder that two processes wrote to, and what each of them found."""
+    """A driver, the folder that two ranks wrote to, what each of them found, and the losses of
+    transformers' Trainer, whose run they go on with."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs = both(folder)[1].trainer(train_dataset=samples(24), **EVERY_STEP)
     theirs.train()
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    script = Path(__file__).with_name("checkpoint_ranks.py")
-    command += [str(script), request.param, str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-6000:]
-    (folder / "theirs.json").write_text(json.dumps(losses(theirs)))
-    ranks = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
-    return request.param, folder, ranks
+    pair = Subject(request.param, 2, timeout_seconds=400)
+    ranks = pair.run(checkpoint_ranks.everything, out=str(folder))
+    return request.param, folder, ranks, losses(theirs)
 
 
 @pytest.mark.row("E5", "E6", "D6", "D26", "M11", "X10")
 def test_two_ranks_predict_as_one(ran: Any, tmp_path: Path) -> None:
-    driver, _, ranks = ran
+    driver, _, ranks, _ = ran
     assert ranks[0]["predictions"] == ranks[1]["predictions"]
     output = ours(tmp_path).trainer(compute_metrics=accuracy).predict(samples(11))
     found = torch.tensor(ranks[0]["predictions"][0])
@@ -67,7 +61,7 @@ def test_two_ranks_predict_as_one(ran: Any, tmp_path: Path) -> None:
 
 @pytest.mark.row("K11", "K18", "R3", "R4", "X4", "X5")
 def test_two_ranks_resume_bit_equal(ran: Any) -> None:
-    _, folder, ranks = ran
+    _, folder, ranks, _ = ran
     assert ranks[0] == ranks[1]
     assert ranks[0]["resumed"] == ranks[0]["losses"] and len(ranks[0]["losses"]) == 4
     names = sorted(path.name for path in (folder / "ours" / "checkpoint-2").iterdir())
@@ -80,7 +74,7 @@ def test_two_ranks_resume_bit_equal(ran: Any) -> None:
 )
 @pytest.mark.row("K7", "K28")
 def test_the_model_file_is_whole(ran: Any) -> None:
-    _, folder, ranks = ran
+    _, folder, ranks, _ = ran
     best = ranks[0]["best"]
     step = 2 * (1 + ranks[0]["evaluations"].index(min(ranks[0]["evaluations"])))
     assert best == str(folder / "ours" / f"checkpoint-{step}")
@@ -93,7 +87,7 @@ def test_the_model_file_is_whole(ran: Any) -> None:
 @pytest.mark.row("C38")
 def test_what_a_subclass_overrides_is_called_on_two_ranks(ran: Any) -> None:
     """It clips as the driver does, and what both ranks put into the folder stays."""
-    _, folder, ranks = ran
+    _, folder, ranks, _ = ran
     found = ranks[0]["overridden"]
     assert found["losses"] == found["resumed"]
     assert found["losses"] == pytest.approx(ranks[0]["plain"], abs=1e-6)
@@ -104,14 +98,13 @@ def test_what_a_subclass_overrides_is_called_on_two_ranks(ran: Any) -> None:
 
 @pytest.mark.row("K11", "K18")
 def test_two_ranks_continue_what_theirs_began(ran: Any) -> None:
-    _, folder, ranks = ran
-    wanted = json.loads((folder / "theirs.json").read_text())
+    _, _, ranks, wanted = ran
     assert ranks[0]["from theirs"] == pytest.approx(wanted, abs=2e-6)
 
 
 @pytest.mark.row("K18", "X14")
 def test_one_process_continues_what_two_began(ran: Any, tmp_path: Path) -> None:
-    _, folder, ranks = ran
+    _, folder, ranks, _ = ran
     trainer = ours(tmp_path).trainer(
         train_dataset=samples(24),
         per_device_train_batch_size=8,
