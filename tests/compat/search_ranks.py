@@ -1,9 +1,7 @@
-"""Run by two processes: searches of the real Trainer, each over values that rank 0 alone draws."""
+"""A job of two ranks: searches of the real Trainer, each over values that rank 0 alone draws."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from built_alike import ARGUMENTS, Classifier, losses, samples
 
 from drivetrain.compat import Trainer, TrainerCallback, TrainingArguments
+from drivetrain.conformance.bench import Bench
 
 RATES = (1e-2, 1e-4, 2e-2)
 """The second is hopeless, and pruned."""
@@ -70,10 +69,10 @@ def search(folder: Path, space: Any, n_trials: int, **more: Any) -> dict[str, An
     best: Any = trainer.hyperparameter_search(
         space, n_trials=n_trials, hp_name=lambda trial: f"trial {trial.number}", **options
     )
+    trainer.end()
     return {
         "best": best and [best.run_id, best.objective, best.hyperparameters],
         "trials": noting.trials,
-        "rank": trainer.args.process_index,
         "last": losses(trainer),
     }
 
@@ -87,7 +86,9 @@ def batches(trial: Any) -> dict[str, Any]:
     return {"per_device_train_batch_size": sizes}
 
 
-def main(folder: Path) -> None:
+def everything(bench: Bench, *, out: str) -> dict[str, Any]:
+    """What the searches found on this rank, by driver."""
+    folder = Path(out)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     grid = optuna.samplers.GridSampler({"learning_rate": list(RATES)}, seed=0)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=1, n_warmup_steps=2)
@@ -95,8 +96,4 @@ def main(folder: Path) -> None:
     grid = optuna.samplers.GridSampler({"per_device_train_batch_size": [2, 4]}, seed=0)
     deepspeed = {"deepspeed": DEEPSPEED, "bf16": True}
     found["deepspeed"] = search(folder / "deepspeed", batches, 2, sampler=grid, **deepspeed)
-    (folder / f"rank-{found['ddp']['rank']}.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import search_ranks
+
+from drivetrain.conformance.subject import Subject
 
 RATES = (0.01, 0.0001, 0.02)
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two processes found (see search_ranks.py)."""
+    """What each of two ranks found (see search_ranks.py)."""
     folder = tmp_path_factory.mktemp("search")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command += [str(Path(__file__).with_name("search_ranks.py")), str(folder)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=500, env=environment
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    pair = Subject("deepspeed", 2, timeout_seconds=400)
+    return pair.run(search_ranks.everything, out=str(folder))
 
 
 @pytest.mark.row("H10", "H11", "H8")
