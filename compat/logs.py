@@ -31,8 +31,9 @@ class _Show(logging.Handler):
         logger = theirs.get_logger(f"transformers.{file}")
         if shown and logging.getLogger("transformers").propagate:
             return
-        if theirs._default_handler is not None:
-            theirs._default_handler.addFilter(_is_not_shown)
+        for handler in logging.getLogger("transformers").handlers:
+            if handler is theirs._default_handler or handler in shown:
+                handler.addFilter(_is_not_shown)
         say = getattr(logger, record.levelname.lower())
         say(record.getMessage(), exc_info=record.exc_info, extra={"is_drivetrains": True})
 

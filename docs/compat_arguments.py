@@ -35,6 +35,7 @@ _MODULES: dict[str, str] = {
     "arguments/options.py": """ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
         ddp_find_unused_parameters ddp_static_graph parallelism_config sortish_sampler""",
     "arguments/resolve.py": "tf32",
+    "callbacks/jit_checkpoint.py": "enable_jit_checkpoint",
     "callbacks/flow_callbacks.py": """eval_delay eval_strategy logging_first_step logging_strategy
         save_strategy""",
     "callbacks/reporting.py": "include_num_input_tokens_seen",
@@ -66,9 +67,8 @@ _MODULES: dict[str, str] = {
     "trainer/step_callbacks.py": "logging_nan_inf_filter",
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
-    "trainer/training.py": """auto_find_batch_size enable_jit_checkpoint eval_on_start
-        gradient_accumulation_steps ignore_data_skip load_best_model_at_end max_steps
-        num_train_epochs""",
+    "trainer/training.py": """auto_find_batch_size eval_on_start gradient_accumulation_steps
+        ignore_data_skip load_best_model_at_end max_steps num_train_epochs""",
     "trainer/training_step.py": "average_tokens_across_devices torch_empty_cache_steps",
 }
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ..kernel.errors import CheckpointNotFound
 from .curves import Series, draw
-from .format import amount, duration, figure, of_total
+from .format import of_total
 from .records import Record, history, last, read_records
-from .report import Outcome, fill, html_table, render, section
+from .report import Outcome, fill, html_table, key_figures, render, section
 from .run_folder import METRICS, read_config
 
 __all__ = ["RunRecords", "page", "read_run"]
@@ -110,16 +110,7 @@ def _runs_table(runs: Sequence[RunRecords]) -> str:
 def _facts(run: RunRecords) -> dict[str, str]:
     ranks = run.config.get("world_size", 1)
     backend = str(run.config.get("backend", "?")) + (f" x {ranks}" if ranks != 1 else "")
-    facts = {"state": run.state, "backend": backend}
-    if (logged := last(run.records, "logged")) is not None:
-        facts["training loss"] = figure(logged["loss"])
-        facts["items a second"] = amount(logged["items_per_second"])
-    for record in run.records:
-        if record["event"] == "evaluated":  # the last of each data set stays
-            facts |= {f"{record['name']}: {k}": figure(v) for k, v in record["metrics"].items()}
-    if (ended := last(run.records, "run_ended")) is not None:
-        facts["time"] = duration(ended["seconds"])
-    return facts
+    return {"state": run.state, "backend": backend, **key_figures(run.records)}
 
 
 def _differences(runs: Sequence[RunRecords]) -> str:

@@ -13,7 +13,7 @@ from .curves import curves
 from .format import amount, duration, figure, of_total
 from .records import Record, last
 
-__all__ = ["Outcome", "fill", "html_table", "render", "section"]
+__all__ = ["Outcome", "fill", "html_table", "key_figures", "render", "section"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def render(records: Sequence[Record], config: Mapping[str, Any], outcome: Outcom
         section("Settings", _settings_table(config)),
     ]
     return fill(
-        str(config.get("name", "run")), outcome, _subtitle(config), _facts(records), sections
+        str(config.get("name", "run")), outcome, _subtitle(config), key_figures(records), sections
     )
 
 
@@ -81,14 +81,15 @@ def _subtitle(config: Mapping[str, Any]) -> str:
     return f"backend {backend}, torch {config.get('torch', '?')}, recipe {recipe}"
 
 
-def _facts(records: Sequence[Record]) -> dict[str, str]:
+def key_figures(records: Sequence[Record]) -> dict[str, str]:
+    """The newest of each, by what a reader calls it."""
     facts: dict[str, str] = {}
     if (logged := last(records, "logged")) is not None:
         facts["Step"] = of_total(logged["step"], logged["total_steps"])
         facts["Training loss"] = figure(logged["loss"])
-    if (evaluated := last(records, "evaluated")) is not None:
-        for name, value in evaluated["metrics"].items():
-            facts[f"{evaluated['name']}: {name}"] = figure(value)
+    for record in records:
+        if record["event"] == "evaluated":  # the last of each data set stays
+            facts |= {f"{record['name']}: {k}": figure(v) for k, v in record["metrics"].items()}
     if logged is not None:
         facts[f"{logged['item_name'].capitalize()} a second"] = amount(logged["items_per_second"])
         if logged.get("mfu") is not None:

@@ -73,8 +73,11 @@ class TensorBoard:
         self._writer.flush()
 
     def roll_back(self, step: int) -> None:
-        self._writer.close()
-        self._open(step + 1)
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        # in the same file: of files begun in one second it is chance which is read first
+        again = SessionLog(status=SessionLog.START)
+        self._writer.file_writer.add_event(Event(step=step + 1, session_log=again))
 
     def end(self, reason: str) -> None:
         self._writer.close()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import ConfigFiles, Debug, Set
+from .options import AnyBackend, ConfigFiles, Debug, Nproc, RunPath, Set
 
 __all__ = ["app"]
 
@@ -82,9 +82,7 @@ def watch(
     "[bold]From Python[/]: drivetrain.evaluate"
 )
 def evaluate(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a URL of one.")
-    ],
+    run: RunPath,
     recipe: Annotated[
         Path | None,
         typer.Argument(help="By default the recipe of the run.", show_default=False),
@@ -97,11 +95,8 @@ def evaluate(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Between looks for another checkpoint.")
     ] = 10.0,
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
-    ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    backend: AnyBackend = None,
+    nproc: Nproc = 1,
     config: ConfigFiles = None,
     set_: Set = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON a result.")] = False,
@@ -137,9 +132,7 @@ def evaluate(
     "[bold]From Python[/]: drivetrain.predict"
 )
 def predict(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a URL of one.")
-    ],
+    run: RunPath,
     recipe: Annotated[
         Path | None,
         typer.Argument(
@@ -160,11 +153,8 @@ def predict(
         ),
     ] = None,
     padding: Annotated[float, typer.Option(help="Fills rows that are shorter than others.")] = -100,
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
-    ] = None,
-    nproc: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    backend: AnyBackend = None,
+    nproc: Nproc = 1,
     config: ConfigFiles = None,
     set_: Set = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

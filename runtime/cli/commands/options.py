@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["AsJson", "CheckpointPath", "ConfigFiles", "Debug", "Set", "print_json"]
+__all__ = [
+    "AnyBackend",
+    "AsJson",
+    "CheckpointPath",
+    "ConfigFiles",
+    "Debug",
+    "Nproc",
+    "RunPath",
+    "Set",
+    "print_json",
+]
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -19,6 +29,14 @@ CheckpointPath = Annotated[
         "s3://bucket/run.",
     ),
 ]
+RunPath = Annotated[
+    str, typer.Argument(metavar="RUN", help="A run folder, a checkpoint, or a URL of one.")
+]
+AnyBackend = Annotated[
+    str | None,
+    typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
+]
+Nproc = Annotated[int, typer.Option(min=1, help="Processes on this machine.")]
 Set = Annotated[
     list[str] | None,
     typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, ConfigFiles, Debug, Set, print_json
+from .options import AnyBackend, AsJson, ConfigFiles, Debug, Set, print_json
 
 __all__ = ["app"]
 
@@ -43,10 +43,7 @@ def explain(
         Path | None,
         typer.Argument(help="A recipe file; by default the small GPT.", show_default=False),
     ] = None,
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
-    ] = None,
+    backend: AnyBackend = None,
     every: Annotated[bool, typer.Option("--all", help="All drivers, side by side.")] = False,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")] = 1,
     config: ConfigFiles = None,
