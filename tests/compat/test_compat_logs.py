@@ -41,6 +41,8 @@ train("and shows less", log_level="warning")
 train("as it was asked to", log_level="passive")
 logging.basicConfig(stream=sys.stderr)
 train("logging is set up", log_level="info")
+transformers.utils.logging.enable_propagation()
+train("and theirs passes on what it says", log_level="info")
 """
 PLAN, NOTE = "***** Running training *****", "ddp_static_graph has no effect"
 
@@ -64,6 +66,7 @@ def test_a_message_is_shown_once(tmp_path: Path) -> None:
         "and shows less": (0, 1),
         "as it was asked to": (0, 1),
         "logging is set up": (1, 1),
+        "and theirs passes on what it says": (1, 1),
     }
 
 
@@ -79,7 +82,11 @@ def levels() -> Iterator[None]:
 
 @pytest.mark.row("G8", "G10")
 @pytest.mark.parametrize("name", ["transformers", "transformers.trainer"])
-def test_messages_go_where_users_of_transformers_look(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("propagates", [False, True])
+def test_messages_go_where_users_of_transformers_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, propagates: bool
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", propagates)
     for level, seen in (("info", True), ("error", False)):
         for side in both(tmp_path):
             with CaptureLogger(logging.getLogger(name)) as captured:
