@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import AsJson, CheckpointPath, Debug, print_json
+from .options import AsJson, CheckpointPath, debuggable, print_json
 
 __all__ = ["app"]
 
@@ -25,26 +25,25 @@ app = typer.Typer(
     epilog="[bold]Example[/]\n\ndrivetrain checkpoint inspect runs/first\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader"
 )
-def inspect(path: CheckpointPath, json: AsJson = False, debug: Debug = False) -> None:
+@debuggable
+def inspect(path: CheckpointPath, json: AsJson = False) -> None:
     """Show which driver wrote a checkpoint, when, and the tensors in it; reads no tensor."""
-    from ..failure import told
+    from ...kernel.paths import place
+    from ..checkpoints import inspect, locate, show
+    from ..tables import open_console
 
-    with told(debug=debug):
-        from ...kernel.paths import place
-        from ..checkpoints import inspect, locate, show
-        from ..tables import open_console
-
-        record = inspect(locate(place(path)))
-        if json:
-            print_json(record)
-        else:
-            show(record, open_console())
+    record = inspect(locate(place(path)))
+    if json:
+        print_json(record)
+    else:
+        show(record, open_console())
 
 
 @app.command(
     epilog="[bold]Example[/]\n\ndrivetrain checkpoint verify runs/first\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.CheckpointReader.verify"
 )
+@debuggable
 def verify(
     path: Annotated[
         str,
@@ -52,23 +51,20 @@ def verify(
             metavar="PATH|URL", help="A checkpoint, or a run (all its checkpoints): folder or URL."
         ),
     ],
-    debug: Debug = False,
 ) -> None:
     """Read every byte and compare checksums; exit 1 and name what is not as it was written."""
-    from ..failure import say, told
+    from ...kernel.errors import printable
+    from ...kernel.paths import place
+    from ..checkpoints import verify
+    from ..failure import say
 
-    with told(debug=debug):
-        from ...kernel.errors import printable
-        from ...kernel.paths import place
-        from ..checkpoints import verify
-
-        checkpoints, problems = verify(place(path))
-        for problem in problems:
-            say(problem, label="damaged:", style="bold red")
-        if problems:
-            raise typer.Exit(1)
-        for found in checkpoints:
-            typer.echo(printable(f"{found}: complete and unaltered"))
+    checkpoints, problems = verify(place(path))
+    for problem in problems:
+        say(problem, label="damaged:", style="bold red")
+    if problems:
+        raise typer.Exit(1)
+    for found in checkpoints:
+        typer.echo(printable(f"{found}: complete and unaltered"))
 
 
 @app.command(
@@ -76,25 +72,22 @@ def verify(
     "drivetrain checkpoint export runs/first exported/average --weights average\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.export_weights"
 )
+@debuggable
 def export(
     path: CheckpointPath,
     folder: Annotated[Path, typer.Argument(help="A new folder, for model.safetensors.")],
     weights: Annotated[
         _Weights, typer.Option(help="The weights, or the averages of a run with average.decay.")
     ] = "present",
-    debug: Debug = False,
 ) -> None:
     """Write the weights as whole tensors, in the layout that `from_pretrained` reads."""
-    from ..failure import told
+    from ...checkpoint import export_weights
+    from ...kernel.errors import printable
+    from ...kernel.paths import place
+    from ..checkpoints import locate
 
-    with told(debug=debug):
-        from ...checkpoint import export_weights
-        from ...kernel.errors import printable
-        from ...kernel.paths import place
-        from ..checkpoints import locate
-
-        written = export_weights(locate(place(path)), folder, weights=weights)
-        typer.echo(printable(f"weights written to {written}"))
+    written = export_weights(locate(place(path)), folder, weights=weights)
+    typer.echo(printable(f"weights written to {written}"))
 
 
 @app.command(
@@ -103,6 +96,7 @@ def export(
     "drivetrain evaluate runs/averaged --recipe my.py\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.average_weights"
 )
+@debuggable
 def average(
     paths: Annotated[
         list[str],
@@ -117,21 +111,17 @@ def average(
             metavar="RUN", help="The run folder, or URL, to put a checkpoint of step 0 in."
         ),
     ],
-    debug: Debug = False,
 ) -> None:
     """Make a checkpoint of the mean of several checkpoints' weights, a tensor at a time."""
-    from ..failure import told
+    from ...checkpoint import CHECKPOINTS, average_weights
+    from ...kernel.errors import printable
+    from ...kernel.paths import place
+    from ..checkpoints import all_of
 
-    with told(debug=debug):
-        from ...checkpoint import CHECKPOINTS, average_weights
-        from ...kernel.errors import printable
-        from ...kernel.paths import place
-        from ..checkpoints import all_of
-
-        chosen = [each for path in paths for each in all_of(place(path))]
-        target = average_weights(chosen, place(out) / CHECKPOINTS)
-        told_of = f"the mean of {len(chosen)} checkpoints written to {target}"
-        typer.echo(printable(told_of))
+    chosen = [each for path in paths for each in all_of(place(path))]
+    target = average_weights(chosen, place(out) / CHECKPOINTS)
+    told_of = f"the mean of {len(chosen)} checkpoints written to {target}"
+    typer.echo(printable(told_of))
 
 
 @app.command(
@@ -140,6 +130,7 @@ def average(
     "drivetrain train my.py --resume runs/second/checkpoints --out runs/second-trained\n\n"
     "[bold]From Python[/]: drivetrain.checkpoint.import_weights",
 )
+@debuggable
 def import_(
     folder: Annotated[Path, typer.Argument(help="A folder with safetensors weights.")],
     run: Annotated[
@@ -148,15 +139,11 @@ def import_(
             metavar="RUN", help="The run folder, or URL, to put a checkpoint of step 0 in."
         ),
     ],
-    debug: Debug = False,
 ) -> None:
     """Make a checkpoint that any driver starts from out of safetensors weights."""
-    from ..failure import told
+    from ...checkpoint import CHECKPOINTS, import_weights
+    from ...kernel.errors import printable
+    from ...kernel.paths import place
 
-    with told(debug=debug):
-        from ...checkpoint import CHECKPOINTS, import_weights
-        from ...kernel.errors import printable
-        from ...kernel.paths import place
-
-        target = import_weights(folder, place(run) / CHECKPOINTS)
-        typer.echo(printable(f"checkpoint written to {target}"))
+    target = import_weights(folder, place(run) / CHECKPOINTS)
+    typer.echo(printable(f"checkpoint written to {target}"))

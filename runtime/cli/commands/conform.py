@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import Debug
+from .options import debuggable
 
 __all__ = ["app"]
 
@@ -22,6 +22,7 @@ app = typer.Typer()
     "[bold]Exit codes[/]: 0 all laws are kept; 1 some are not; 5 nothing ran; 69 the driver cannot "
     "run here.\n\n[bold]From Python[/]: drivetrain.conformance.cases"
 )
+@debuggable
 def conform(
     backend: Annotated[str, typer.Option(help="The driver to prove.")],
     nproc: Annotated[int | None, typer.Option(help="Ranks; by default the suite chooses.")] = None,
@@ -49,21 +50,17 @@ def conform(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[-- PYTEST...]", show_default=False)
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """Prove that a driver keeps the laws of the contract; needs pytest. How long it takes is said
     at its start."""
-    from ..failure import told
+    from ..conform import conform
 
-    with told(debug=debug):
-        from ..conform import conform
-
-        options = {
-            "--nproc": nproc,
-            "--backend-set": backend_set,
-            "--peer": peer,
-            "--report": report,
-        }
-        more = [] if select is None else ["-k", select]
-        flags = {"--allow-unavailable": allow_unavailable}
-        raise typer.Exit(conform(backend, options, flags, [*more, *(arguments or ())]))
+    options = {
+        "--nproc": nproc,
+        "--backend-set": backend_set,
+        "--peer": peer,
+        "--report": report,
+    }
+    more = [] if select is None else ["-k", select]
+    flags = {"--allow-unavailable": allow_unavailable}
+    raise typer.Exit(conform(backend, options, flags, [*more, *(arguments or ())]))

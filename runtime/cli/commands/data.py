@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AsJson, Debug, print_json
+from .options import AsJson, debuggable, print_json
 
 __all__ = ["app"]
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     "[bold]From Python[/]: drivetrain.cli.tokenize.tokenize, and drivetrain.TokenShards to train "
     "on them"
 )
+@debuggable
 def tokenize(
     inputs: Annotated[
         list[Path],
@@ -60,44 +61,39 @@ def tokenize(
     ] = None,
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 1 << 27,
     json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Turn texts into shards of tokens; the same command goes on where it was ended."""
-    from ..failure import say, told
+    from ...kernel.errors import printable
+    from ..failure import say
+    from ..tokenize import TokenizeRequest
+    from ..tokenize import tokenize as run
 
-    with told(debug=debug):
-        from ...kernel.errors import printable
-        from ..tokenize import TokenizeRequest
-        from ..tokenize import tokenize as run
-
-        request = TokenizeRequest(inputs, tokenizer, out, field, lines, end, shard_tokens)
-        found = run(request, say)
-        if json:
-            print_json(found)
-        else:
-            counted = f"{found['tokens']} tokens of {found['documents']} documents"
-            stored = f"{found['shards']} shards ({found['dtype']})"
-            typer.echo(printable(f"{found['folder']}: {counted} in {stored}"))
+    request = TokenizeRequest(inputs, tokenizer, out, field, lines, end, shard_tokens)
+    found = run(request, say)
+    if json:
+        print_json(found)
+    else:
+        counted = f"{found['tokens']} tokens of {found['documents']} documents"
+        stored = f"{found['shards']} shards ({found['dtype']})"
+        typer.echo(printable(f"{found['folder']}: {counted} in {stored}"))
 
 
 @app.command(
     epilog="[bold]Example[/]\n\ndrivetrain data verify tokens\n\n"
     "[bold]From Python[/]: drivetrain.TokenShards.damaged"
 )
+@debuggable
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Shards of tokens.")],
-    debug: Debug = False,
 ) -> None:
     """Read every token and compare checksums; exit 1 and name what is not as it was written."""
-    from ..failure import say, told
+    from ...data.token_shards import TokenShards
+    from ...kernel.errors import printable
+    from ..failure import say
 
-    with told(debug=debug):
-        from ...data.token_shards import TokenShards
-        from ...kernel.errors import printable
-
-        problems = TokenShards(folder, 1).damaged()
-        for problem in problems:
-            say(problem, label="damaged:", style="bold red")
-        if problems:
-            raise typer.Exit(1)
-        typer.echo(printable(f"{folder}: complete and unaltered"))
+    problems = TokenShards(folder, 1).damaged()
+    for problem in problems:
+        say(problem, label="damaged:", style="bold red")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(printable(f"{folder}: complete and unaltered"))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, Debug, print_json
+from .options import AsJson, print_json
 
 __all__ = ["app"]
 
@@ -80,29 +80,25 @@ def slurm(
     file: File = None,
     submit: Submit = False,
     json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """An sbatch script: signalled before its time is over, the run saves, and is put back into the
     queue (exit code 75)."""
-    from ..failure import told
+    from ..deadline import parse_duration
+    from ..jobs.job import job_of
+    from ..jobs.slurm import script
+    from ..program import program
 
-    with told(debug=debug):
-        from ..deadline import parse_duration
-        from ..jobs.job import job_of
-        from ..jobs.slurm import script
-        from ..program import program
-
-        job = job_of(arguments, name, nodes, nproc)
-        text = script(
-            job,
-            program(),
-            seconds=None if time is None else parse_duration(time, "--time"),
-            grace=parse_duration(grace, "--grace"),
-            gpus=gpus,
-            options=sbatch or (),
-        )
-        path = file or Path(f"{job.name}.sbatch")
-        _end(path, text, ["sbatch", str(path)], submit, json)
+    job = job_of(arguments, name, nodes, nproc)
+    text = script(
+        job,
+        program(),
+        seconds=None if time is None else parse_duration(time, "--time"),
+        grace=parse_duration(grace, "--grace"),
+        gpus=gpus,
+        options=sbatch or (),
+    )
+    path = file or Path(f"{job.name}.sbatch")
+    _end(path, text, ["sbatch", str(path)], submit, json)
 
 
 @launch.command(
@@ -132,24 +128,20 @@ def kubernetes(
     file: File = None,
     submit: Submit = False,
     json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """A JobSet: pods that were interrupted (exit code 75) are made anew, those that failed up to
     --max-restarts times."""
-    from ..failure import told
+    from ..deadline import parse_duration
+    from ..jobs.job import job_of
+    from ..jobs.kubernetes import manifest, to_yaml
 
-    with told(debug=debug):
-        from ..deadline import parse_duration
-        from ..jobs.job import job_of
-        from ..jobs.kubernetes import manifest, to_yaml
-
-        job = job_of(arguments, name, nodes, nproc)
-        seconds = parse_duration(grace, "--grace")
-        made: dict[str, Any] = manifest(
-            job, image, gpus=gpus, claim=claim, grace=seconds, max_restarts=max_restarts
-        )
-        path = file or Path(f"{job.name}.yaml")
-        _end(path, to_yaml(made), ["kubectl", "apply", "-f", str(path)], submit, json)
+    job = job_of(arguments, name, nodes, nproc)
+    seconds = parse_duration(grace, "--grace")
+    made: dict[str, Any] = manifest(
+        job, image, gpus=gpus, claim=claim, grace=seconds, max_restarts=max_restarts
+    )
+    path = file or Path(f"{job.name}.yaml")
+    _end(path, to_yaml(made), ["kubectl", "apply", "-f", str(path)], submit, json)
 
 
 @launch.command(
@@ -167,18 +159,14 @@ def ray(
     file: File = None,
     submit: Submit = False,
     json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """A Python file for Ray Train: when a worker is lost, all are started anew, and go on from the
     newest checkpoint."""
-    from ..failure import told
+    from ..jobs.job import job_of
+    from ..jobs.ray import script
 
-    with told(debug=debug):
-        from ..jobs.job import job_of
-        from ..jobs.ray import script
-
-        job = job_of(arguments, name, 1, workers)
-        path = file or Path(f"{job.name}_ray.py")
-        command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", str(path)]
-        text = script(job, gpus=int(gpus), max_restarts=max_restarts)
-        _end(path, text, command, submit, json)
+    job = job_of(arguments, name, 1, workers)
+    path = file or Path(f"{job.name}_ray.py")
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", str(path)]
+    text = script(job, gpus=int(gpus), max_restarts=max_restarts)
+    _end(path, text, command, submit, json)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AnyBackend, ConfigFiles, Debug, Nproc, RunPath, Set
+from .options import AnyBackend, ConfigFiles, Nproc, RunPath, Set, debuggable
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.
     "drivetrain report runs/a   (renews its report.html)\n\n"
     "[bold]From Python[/]: drivetrain.cli.compare.page"
 )
+@debuggable
 def report(
     runs: Runs,
     out: Annotated[
@@ -30,20 +31,16 @@ def report(
             show_default=False,
         ),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """One page that compares runs: where they stand, their curves, and the settings that differ."""
-    from ..failure import told
+    from ...checkpoint.storage.local import replace_text
+    from ...kernel.errors import printable
+    from ..compare import page, read_run
+    from ..run_folder import REPORT
 
-    with told(debug=debug):
-        from ...checkpoint.storage.local import replace_text
-        from ...kernel.errors import printable
-        from ..compare import page, read_run
-        from ..run_folder import REPORT
-
-        path = out or Path(runs[0] if len(runs) == 1 else "", REPORT)
-        replace_text(path, page([read_run(run) for run in runs]))
-        typer.echo(printable(f"page written to {path}"))
+    path = out or Path(runs[0] if len(runs) == 1 else "", REPORT)
+    replace_text(path, page([read_run(run) for run in runs]))
+    typer.echo(printable(f"page written to {path}"))
 
 
 @app.command(
@@ -52,27 +49,24 @@ def report(
     "On another machine: ssh -L 8000:localhost:8000 HOST, then http://localhost:8000\n\n"
     "[bold]From Python[/]: drivetrain.cli.serve.server"
 )
+@debuggable
 def watch(
     runs: Runs,
     host: Annotated[str, typer.Option(help="Who may ask: this machine alone.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between looks.")] = 5.0,
-    debug: Debug = False,
 ) -> None:
     """Serve the page of runs while they go on, until Ctrl-C; it renews itself in the browser."""
-    from ..failure import told
+    from ..compare import page, read_run
+    from ..serve import server
 
-    with told(debug=debug):
-        from ..compare import page, read_run
-        from ..serve import server
-
-        page([read_run(run) for run in runs])  # raises
-        with server(lambda: page([read_run(run) for run in runs]), host, port, every) as serving:
-            typer.echo(f"http://{host}:{serving.server_port}/  (Ctrl-C ends)")
-            try:
-                serving.serve_forever()
-            except KeyboardInterrupt:
-                typer.echo("ended")
+    page([read_run(run) for run in runs])  # raises
+    with server(lambda: page([read_run(run) for run in runs]), host, port, every) as serving:
+        typer.echo(f"http://{host}:{serving.server_port}/  (Ctrl-C ends)")
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("ended")
 
 
 @app.command(
@@ -81,6 +75,7 @@ def watch(
     "drivetrain evaluate runs/a other_data.py --all --nproc 2 --backend ddp --json\n\n"
     "[bold]From Python[/]: drivetrain.evaluate"
 )
+@debuggable
 def evaluate(
     run: RunPath,
     recipe: Annotated[
@@ -100,30 +95,26 @@ def evaluate(
     config: ConfigFiles = None,
     set_: Set = None,
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON a result.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Measure the evaluation data with a run's checkpoints, on any driver; the results join the
     run's metrics."""
-    from ..failure import told
+    from ..config_files import read_config_files
+    from ..evaluate import EvaluateRequest
+    from ..evaluate import evaluate as measure
+    from ..resolve_settings import parse_pairs
 
-    with told(debug=debug):
-        from ..config_files import read_config_files
-        from ..evaluate import EvaluateRequest
-        from ..evaluate import evaluate as measure
-        from ..resolve_settings import parse_pairs
-
-        request = EvaluateRequest(
-            run=run,
-            recipe=recipe,
-            backend=backend,
-            files=read_config_files(config or ()),
-            given=parse_pairs(set_ or (), {}),
-            nproc=nproc,
-            every=every,
-            follow=seconds if follow else None,
-            json=json,
-        )
-        raise typer.Exit(measure(request))
+    request = EvaluateRequest(
+        run=run,
+        recipe=recipe,
+        backend=backend,
+        files=read_config_files(config or ()),
+        given=parse_pairs(set_ or (), {}),
+        nproc=nproc,
+        every=every,
+        follow=seconds if follow else None,
+        json=json,
+    )
+    raise typer.Exit(measure(request))
 
 
 @app.command(
@@ -131,6 +122,7 @@ def evaluate(
     "drivetrain predict runs/a other_data.py --data test --out test.jsonl --nproc 2\n\n"
     "[bold]From Python[/]: drivetrain.predict"
 )
+@debuggable
 def predict(
     run: RunPath,
     recipe: Annotated[
@@ -158,27 +150,23 @@ def predict(
     config: ConfigFiles = None,
     set_: Set = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    debug: Debug = False,
 ) -> None:
     """Write a run's outputs for each sample of data, in their order, on any driver."""
-    from ..failure import told
+    from ..config_files import read_config_files
+    from ..predict import PredictRequest
+    from ..predict import predict as write
+    from ..resolve_settings import parse_pairs
 
-    with told(debug=debug):
-        from ..config_files import read_config_files
-        from ..predict import PredictRequest
-        from ..predict import predict as write
-        from ..resolve_settings import parse_pairs
-
-        request = PredictRequest(
-            run=run,
-            recipe=recipe,
-            out=out,
-            data=data,
-            padding=padding,
-            backend=backend,
-            files=read_config_files(config or ()),
-            given=parse_pairs(set_ or (), {}),
-            nproc=nproc,
-            json=json,
-        )
-        raise typer.Exit(write(request))
+    request = PredictRequest(
+        run=run,
+        recipe=recipe,
+        out=out,
+        data=data,
+        padding=padding,
+        backend=backend,
+        files=read_config_files(config or ()),
+        given=parse_pairs(set_ or (), {}),
+        nproc=nproc,
+        json=json,
+    )
+    raise typer.Exit(write(request))

@@ -1,9 +1,12 @@
-"""Arguments that several commands take."""
+"""What several commands have in common: arguments, how errors are told, JSON."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,14 +15,14 @@ __all__ = [
     "AsJson",
     "CheckpointPath",
     "ConfigFiles",
-    "Debug",
     "Nproc",
     "RunPath",
     "Set",
+    "debuggable",
     "print_json",
 ]
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 CheckpointPath = Annotated[
     str,
@@ -62,3 +65,22 @@ def print_json(value: object) -> None:
     import json
 
     typer.echo(json.dumps(value, indent=1))
+
+
+def debuggable(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with `--debug`, its errors turned into a message and an exit code."""
+
+    @functools.wraps(command)
+    def run(*, debug: bool, **arguments: Any) -> None:
+        from ..failure import told
+
+        with told(debug=debug):
+            command(**arguments)
+
+    last = inspect.Parameter(
+        "debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=_Debug
+    )
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [*signature.parameters.values(), last]
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return run

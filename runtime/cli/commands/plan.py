@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AnyBackend, AsJson, ConfigFiles, Debug, Set, print_json
+from .options import AnyBackend, AsJson, ConfigFiles, Set, debuggable, print_json
 
 __all__ = ["app"]
 
@@ -18,19 +18,17 @@ app = typer.Typer()
     epilog="[bold]Examples[/]\n\ndrivetrain backends\n\ndrivetrain backends --json\n\n"
     "[bold]From Python[/]: drivetrain.kernel.registry.known_backends and find_driver"
 )
-def backends(json: AsJson = False, debug: Debug = False) -> None:
+@debuggable
+def backends(json: AsJson = False) -> None:
     """All known drivers: usable here or not, why not, and how to install what is missing."""
-    from ..failure import told
+    from ..backends import backend_records, show_backends
+    from ..tables import open_console
 
-    with told(debug=debug):
-        from ..backends import backend_records, show_backends
-        from ..tables import open_console
-
-        records = backend_records()
-        if json:
-            print_json(records)
-        else:
-            show_backends(records, open_console())
+    records = backend_records()
+    if json:
+        print_json(records)
+    else:
+        show_backends(records, open_console())
 
 
 @app.command(
@@ -38,6 +36,7 @@ def backends(json: AsJson = False, debug: Debug = False) -> None:
     "drivetrain explain my.py --all --nproc 2 --set optimizer.name=torch.optim.SGD\n\n"
     "[bold]From Python[/]: drivetrain.cli.explain.explain"
 )
+@debuggable
 def explain(
     recipe: Annotated[
         Path | None,
@@ -49,26 +48,22 @@ def explain(
     config: ConfigFiles = None,
     set_: Set = None,
     json: AsJson = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a run would do: each value and its source, what is wrapped, tied, cast and
     sharded, and the memory that it would take."""
-    from ..failure import told
+    from ..config_files import read_config_files
+    from ..explain import explain, show_explanation
+    from ..resolve_settings import parse_pairs
+    from ..tables import open_console
 
-    with told(debug=debug):
-        from ..config_files import read_config_files
-        from ..explain import explain, show_explanation
-        from ..resolve_settings import parse_pairs
-        from ..tables import open_console
-
-        files = read_config_files(config or ())
-        names = None if every else [backend or files.backend or "auto"]
-        layers = [*files.layers, parse_pairs(set_ or (), {})]
-        records = explain(recipe or files.recipe, names, layers, nproc)
-        if json:
-            print_json(records)
-        else:
-            show_explanation(records, open_console())
+    files = read_config_files(config or ())
+    names = None if every else [backend or files.backend or "auto"]
+    layers = [*files.layers, parse_pairs(set_ or (), {})]
+    records = explain(recipe or files.recipe, names, layers, nproc)
+    if json:
+        print_json(records)
+    else:
+        show_explanation(records, open_console())
 
 
 @app.command(
@@ -77,18 +72,15 @@ def explain(
     "Then, as the first line of run.toml: [bold]#:schema ./my.schema.json[/]\n\n"
     "[bold]From Python[/]: drivetrain.cli.schema.schema"
 )
+@debuggable
 def schema(
     recipe: Annotated[
         Path | None,
         typer.Argument(help="A recipe file, to add its configuration.", show_default=False),
     ] = None,
-    debug: Debug = False,
 ) -> None:
     """The JSON schema of the files that --config takes, for editors: all settings, and the options
     of all drivers that are installed."""
-    from ..failure import told
+    from ..schema import schema
 
-    with told(debug=debug):
-        from ..schema import schema
-
-        print_json(schema(recipe))
+    print_json(schema(recipe))

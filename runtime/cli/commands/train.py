@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import ConfigFiles, Debug, Set
+from .options import ConfigFiles, Set, debuggable
 
 __all__ = ["app"]
 
@@ -42,6 +42,7 @@ signal, saved, resume it.
 
 
 @app.command(epilog=TRAIN_EPILOG)
+@debuggable
 def train(
     recipe: Annotated[
         Path | None,
@@ -117,7 +118,6 @@ def train(
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
     ] = False,
-    debug: Debug = False,
     nnodes: Annotated[
         str | None,
         typer.Option(help="Machines, or MIN:MAX.", rich_help_panel=_TORCHRUN),
@@ -134,41 +134,38 @@ def train(
     monitor_interval: _Torchrun = None,
 ) -> None:
     """Train a recipe; without one, a small GPT on the source of Python's standard library."""
-    from ..failure import told
+    from ...kernel.paths import place
+    from ...trainer.profiler import parse_steps
+    from ..config_files import read_config_files
+    from ..launch import Launch
+    from ..resolve_settings import parse_pairs
+    from ..train import TrainRequest
+    from ..train import train as run
 
-    with told(debug=debug):
-        from ...kernel.paths import place
-        from ...trainer.profiler import parse_steps
-        from ..config_files import read_config_files
-        from ..launch import Launch
-        from ..resolve_settings import parse_pairs
-        from ..train import TrainRequest
-        from ..train import train as run
-
-        torchrun = {
-            "node-rank": node_rank,
-            "master-addr": master_addr,
-            "master-port": master_port,
-            "rdzv-backend": rdzv_backend,
-            "rdzv-endpoint": rdzv_endpoint,
-            "rdzv-id": rdzv_id,
-            "rdzv-conf": rdzv_conf,
-            "local-addr": local_addr,
-            "max-restarts": max_restarts,
-            "monitor-interval": monitor_interval,
-        }
-        given = {name: value for name, value in torchrun.items() if value is not None}
-        request = TrainRequest(
-            recipe=recipe,
-            backend=backend,
-            files=read_config_files(config or ()),
-            given=parse_pairs(set_ or (), {"steps": steps, "epochs": epochs, "seed": seed}),
-            out=None if out is None else place(out),
-            resume=resume,
-            launch=Launch(nproc, nnodes, given),
-            track=track,
-            profile=None if profile is None else parse_steps(profile),
-            stop_after=stop_after,
-            json=json,
-        )
-        raise typer.Exit(run(request))
+    torchrun = {
+        "node-rank": node_rank,
+        "master-addr": master_addr,
+        "master-port": master_port,
+        "rdzv-backend": rdzv_backend,
+        "rdzv-endpoint": rdzv_endpoint,
+        "rdzv-id": rdzv_id,
+        "rdzv-conf": rdzv_conf,
+        "local-addr": local_addr,
+        "max-restarts": max_restarts,
+        "monitor-interval": monitor_interval,
+    }
+    given = {name: value for name, value in torchrun.items() if value is not None}
+    request = TrainRequest(
+        recipe=recipe,
+        backend=backend,
+        files=read_config_files(config or ()),
+        given=parse_pairs(set_ or (), {"steps": steps, "epochs": epochs, "seed": seed}),
+        out=None if out is None else place(out),
+        resume=resume,
+        launch=Launch(nproc, nnodes, given),
+        track=track,
+        profile=None if profile is None else parse_steps(profile),
+        stop_after=stop_after,
+        json=json,
+    )
+    raise typer.Exit(run(request))
