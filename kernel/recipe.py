@@ -30,7 +30,9 @@ class Recipe:
 
     loss: Callable[[nn.Module, Batch], Tensor]
     """`loss(module, batch)`: the SUM of the loss over the items of the batch, a scalar. Call the
-    `module` that is passed (it is wrapped), not one kept aside."""
+    `module` that is passed (it is wrapped), not one kept aside. Where updates differ (see `Turns`),
+    it has `of_update(number)`: the loss of that one, from 1, which may train a part of the model;
+    for the others `requires_grad` is False from its call on."""
 
     train_data: Any = None
     """A map-style data set: `__len__` and `__getitem__` (or `__getitems__`, used when there); a

@@ -40,6 +40,7 @@ class Stepper:
     def __init__(self, recipe: Recipe, engine: Engine, session: Session) -> None:
         self.engine = engine
         self.loss = recipe.loss
+        self.loss_of = getattr(recipe.loss, "of_update", lambda number: recipe.loss)
         self.take_over = recipe.step
         self.session = session
         self.num_feeders = session.world.num_feeders
@@ -64,7 +65,7 @@ class Stepper:
         ranks on the way. `number`: of this step; raises `CollectiveFailed` where ranks differ.
         """
         self._agreed, self._sums = self.session.tally((number, num_items, *requests)), None
-        self._number = number
+        self._number, self.loss = number, self.loss_of(number)
         total: Tensor | None = None
         for index in range(num_microbatches):
             batch, weight = next(microbatches)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Settings,
         SpikeSettings,
     )
+    from .trainer.turns import Models, Turns
 
     __version__: str
 
@@ -48,6 +49,7 @@ __all__ = [
     "DrivetrainError",
     "EvaluateSettings",
     "Mix",
+    "Models",
     "OptimizerGroup",
     "OptimizerSettings",
     "Pack",
@@ -59,6 +61,7 @@ __all__ = [
     "SpikeSettings",
     "TarShards",
     "TokenShards",
+    "Turns",
     "UsageError",
     "__version__",
     "evaluate",
@@ -86,6 +89,7 @@ _HOMES = {
         "OptimizerGroup",
         *(name for name in __all__ if name.endswith("Settings")),
     ),
+    "trainer.turns": ("Models", "Turns"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

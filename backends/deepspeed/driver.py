@@ -38,7 +38,7 @@ from ..process_group.session import (
     probe_devices,
     process_group,
 )
-from . import initialize, loss_scaler, zero_config, zero_state
+from . import initialize, loss_scaler, zero_absent, zero_config, zero_state
 from .zero_averages import ZeroAverages
 
 __all__ = ["driver"]
@@ -246,7 +246,7 @@ class ZeroEngine:
             self.layers.compare()
         self._say_that_counts_are_shared()
         absent, self._reached = self._trained - self._reached, set()
-        left = zero_state.left_alone(self.zero, self.own, absent)
+        left = zero_absent.left_alone(self.zero, self.own, absent)
         with self._named("updating the weights"), left if absent else models.NO_CONTEXT:
             self.module.step()
         stepping.forget_gradients(self._others)
@@ -261,13 +261,19 @@ class ZeroEngine:
         """Once, when parameters of one group begin to differ in how often they were updated."""
         before, now = self._updated, self._reached & self._trained
         self._updated = before | now
-        if before and before != now and not self._said and zero_state.counts_steps(self.zero):
+        parted = {
+            name
+            for group in map(set, self.numbers.names)
+            if before & group and now & group
+            for name in (before ^ now) & group
+        }
+        if parted and not self._said and zero_state.counts_steps(self.zero):
             self._said = True
             _LOG.warning(
                 "no gradient reaches %s in some steps: these parameters and their moments are left "
                 "as they were, and the optimizer's count of steps, which DeepSpeed keeps once for "
                 "a group, goes on: their bias correction is that of the others",
-                ", ".join(sorted(before ^ now)[:10]),
+                ", ".join(sorted(parted)[:10]),
             )
 
     def shards(self) -> Iterator[Piece]:

@@ -8,7 +8,7 @@ itself saves is pickled and tied to the world size.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -301,38 +301,6 @@ def _filled(
         else:
             piece.of(tensor).zero_()
     return tensor
-
-
-@contextmanager
-def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Within the block an update leaves these parameters, which no rank has a gradient of,
-    unchanged: DeepSpeed updates them by a gradient of zero, to which weight decay and moments would
-    add."""
-    kept = [_copied(zero, part, names) for part in partitions(zero, module)]
-    yield
-    for part, copies in zip(partitions(zero, module), kept, strict=True):
-        with in_memory(zero, part.index):
-            for piece, key, copy in copies:
-                held = part.master if key is None else zero.optimizer.state[part.master][key]
-                piece.of(held).copy_(copy)
-    publish(zero)
-
-
-def _copied(
-    zero: Any, part: Partition, names: Collection[str]
-) -> list[tuple[Slice, str | None, Tensor]]:
-    """Of the master (None), and of each entry of the optimizer's state with a value an element."""
-    with in_memory(zero, part.index):
-        state = zero.optimizer.state.get(part.master, {})
-        held = {None: part.master} | {
-            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()
-        }
-        return [
-            (piece, key, piece.of(tensor).clone())
-            for piece in part.slices
-            if piece.name in names
-            for key, tensor in held.items()
-        ]
 
 
 def publish(zero: Any) -> None:

@@ -54,14 +54,15 @@ class ReplicatedOptions:
         """True if parameters may go without a gradient."""
         return self.find_unused_parameters or self.static_graph
 
-    def arguments(self) -> dict[str, Any]:
-        """As this torch calls them; a static graph is promised later."""
+    def arguments(self, takes_turns: bool) -> dict[str, Any]:
+        """As this torch calls them; a static graph is promised later. `takes_turns`: an update
+        trains but a part of the model."""
         # one was renamed in torch 2.15; delete the old name when 2.14 is no longer supported
         known = inspect.signature(DistributedDataParallel).parameters
         new, old = "forward_sync_buffers", "broadcast_buffers"
         return {
             "bucket_cap_mb": self.bucket_cap_mb,
-            "find_unused_parameters": self.finds_unused and not self.static_graph,
+            "find_unused_parameters": (takes_turns or self.finds_unused) and not self.static_graph,
             new if new in known else old: False,  # see buffers.py
         }
 
@@ -76,9 +77,13 @@ class DdpEngine(PlainEngine):
         super().__init__(recipe, plan, world)
         if plan.micro_batch and plan.micro_batch * world.size < plan.global_batch:
             self._refuse_accumulation()
+        self.takes_turns = hasattr(recipe.loss, "of_update")
+        if self.takes_turns:
+            self._refuse_static_graph("updates that take turns", "each trains other parameters")
         autocast = self.autocast
         self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
-        self.module = _InOneOrder(self.own, self.options.static_graph, **self.options.arguments())
+        arguments = self.options.arguments(self.takes_turns)
+        self.module = _InOneOrder(self.own, self.options.static_graph, **arguments)
         self.buffers = Buffers(self.own, world, self.options.sync_buffers)
         self.buffers.take_before_forward(self.module)
 
@@ -97,14 +102,17 @@ class DdpEngine(PlainEngine):
 
     def _refuse_accumulation(self) -> None:
         """DDP counts the gradients of its first backward, and takes one without others for all."""
+        self._refuse_static_graph(
+            "updates of several microbatches",
+            "DistributedDataParallel learns the graph from a first backward that sends "
+            "gradients, and that of an accumulated microbatch sends none",
+            ", or make micro_batch as large as each rank's part of global_batch",
+        )
+
+    def _refuse_static_graph(self, what: str, why: str, or_else: str = "") -> None:
         if self.options.static_graph:
-            raise CapabilityRefused(
-                "backend.static_graph=true in updates of several microbatches",
-                "ddp",
-                "DistributedDataParallel learns the graph from a first backward that sends "
-                "gradients, and that of an accumulated microbatch sends none. Leave it out, or "
-                "make micro_batch as large as each rank's part of global_batch",
-            )
+            asked = f"backend.static_graph=true in {what}"
+            raise CapabilityRefused(asked, "ddp", f"{why}. Leave it out{or_else}")
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         with naming_collectives("averaging gradients in a backward", self.world.rank):
@@ -112,7 +120,7 @@ class DdpEngine(PlainEngine):
 
     def unused(self) -> Sequence[str]:
         names = super().unused()
-        if not self.options.finds_unused:
+        if not (self.takes_turns or self.options.finds_unused):
             self._refuse_unused(names)
         return names
 

@@ -17,6 +17,7 @@ LAWS = (
     "law_1_gradient",
     "law_1_absent",
     "law_1_groups",
+    "law_1_turns",
     "law_2_norm",
     "law_3_not_applied",
     "law_4_learning_rate",

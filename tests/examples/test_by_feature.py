@@ -22,6 +22,7 @@ def close(one: float, other: float) -> bool:
 
 SHOWS: dict[str, Callable[[Names], bool]] = {
     "activation_checkpointing": lambda n: close(n["kept"].loss, n["again"].loss),
+    "actor_critic": lambda n: n["result"].metrics["held_out"]["paid"] > 0.75,
     "base": lambda n: n["result"].step == 40 and n["result"].metrics["held_out"]["loss"] < 0.5,
     "best_checkpoint": lambda n: 1 <= len(n["left"]) <= 2,
     "evaluate": lambda n: n["again"] == n["trained"].metrics,
@@ -49,6 +50,10 @@ SHOWS: dict[str, Callable[[Names], bool]] = {
     "save_in_background": lambda n: [event.step for event in n["saves"]] == [10, 20, 30, 40],
     "schedules": lambda n: n["rates"][0] < n["rates"][3] > n["rates"][-1],
     "several_data_sets": lambda n: list(n["result"].metrics) == ["held_out", "left_out"],
+    "several_models": lambda n: (
+        (n["result"].finish.argmax(-1) == n["labels"]).float().mean() > 0.8
+        and n["result"].loss < 0.2
+    ),
     "streaming": lambda n: (n["first"].step, n["more"].step) == (7, 20),
     "trackers": lambda n: any(Path("runs/tracked").rglob("events.out.tfevents.*")),
 }

@@ -30,8 +30,19 @@ def draws_digits(result: Result) -> bool:
     return figures(result)["loss"] < 0.5  # 1 knows nothing
 
 
+def passes_for_digits(result: Result) -> bool:
+    """What it drew is near to digits, and to those of several numbers."""
+    real = load_digits()
+    digits = torch.tensor(real.data, dtype=torch.float32) / 8 - 1
+    far = torch.cdist(result.finish, digits)
+    noise = torch.cdist(torch.randn(32, 64).clamp(-1, 1), digits).min(1).values.mean()
+    assert far.min(1).values.mean() < 0.6 * noise
+    return len(set(real.target[far.argmin(1)])) >= 5
+
+
 REACHES: dict[str, Callable[[Result], bool]] = {
     "diffusion": draws_digits,
+    "gan": passes_for_digits,
     "images": lambda result: figures(result)["accuracy"] > 0.95,
     "tables": lambda result: figures(result)["r2"] > 0.35,
     "texts": lambda result: (
@@ -50,7 +61,7 @@ def test_a_task(name: str) -> None:
 
     def finish(model: nn.Module) -> Any:
         with torch.no_grad():
-            return task["draw"](model, 32) if name == "diffusion" else None
+            return task["draw"](model, 32) if "draw" in task else None
 
     one = {"threads": 1}
     result = fit(
@@ -59,7 +70,8 @@ def test_a_task(name: str) -> None:
     assert REACHES[name](result), result
 
 
-def test_what_diffusion_prints() -> None:
-    task = runpy.run_path(str(FOLDER / "diffusion.py"))
-    lines = task["sample"](task["Denoiser"]()).splitlines()
+@pytest.mark.parametrize(("name", "model"), [("diffusion", "Denoiser"), ("gan", "models")])
+def test_what_is_drawn_is_printed(name: str, model: str) -> None:
+    task = runpy.run_path(str(FOLDER / f"{name}.py"))
+    lines = task["sample"](task[model]()).splitlines()
     assert [len(line) for line in lines] == [36] * 8

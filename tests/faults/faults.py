@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -179,6 +180,27 @@ class OneRateForAll(WrappedEngine):
             group["lr"] = first["lr"]
         outcome: Outcome = self.inner.update()
         return outcome
+
+
+class TrainsAlong(WrappedEngine):
+    """What a turn holds as a constant learns, too."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        inner.module.register_forward_pre_hook(self.let_all_learn)
+
+    def let_all_learn(self, module: nn.Module, args: Any) -> None:
+        module.requires_grad_(True)
+
+
+class TurnsCountedAnew(WrappedSession):
+    """Whose turn it is follows from the updates of this process, also in a run that is resumed."""
+
+    def prepare(self, recipe: Recipe) -> WrappedEngine:
+        loss: Any = recipe.loss
+        of_update, counted = loss.of_update, itertools.count(1)
+        loss.of_update = lambda number: of_update(next(counted))
+        return super().prepare(recipe)
 
 
 class MatricesInParts(WrappedEngine):
@@ -713,6 +735,7 @@ def never_over(plan: Plan) -> Plan:
 
 
 OTHER_LAYERS = "1_absent-ranks_that_use_other_layers"
+TURNS = "1_turns-each_update_trains_its_own_models"
 SGD = "1_gradient-plain_sgd_equals_one_process"
 NORM = "2_norm-norm_is_that_of_one_process"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
@@ -747,6 +770,8 @@ FAULTS: dict[str, Fault] = {
     "never synchronised": Fault(SGD, NeverSynchronised),
     "one rate for all": Fault("1_groups-each_group", OneRateForAll),
     "matrices in parts": Fault("1_groups-a_matrix", MatricesInParts),
+    "trains along": Fault(TURNS, TrainsAlong),
+    "turns counted anew": Fault(TURNS, session=TurnsCountedAnew),
     "decays without a gradient": Fault(
         "1_absent-what_has_no_gradient", DecaysWithoutAGradient, plan=finding_unused
     ),

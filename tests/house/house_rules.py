@@ -52,11 +52,13 @@ FRONT_DOOR = frozenset(
     {
         "Batches",
         "Mix",
+        "Models",
         "Pack",
         "Recipe",
         "Settings",
         "TarShards",
         "TokenShards",
+        "Turns",
         "__version__",
         "evaluate",
         "fit",

@@ -1,0 +1,125 @@
+"""Several models in one training, whose updates take turns: each trains some, by its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernel.errors import RecipeError
+from ..kernel.recipe import Batch
+
+__all__ = ["Models", "Turns"]
+
+Names = str | tuple[str, ...]
+Loss = Callable[["Models", Batch], Tensor]
+
+
+class Models(nn.ModuleDict):
+    """Models by name, as one module: placed, saved and averaged together.
+
+    `module(function, *arguments)` is `function(models, *arguments)` within one forward, where
+    `models["name"]` may be called as often as is liked, whatever a driver has wrapped around all.
+    One of which nothing is trained, such as a teacher, stays in evaluation mode.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__(models)
+        self._fixed = {name for name, model in self.items() if _is_frozen(model)}
+        self._learning: frozenset[str] | None = None
+
+    def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return function(self, *arguments, **named)
+
+    def train(self, mode: bool = True) -> Models:
+        """As that of any module, but for the models of which nothing is trained. In evaluation
+        none is held."""
+        super().train(mode)
+        if not mode and self._learning is not None:
+            self.hold_all_but(self)
+        for name in self._fixed:
+            self[name].eval()
+        return self
+
+    def hold_all_but(self, names: Iterable[str]) -> None:
+        """From here on only the models of these names learn; the others are constants, through
+        which gradients flow."""
+        if self._learning is None:
+            self._learning = frozenset(n for n, p in self.named_parameters() if p.requires_grad)
+        chosen = {id(p) for name in names for p in self[name].parameters()}
+        for name, parameter in self.named_parameters():
+            if name in self._learning and parameter.requires_grad != (id(parameter) in chosen):
+                parameter.requires_grad = not parameter.requires_grad
+
+
+class Turns:
+    """A `Recipe.loss` for `Models`: each update trains some of them, by the loss that is theirs.
+
+    ::
+
+        losses = {"critic": critic_loss, "generator": generator_loss}
+        Recipe(..., loss=Turns(losses, order=["critic"] * 5 + ["generator"]))
+
+    Update 1 takes the first of `order` (by default each once, as they stand), and so on, from the
+    beginning again; where a run is resumed the update's number tells whose turn it is. A loss is
+    `loss(models, batch)`, the SUM over the items of the batch, a scalar; several models learn by
+    one where the key is a tuple of names. Whoever's turn it is not is left bit for bit as it is,
+    its state in the optimizer included, and is a constant in the loss.
+
+    In an evaluation all losses are added up; as `Recipe.measure`, `measure` tells each by name.
+    """
+
+    def __init__(self, losses: Mapping[Names, Loss], order: Sequence[Names] | None = None) -> None:
+        self.losses = dict(losses)
+        self.order = list(self.losses if order is None else order)
+        if not self.losses or set(self.order) != set(self.losses):
+            raise RecipeError(
+                f"the turns are {self.order} and there are losses of {list(self.losses)}; each "
+                "turn needs a loss, and each loss a turn"
+            )
+
+    def of_update(self, number: int) -> Callable[[nn.Module, Batch], Tensor]:
+        """The loss of the update of that number, from 1."""
+        turn = self.order[(number - 1) % len(self.order)]
+        loss = self.losses[turn]
+
+        def of_turn(module: nn.Module, batch: Batch) -> Any:
+            self._models(module).hold_all_but(_names(turn))
+            return module(loss, batch)
+
+        return of_turn
+
+    def measure(self, module: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """The loss of each, and `loss`, all together."""
+        self._models(module)  # raises
+        found = {"+".join(_names(turn)): module(loss, batch) for turn, loss in self.losses.items()}
+        return {**found, "loss": torch.stack([*found.values()]).sum()}
+
+    def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
+        """All losses together."""
+        return self.measure(module, batch)["loss"]
+
+    def _models(self, module: nn.Module) -> Models:
+        found = next((part for part in module.modules() if isinstance(part, Models)), None)
+        if found is None:
+            raise RecipeError(
+                "recipe.loss takes turns between models, and recipe.model made "
+                f"{type(module).__name__}; it must make drivetrain.Models({{name: model}})"
+            )
+        if missing := {name for turn in self.losses for name in _names(turn)} - set(found):
+            raise RecipeError(
+                f"recipe.loss has turns of {', '.join(sorted(missing))}; the models are "
+                f"{', '.join(found)}"
+            )
+        return found
+
+
+def _names(turn: Names) -> tuple[str, ...]:
+    return (turn,) if isinstance(turn, str) else turn
+
+
+def _is_frozen(model: nn.Module) -> bool:
+    parameters = list(model.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)

@@ -1,0 +1,141 @@
+"""Law 1, turns. Where updates take turns, each trains its own models alone, by their own optimizer,
+as loops by hand would; all others are constants in its loss, and stay bit for bit as they are.
+
+By `drivetrain.Turns`, against plain PyTorch in one process; and resumed amid the turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from ..checkpoint import CheckpointReader
+from ..trainer.turns import Models, Turns
+from . import oracle
+from .bench import Bench
+from .cases import check
+from .judge import require_same_bits
+from .law_1_groups import EPS, require_near
+from .problems import PROBLEMS, Sample, Samples
+from .state import read_all
+from .subject import Subject
+
+ROWS, STEPS, STOPPED_AT, SEED = 8, 7, 4, 3
+ORDER = ("critic", "critic", "maker")
+GROUPS: list[dict[str, Any]] = [
+    {"pattern": "critic.*", "lr": 0.05, "weight_decay": 0.1},
+    {"pattern": "maker.*", "lr": 0.02},
+]
+SETTINGS = {
+    "steps": STEPS,
+    "global_batch": ROWS,
+    "micro_batch": 2,
+    "seed": SEED,
+    "data.shuffle": False,
+    "schedule.name": "constant",
+    "optimizer.groups": GROUPS,
+    "optimizer.args.eps": EPS,
+    "checkpoint.every": 1,
+    "checkpoint.keep_last": STEPS,
+    "evaluate.every": 2,
+}
+
+
+def models() -> Models:
+    """One makes what the other tells from what is right."""
+    made = {
+        "maker": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        "critic": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
+    }
+    return Models(made)
+
+
+def of_critic(models: Models, batch: Sample) -> Tensor:
+    """It is called twice, beside what is made without a gradient."""
+    with torch.no_grad():
+        made = models["maker"](batch["x"])
+    wrong, right = models["critic"](made), models["critic"](batch["y"])
+    return (softplus(wrong) + softplus(-right)).sum()
+
+
+def of_maker(models: Models, batch: Sample) -> Tensor:
+    """Through the critic."""
+    loss: Tensor = softplus(-models["critic"](models["maker"](batch["x"]))).sum()
+    return loss
+
+
+LOSSES = {"critic": of_critic, "maker": of_maker}
+
+
+@check()
+def each_update_trains_its_own_models(subject: Subject) -> None:
+    """With an evaluation in between; resumed, too."""
+    with tempfile.TemporaryDirectory() as folder:
+        straight = subject.run(run, out=f"{folder}/straight")[0]
+        states = [state_of(straight, step) for step in range(1, STEPS + 1)]
+        first, expected = by_hand()
+        require_near(states[-1]["weights"], first, expected, off=1e-5)
+        for step, (before, after) in enumerate(itertools.pairwise(states), 2):
+            held = "critic" if ORDER[(step - 1) % len(ORDER)] == "maker" else "maker"
+            for kind in ("weights", "optimizer"):
+                what = f"{kind} of the {held} in step {step}, which trains the other"
+                require_same_bits(what, part(after[kind], held), part(before[kind], held))
+        source = str(checkpoint(straight, STOPPED_AT))
+        resumed = subject.run(run, out=f"{folder}/resumed", resume=source)[0]
+        again = state_of(resumed, STEPS)
+    require_near(again["weights"], first, expected, off=1e-5)
+    for kind in ("weights", "optimizer") if subject.can("exact_resume") else ():
+        require_same_bits(f"{kind}, resumed at {STOPPED_AT}", again[kind], states[-1][kind])
+
+
+def run(bench: Bench, *, out: str, resume: str | None = None) -> str:
+    """A job: all steps; the last checkpoint."""
+    turns = Turns(LOSSES, order=ORDER)
+    recipe = PROBLEMS["regression"].recipe(
+        model=models,
+        loss=turns,
+        measure=turns.measure,
+        train_data=Samples("regression", ROWS * STEPS),
+        eval_data={"some": Samples("regression", 3)},
+    )
+    return str(bench.fit(recipe, SETTINGS, out=out, resume=resume).checkpoint)
+
+
+def checkpoint(last: str, step: int) -> Path:
+    return Path(last.replace(f"{STEPS:06}", f"{step:06}"))
+
+
+def state_of(last: str, step: int) -> dict[str, dict[str, Tensor]]:
+    return read_all(CheckpointReader(checkpoint(last, step)))
+
+
+def part(state: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if name.startswith(f"{model}.")}
+
+
+@oracle.one_thread()
+def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
+    """The weights before and after, in float64, with an optimizer for each."""
+    torch.manual_seed(SEED)
+    built = models().double()
+    first = {name: p.detach().clone() for name, p in built.named_parameters()}
+    optimizers = {
+        "critic": torch.optim.AdamW(built["critic"].parameters(), 0.05, eps=EPS, weight_decay=0.1),
+        "maker": torch.optim.AdamW(built["maker"].parameters(), 0.02, eps=EPS, weight_decay=0.0),
+    }
+    for step in range(STEPS):
+        name = ORDER[step % len(ORDER)]
+        batch = oracle.batch_of("regression", range(step * ROWS, (step + 1) * ROWS))
+        loss = LOSSES[name](built, batch) / ROWS
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(built[name].parameters(), 1.0)
+        optimizers[name].step()
+        built.zero_grad()
+    return first, {name: p.detach() for name, p in built.named_parameters()}
