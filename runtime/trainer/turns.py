@@ -29,6 +29,7 @@ class Models(nn.ModuleDict):
         super().__init__(models)
         self._fixed = {name for name, model in self.items() if _is_frozen(model)}
         self._learning: frozenset[str] | None = None
+        self.train()
 
     def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return function(self, *arguments, **named)

@@ -1,16 +1,21 @@
 """The ddp driver keeps the laws."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from drivetrain import Models, Turns
 from drivetrain.backends.common.models import with_synced_batch_norm
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.jobs import optimizer_called
+from drivetrain.conformance.law_1_turns import LOSSES, models
 from drivetrain.conformance.law_6_resume import resumed_run_of_three_ranks_is_bit_exact
-from drivetrain.conformance.problems import PROBLEMS
+from drivetrain.conformance.oracle import batch_of
+from drivetrain.conformance.problems import PROBLEMS, Samples
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CapabilityRefused
 
@@ -82,3 +87,61 @@ def test_batch_normalisation_over_ranks_keeps_names_and_weights() -> None:
     assert sum(isinstance(part, torch.nn.SyncBatchNorm) for part in synced.modules()) == 3
     for name, tensor in PROBLEMS["normalised"].model().state_dict().items():
         assert synced.state_dict()[name].shape == tensor.shape
+
+
+def test_a_static_graph_refuses_turns() -> None:
+    for told in Subject("ddp", 2, {"static_graph": True}).run(refusal_of_turns):
+        assert "'ddp' refuses backend.static_graph=true in updates that take turns" in told
+
+
+def refusal_of_turns(bench: Bench) -> str:
+    with bench.open() as session:
+        try:
+            session.prepare(PROBLEMS["regression"].recipe(model=models, loss=Turns(LOSSES)))
+        except CapabilityRefused as refused:
+            return str(refused)
+    return ""
+
+
+def normalising() -> Models:
+    made = models()
+    made["critic"] = nn.Sequential(nn.BatchNorm1d(3), made["critic"])
+    return made
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.5)
+
+
+def normalised_turns(bench: Bench) -> dict[str, torch.Tensor]:
+    """A job: two turns of each; the critic normalises, and is called twice in its own."""
+    recipe = PROBLEMS["regression"].recipe(
+        model=normalising,
+        loss=Turns(LOSSES),
+        train_data=Samples("regression", 32),
+        optimizer=sgd,
+    )
+    settings = {"steps": 4, "global_batch": 8, "data.shuffle": False, "schedule.name": "constant"}
+    state = bench.fit(recipe, settings, finish=lambda m: copy.deepcopy(m.state_dict())).finish
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_critic_that_normalises_takes_the_statistics_of_each_rank_s_part(backend: str) -> None:
+    """Beside a loop by hand, which calls it for the part of one rank after the other."""
+    ranks = Subject(backend, 2).run(normalised_turns)
+    torch.manual_seed(0)
+    built = normalising().double().train()
+    for step, name in enumerate(["critic", "maker"] * 2):
+        buffers = {n: b.clone() for n, b in built.named_buffers()}
+        for start in (8 * step + 4, 8 * step):  # rank 0 is the last, and its buffers stay
+            built.load_state_dict(buffers, strict=False)
+            batch = batch_of("regression", range(start, start + 4))
+            (LOSSES[name](built, batch) / 8).backward()  # type: ignore[no-untyped-call]
+        parameters = list(built[name].parameters())
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        torch.optim.SGD(parameters, lr=0.5).step()
+        built.zero_grad()
+    for state in ranks:
+        for key, tensor in built.state_dict().items():
+            assert torch.allclose(state[key].double(), tensor.double(), atol=1e-6), key
