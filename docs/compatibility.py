@@ -3,10 +3,10 @@
     python docs/compatibility.py [3.10 3.12 ...]     by default all that pyproject.toml allows
     python docs/compatibility.py --page              the page alone, from the record
 
-For each Python, uv makes an environment of its own with the newest torch that there is for it, in
-which each driver is asked whether it runs, and those that run are put to law 2 of the suite (the
-norm of the gradient): `cpu` to all of it, the others to one check. The Pythons that are not named
-keep what the record holds.
+For each Python, uv makes two environments: one with the newest torch that there is for it, and one
+with the older torch that holds all drivers. In each, every driver is asked whether it runs, and
+those that run are put to law 2 of the suite (the norm of the gradient): `cpu` to all of it, the
+others to one check. The Pythons that are not named keep what the record holds.
 """
 
 from __future__ import annotations
@@ -26,16 +26,30 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 PAGE = Path(__file__).with_suffix(".md")
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+sys.path.append(str(ROOT / "tests" / "backends"))
+
+from environments import OPTIONS_OF_ALL  # noqa: E402 - where the tests keep it
+
+ENVIRONMENTS = {"newest torch": ["--extra=deepspeed"], "all drivers": OPTIONS_OF_ALL}
 PROCESSES = {"ddp": 2, "fsdp": 2}
 """Other drivers run in one."""
 
 Entry = dict[str, Any]
 
 
-def tried(python: str) -> Entry:
+def tried(python: str, options: list[str]) -> Entry:
     """What an environment of that Python answers, or why there is none."""
-    command = ["uv", "run", "--isolated", "--quiet", "--python", python, "--with", "pytest"]
-    command += ["--with", "pytest-timeout", "python", str(Path(__file__)), "--here"]
+    command = ["uv", "run", "--isolated", "--quiet", "--python", python, *options]
+    command += [
+        "--with",
+        "pytest",
+        "--with",
+        "pytest-timeout",
+        "python",
+        str(Path(__file__)),
+        "--here",
+    ]
     started = time.strftime("%Y-%m-%d", time.gmtime())
     environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
     done = subprocess.run(  # uv brings the Python, where it can be reached
@@ -43,9 +57,9 @@ def tried(python: str) -> Entry:
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        return {"python": python, "date": started, "error": last, "drivers": {}}
+        return {"date": started, "error": last, "drivers": {}}
     answer: Entry = json.loads(done.stdout.splitlines()[-1])
-    return {"python": python, "date": started, **answer}
+    return {"date": started, **answer}
 
 
 def here() -> Entry:
@@ -79,31 +93,34 @@ def verdict(name: str, record: Entry) -> str:
     return f"law 2: {counts['passed']} kept"
 
 
-def page(record: dict[str, Entry]) -> str:
+def page(record: dict[str, dict[str, Entry]]) -> str:
     """The text of docs/compatibility.md."""
-    found = [name for entry in record.values() for name in entry["drivers"]]
-    names = list(dict.fromkeys(found))
+    entries = {
+        (python, kind): record.get(python, {}).get(kind, {"drivers": {}})
+        for python in PYTHONS
+        for kind in ENVIRONMENTS
+    }
+    names = list(dict.fromkeys(name for entry in entries.values() for name in entry["drivers"]))
     lines = [
         "# Compatibility",
         "",
         "Written by `python docs/compatibility.py` from what it tried, which it keeps in",
         "[compatibility.json](compatibility.json). On each Python, with the newest torch there is",
-        "for it, the drivers that run are put to law 2 of the suite, `cpu` to all of it; *not",
-        "here* are those whose hardware or library was not there. What all drivers keep on",
-        "torch 2.8 stands in [the report of the suite](conformance/index.html). A row that was",
-        "never tried says so: where the Python can be had, `python docs/compatibility.py 3.12`",
-        "fills it.",
+        "for it and with the older one that all drivers have, the drivers that run are put to law",
+        "2 of the suite, `cpu` to all of it; *not here* are those whose hardware or library was",
+        "not there. What all of them keep of the other laws stands in",
+        "[the report of the suite](conformance/index.html). A row that was never tried says so:",
+        "where the Python can be had, `python docs/compatibility.py 3.12` fills it.",
         "",
         f"| Python | torch | tried | {' | '.join(names)} |",
         f"|---|---|---|{'---|' * len(names)}",
     ]
-    for python in PYTHONS:
-        entry = record.get(python, {"drivers": {}})
+    for (python, kind), entry in entries.items():
         cells = [entry["drivers"].get(name, "not tried") for name in names]
-        shown = [entry.get("version", python), entry.get("torch", ""), entry.get("date", "never")]
+        shown = [entry.get("version", python), entry.get("torch", kind), entry.get("date", "never")]
         lines.append(f"| {' | '.join([*shown, *cells])} |")
-    failed = [entry for entry in record.values() if "error" in entry]
-    lines += ["", *(f"Python {entry['python']}: {entry['error']}" for entry in failed)]
+    failed = {names: entry["error"] for names, entry in entries.items() if "error" in entry}
+    lines += ["", *(f"Python {python}, {kind}: {why}" for (python, kind), why in failed.items())]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -112,9 +129,9 @@ def main(words: list[str]) -> None:
     if words == ["--here"]:
         print(json.dumps(here()))
         return
-    record: dict[str, Entry] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    record: dict[str, dict[str, Entry]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for python in [] if words == ["--page"] else words or PYTHONS:
-        record[python] = tried(python)
+        record[python] = {kind: tried(python, options) for kind, options in ENVIRONMENTS.items()}
         print(f"Python {python}: {record[python]}", flush=True)
         RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     PAGE.write_text(page(record), encoding="utf-8")

@@ -18,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-all"
 EXTRAS = ("xla", "ipex", "deepspeed", "test")
 LEFT_OUT = ("not-xla", "not-ipex")
+OPTIONS_OF_ALL = [
+    *(f"--extra={name}" for name in EXTRAS),
+    *(f"--no-group={name}" for name in LEFT_OUT),
+]
+"""What uv is told to make it."""
 
 WORLDS = (
     "cpu",
@@ -48,8 +53,6 @@ def build_all() -> None:
     if uv is None:
         raise RuntimeError("the tests of xla and ipex need uv to build their environment")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    extras = [f"--extra={name}" for name in EXTRAS]
-    left_out = [f"--no-group={name}" for name in LEFT_OUT]
     environment = {
         **{name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"},
         "UV_PROJECT_ENVIRONMENT": str(FOLDER),
@@ -57,7 +60,7 @@ def build_all() -> None:
     with (ROOT / ".venv-all.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         made = subprocess.run(
-            [uv, "sync", "--quiet", "--python", version, *extras, *left_out],
+            [uv, "sync", "--quiet", "--python", version, *OPTIONS_OF_ALL],
             cwd=ROOT,
             env=environment,
             capture_output=True,

@@ -70,9 +70,20 @@ def test_the_table_of_what_it_runs_on_is_its_record() -> None:
         r"Python :: (3\.\d+)$", "\n".join(PYPROJECT["project"]["classifiers"]), re.M
     )
     assert tuple(allowed) == compatibility.PYTHONS
-    assert not [
-        name for entry in record.values() for name in entry["drivers"].values() if "fail" in name
-    ]
+    entries = [entry for of_python in record.values() for entry in of_python.values()]
+    assert not [name for entry in entries for name in entry["drivers"].values() if "fail" in name]
+
+
+@pytest.mark.slow
+def test_this_python_is_as_the_record_says() -> None:
+    import compatibility
+
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    recorded = json.loads(compatibility.RECORD.read_text())[python]
+    for kind, options in compatibility.ENVIRONMENTS.items():
+        found = compatibility.tried(python, options)
+        about = f"refresh it by `python docs/compatibility.py {python}`"
+        assert found["drivers"] == recorded[kind]["drivers"], about
 
 
 def uses(module: str) -> str:
