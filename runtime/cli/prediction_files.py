@@ -24,6 +24,8 @@ INDEX = "index"
 OUTPUT = "output"
 """The column of a model that returns one tensor."""
 _FORMATS = (".parquet", ".jsonl")
+_ROW_GROUP = 16 * 2**20
+"""Bytes that a row group of Parquet holds at least: of small ones readers get slow."""
 
 Write = Callable[[int, dict[str, Any]], None]
 """Takes the first index, and an array of rows for each column."""
@@ -97,19 +99,27 @@ def _parquet(path: Path) -> Iterator[Write]:
     from pyarrow.parquet import ParquetWriter
 
     writer: Any = None
+    waiting: list[Any] = []
+
+    def flush() -> None:
+        nonlocal writer
+        table = pyarrow.concat_tables(waiting)
+        waiting.clear()
+        writer = writer or ParquetWriter(path, table.schema)
+        writer.write_table(table)
+
+    def write(first: int, columns: dict[str, Any]) -> None:
+        (count,) = {len(array) for array in columns.values()}
+        arrays = {INDEX: pyarrow.array(range(first, first + count))}
+        arrays |= {name: _nested(pyarrow, array) for name, array in columns.items()}
+        waiting.append(pyarrow.table(arrays))
+        if sum(table.nbytes for table in waiting) >= _ROW_GROUP:
+            flush()
+
     try:
-
-        def write(first: int, columns: dict[str, Any]) -> None:
-            nonlocal writer
-            (count,) = {len(array) for array in columns.values()}
-            arrays = {INDEX: pyarrow.array(range(first, first + count))}
-            arrays |= {name: _nested(pyarrow, array) for name, array in columns.items()}
-            table = pyarrow.table(arrays)
-            if writer is None:
-                writer = ParquetWriter(path, table.schema)
-            writer.write_table(table)
-
         yield write
+        if waiting:
+            flush()
     finally:
         if writer is not None:
             writer.close()

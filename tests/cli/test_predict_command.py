@@ -78,6 +78,36 @@ def test_two_ranks_write_each_sample_once(drive: Drive, trained: Path, tmp_path:
         assert row["sum"] == pytest.approx(other["sum"], rel=1e-5, abs=1e-6)
 
 
+PEAK = """
+import pathlib
+
+def predict(module, batch):
+    status = pathlib.Path("/proc/self/status").read_text().splitlines()
+    peak = next(line.split()[1] for line in status if line.startswith("VmHWM"))
+    pathlib.Path("peak").write_text(peak)
+    return batch["x"].mean(1, keepdim=True).expand(-1, 2048)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_predictions(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    text = recipe.read_text() + PEAK
+    assert drive("train", recipe, "--backend", "cpu", "--out", "run").code == 0
+    peaks = []
+    for samples in (3_000, 30_000):
+        recipe.write_text(text.replace("Points(8)", f"Points({samples})"))
+        words = ("--backend", "cpu", "--set", "micro_batch=64")
+        ran = drive("predict", "run", recipe, "--out", "many.parquet", *words)
+        assert ran.code == 0, ran.stderr
+        peaks.append(int((tmp_path / "peak").read_text()) * 1024)
+    written = 27_000 * 2048 * 4
+    assert peaks[1] - peaks[0] < written / 4
+    file = pyarrow.parquet.ParquetFile(tmp_path / "many.parquet")
+    assert file.metadata.num_rows == 30_000 and file.metadata.num_row_groups <= 16
+
+
 def test_what_cannot_be_predicted_is_refused(drive: Drive, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "kept.jsonl").write_text("kept")
