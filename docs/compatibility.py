@@ -131,8 +131,11 @@ def main(words: list[str]) -> None:
         return
     record: dict[str, dict[str, Entry]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     for python in [] if words == ["--page"] else words or PYTHONS:
-        record[python] = {kind: tried(python, options) for kind, options in ENVIRONMENTS.items()}
-        print(f"Python {python}: {record[python]}", flush=True)
+        for kind, options in ENVIRONMENTS.items():
+            found = tried(python, options)
+            print(f"Python {python}, {kind}: {found}", flush=True)
+            kept = record.setdefault(python, {})
+            kept[kind] = kept[kind] if "error" in found and kind in kept else found
         RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     PAGE.write_text(page(record), encoding="utf-8")
 
