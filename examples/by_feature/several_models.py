@@ -31,7 +31,7 @@ def loss(module, batch):
 learnt = fit(recipe, settings, backend="cpu", finish=nn.Module.state_dict).finish
 result = fit(
     replace(recipe, model=models, loss=loss),
-    settings,
+    replace(settings, epochs=20),
     backend="cpu",
     finish=lambda models: models["student"](recipe.train_data[:][0]),
 )

@@ -21,9 +21,9 @@ NOISE = 16
 
 item_name = "images"
 settings = Settings(
-    steps=3000,
+    steps=1500,
     global_batch=64,
-    log_every=300,
+    log_every=100,
     optimizer=OptimizerSettings(
         args={"betas": (0.5, 0.99)},
         groups=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,12 @@ class Turns:
     In an evaluation all losses are added up; as `Recipe.measure`, `measure` tells each by name.
     """
 
-    def __init__(self, losses: Mapping[Names, Loss], order: Sequence[Names] | None = None) -> None:
-        self.losses = dict(losses)
+    def __init__(
+        self,
+        losses: Mapping[str, Loss] | Mapping[Names, Loss],
+        order: Sequence[Names] | None = None,
+    ) -> None:
+        self.losses = dict(cast(Mapping[Names, Loss], losses))
         self.order = list(self.losses if order is None else order)
         if not self.losses or set(self.order) != set(self.losses):
             raise RecipeError(

@@ -97,7 +97,11 @@ def test_a_static_graph_refuses_turns() -> None:
 def refusal_of_turns(bench: Bench) -> str:
     with bench.open() as session:
         try:
-            session.prepare(PROBLEMS["regression"].recipe(model=models, loss=Turns(LOSSES)))
+            session.prepare(
+                PROBLEMS["regression"].recipe(
+                    model=models, loss=Turns(LOSSES), optimizer=optimizer_called("SGD")
+                )
+            )
         except CapabilityRefused as refused:
             return str(refused)
     return ""
