@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import ProfilerActivity, profile
 
 from drivetrain import fit
@@ -20,7 +19,6 @@ from drivetrain.cli.recipe_file import load_recipe_file
 
 
 def main(recipe_path: str, backend: str, stage: str) -> None:
-    torch.set_num_threads(1)
     options: dict[str, Any] = {"stage": int(stage)} if stage != "-" else {}
     file = load_recipe_file(Path(recipe_path))
     recipe = file.build(None)

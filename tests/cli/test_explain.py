@@ -39,7 +39,6 @@ recipe = Recipe(model=model, loss=loss, train_data=torch.utils.data.TensorDatase
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-torch.set_num_threads(1)
 from drivetrain.cli.recipe_file import load_recipe_file
 from drivetrain import fit
 import torch._dynamo  # the first optimizer imports it: not the model's

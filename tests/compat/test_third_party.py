@@ -35,7 +35,7 @@ def launch(folder: Path, base: str, scenarios: tuple[str, ...], size: int, *more
     if size > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
         command[1:1] = torchrun
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=540, check=False
     )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "by_feature"
 
@@ -68,10 +67,7 @@ def test_each_example_is_run() -> None:
 def test_a_feature(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     names = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    torch.set_num_threads(threads)
     shown = capsys.readouterr().out
     assert SHOWS[name](names), shown
     assert shown.strip()

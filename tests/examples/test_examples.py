@@ -14,9 +14,6 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Several threads on a busy machine wait for each other longer than they compute."""
-
 Record = dict[str, Any]
 
 
@@ -49,14 +46,14 @@ def metrics(records: list[Record]) -> dict[str, float]:
 
 
 def test_digits_are_recognised(tmp_path: Path) -> None:
-    records = train("digits.py", tmp_path, "--set", "backend.threads=1", **ONE_THREAD)
+    records = train("digits.py", tmp_path)
     assert metrics(records)["accuracy"] >= 0.97
     assert {"loss", "accuracy"} == set(metrics(records))
     assert Path(tmp_path, records[-1]["checkpoint"], "manifest.json").is_file()
 
 
 def test_the_python_api_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    first, second = run(str(EXAMPLES / "python_api.py"), folder=tmp_path, **ONE_THREAD).splitlines()
+    first, second = run(str(EXAMPLES / "python_api.py"), folder=tmp_path).splitlines()
     assert first.startswith("step 230: ")
     assert second.startswith("step 276: ")
     report = second.removeprefix("step 276: ").partition(", saved in ")
@@ -82,7 +79,6 @@ def test_the_gpt_learns_from_texts_of_one_s_own(tmp_path: Path) -> None:
         tmp_path,
         *("--steps", "60"),
         *(word for value in chosen for word in ("--set", f"recipe.{value}")),
-        **ONE_THREAD,
     )
     assert metrics(records)["bits_per_byte"] < 4  # 8 knows nothing
     assert next(record for record in records if record["event"] == "logged")["item_name"] == "bytes"
@@ -94,9 +90,7 @@ def test_minilm_starts(tmp_path: Path) -> None:
     """Three steps with its real weights: text in, metrics out."""
     short = ("recipe.max_tokens=8", "recipe.eval_texts=40", "checkpoint.at_end=false")
     options = [word for value in short for word in ("--set", value)]
-    records = train(
-        "minilm.py", tmp_path, "--steps", "3", *options, HF_HUB_OFFLINE="1", **ONE_THREAD
-    )
+    records = train("minilm.py", tmp_path, "--steps", "3", *options, HF_HUB_OFFLINE="1")
     figures = metrics(records)
     assert records[0]["num_parameters"] > 22_000_000
     assert 0.1 < figures["majority_accuracy"] < 0.3
@@ -106,8 +100,7 @@ def test_minilm_starts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_minilm_beats_the_majority(tmp_path: Path) -> None:
-    threads = ("--set", "backend.threads=1")
-    records = train("minilm.py", tmp_path, *threads, HF_HUB_OFFLINE="1", **ONE_THREAD)
+    records = train("minilm.py", tmp_path, HF_HUB_OFFLINE="1")
     figures = metrics(records)
     assert figures["accuracy"] >= 0.7  # 0.8 is usual
     assert figures["mean_class_accuracy"] >= 0.6

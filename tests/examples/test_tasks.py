@@ -63,10 +63,7 @@ def test_a_task(name: str) -> None:
         with torch.no_grad():
             return task["draw"](model, 32) if "draw" in task else None
 
-    one = {"threads": 1}
-    result = fit(
-        task["recipe"](), task["settings"], backend="cpu", backend_options=one, finish=finish
-    )
+    result = fit(task["recipe"](), task["settings"], backend="cpu", finish=finish)
     assert REACHES[name](result), result
 
 

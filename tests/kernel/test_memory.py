@@ -188,7 +188,6 @@ LIMITED = """
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     settings = Settings(steps=2, global_batch=16, log_every=1, micro_batch=json.loads(sys.argv[1]))
     recipe = Recipe(model=Wide, loss=loss, train_data=data)
-    torch.set_num_threads(1)
     fit(recipe, Settings(steps=1, global_batch=1), backend="cpu")  # what torch loads late
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     limit = used + (450 << 20)

@@ -33,7 +33,6 @@ def train_with_compat(
 ) -> None:
     """As `train`; `checkpoint-N` folders lie in `out` itself. `resume`: from that one."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
     from drivetrain import compat
     from drivetrain.compat.names import get_last_checkpoint
 

@@ -70,7 +70,6 @@ class Case:
 
 def sound(root: Path) -> Path:
     """The checkpoint that all of them are made from."""
-    torch.set_num_threads(1)
     fit(recipe(), TWO, backend="cpu", out=root)
     return root / "checkpoints" / NAME
 
@@ -679,7 +678,6 @@ def _states() -> Iterator[Case]:
 
 def open_all(base: Path, root: Path, canary: Path, report: Path, names: list[str]) -> None:
     """What each of these comes to, by its name, as JSON lines; in a process of its own."""
-    torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _too_long)
     _open(base)  # what is loaded when it is first needed is here before memory is bounded
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

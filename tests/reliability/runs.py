@@ -82,7 +82,6 @@ class Run:
 def train(run: Run, out: Path, environment: dict[str, str]) -> None:
     """What the same command with `--resume auto` does, on one rank."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
     settings = replace(SETTINGS, checkpoint=replace(SETTINGS.checkpoint, behind=run.behind))
     rank = int(environment.get("RANK", "0"))
     with dying(run, rank, out / "checkpoints"):

@@ -177,7 +177,6 @@ def own_mounts() -> None:
 
 def on_a_disk(what: str, out: Path, environment: dict[str, str]) -> None:
     """In a process of its own: all that is asserted, as what is mounted ends with it."""
-    torch.set_num_threads(1)
     try:
         own_mounts()
         mount(out, 0, DISKS[what])
@@ -306,7 +305,6 @@ def drivetrain(printed: Path, *words: str) -> int:
 def commanded(story: Story, out: Path, environment: dict[str, str]) -> None:
     """In a process of its own, which mounts a disk at `out`."""
     global _disk
-    torch.set_num_threads(1)
     try:
         own_mounts()
         mount(out, 0, "size=1m")

@@ -18,7 +18,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 from torch import Tensor, nn
 
 from drivetrain import fit
@@ -81,7 +80,6 @@ def put(folder: Path, holder: Holder) -> Path:
 
 def waits(what: Any, out: Path, environment: dict[str, str]) -> None:
     """A run that does three steps, and waits."""
-    torch.set_num_threads(1)
 
     def slow(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(list(checkpoints_of(out).glob("checkpoint-*"))) == 3:

@@ -32,7 +32,6 @@ def short_of_memory(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment)
-    torch.set_num_threads(1)
     words = os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(words, 2)
     settings = dataclasses.replace(SETTINGS, steps=STEPS, micro_batch=None)

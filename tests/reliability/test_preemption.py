@@ -118,7 +118,6 @@ def signalled(signals: Signals) -> Recipe:
 def preempted(case: Case, out: Path, environment: dict[str, str]) -> None:
     """One rank. Exits as a command does."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
     signals = Signals(case, int(environment.get("RANK", "0")))
     settings = KEEPS_ALL
     if case.phase is not None and case.phase.name == "compiling":

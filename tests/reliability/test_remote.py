@@ -80,7 +80,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def run(out: Place, settings: Settings = FOUR, stop_at: int = 0) -> list[Event]:
     """What the same command with `--resume auto` does."""
-    torch.set_num_threads(1)
     events: list[Event] = []
 
     def watch(event: Event) -> Request | None:

@@ -81,7 +81,6 @@ class Sleepy(nn.Module):
 def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     """One rank, whose words go to a file."""
     os.environ.update(environment)
-    torch.set_num_threads(1)
     words = os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(words, sys.stderr.fileno())
     rank, way = int((out / "rank").read_text()), (out / "way").read_text()

@@ -114,7 +114,6 @@ def test_all_is_synced_before_the_commit(tmp_path, monkeypatch):
 
 
 def save_for_ever(root: str, started) -> None:
-    torch.set_num_threads(1)
     store, session = CheckpointStore(root, keep_last=2), FakeSession()
     for step in range(10**6):
         tensor = torch.full((300_000,), float(step))
