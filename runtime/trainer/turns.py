@@ -32,6 +32,11 @@ class Models(nn.ModuleDict):
         self.train()
 
     def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if not callable(function):
+            raise RecipeError(
+                f"several models ({', '.join(self)}) were called with a {type(function).__name__}; "
+                "call them with a function of the models, as in module(function, batch)"
+            )
         return function(self, *arguments, **named)
 
     def train(self, mode: bool = True) -> Models:

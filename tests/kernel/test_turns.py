@@ -30,7 +30,7 @@ def value(models: Models, batch: Tensor) -> Tensor:
 
 
 def trained(
-    loss: Any, build: Callable[[], nn.Module] = models, steps: int = 2
+    loss: Any, build: Callable[[], nn.Module] = models, steps: int = 2, **settings: Any
 ) -> tuple[Models, list[str]]:
     """The models at the end, and what asked for a gradient then."""
 
@@ -39,8 +39,8 @@ def trained(
         return module, wanted
 
     recipe = Recipe(model=build, loss=loss, train_data=ROWS, eval_data={"all": ROWS})
-    settings = Settings(steps=steps, global_batch=8, seed=5)
-    found: tuple[Models, list[str]] = fit(recipe, settings, backend="cpu", finish=finish).finish
+    chosen = Settings(steps=steps, global_batch=8, seed=5, **settings)
+    found: tuple[Models, list[str]] = fit(recipe, chosen, backend="cpu", finish=finish).finish
     return found
 
 
@@ -63,6 +63,23 @@ def test_several_learn_by_one_loss() -> None:
         assert moved == (not name.startswith("teacher")), name
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": ("a", "b")},
+        pytest.param({"compile": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_turns_are_the_same_recomputed_and_compiled(settings: Any) -> None:
+    """A turn holds until its backward has ended, which computes activations again."""
+    turns = Turns({"a": value, "b": value})
+    plain, _ = trained(turns, steps=4)
+    other, _ = trained(turns, steps=4, **settings)
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(parameter, other.get_parameter(name), atol=1e-7), name
+
+
 def test_each_loss_is_told_by_its_name() -> None:
     turns = Turns({("a", "b"): value, "a": far})
     torch.manual_seed(0)
@@ -77,6 +94,11 @@ def test_each_loss_is_told_by_its_name() -> None:
 def test_turns_and_losses_that_do_not_fit(losses: Any, order: Any) -> None:
     with pytest.raises(RecipeError, match="each turn needs a loss, and each loss a turn"):
         Turns(losses, order)
+
+
+def test_models_are_called_with_a_function() -> None:
+    with pytest.raises(RecipeError, match="were called with a Tensor; call them with"):
+        models()(ROWS)
 
 
 def test_turns_of_models_that_are_not_there() -> None:
