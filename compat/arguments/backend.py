@@ -177,7 +177,8 @@ def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
     config = read_mapping(choice.options.get("config"), "backend_options['config']")
     if (stage := choice.options.get("stage")) is not None:
         config["zero_optimization"] = {**config.get("zero_optimization", {}), "stage": stage}
-    return deepspeed.DeepspeedFacts(config, mixed_precision(args))
+    size, precision = args.per_device_train_batch_size, mixed_precision(args)
+    return deepspeed.DeepspeedFacts(deepspeed.completed(config, size, precision))
 
 
 def _driver(asked: Asked) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from .launcher import launched
 from .values import read_mapping
 
-__all__ = ["DeepspeedFacts", "configuration", "options"]
+__all__ = ["DeepspeedFacts", "completed", "configuration", "options"]
 
 AUTO = "auto"
 
@@ -50,20 +50,32 @@ def configuration(args: Any) -> dict[str, Any]:
     return config
 
 
+def completed(config: Mapping[str, Any], micro_batch: int, precision: str) -> dict[str, Any]:
+    """A copy from which a model of somebody else's gets an engine of its own: with a stage and a
+    size of batches, and without any `auto`.
+    """
+    config = _copy(config)
+    for name in ("bf16", "fp16"):
+        if _value(config, f"{name}.enabled") == AUTO:
+            config[name]["enabled"] = precision == name
+    config = _without_auto(config)
+    config.setdefault("train_micro_batch_size_per_gpu", micro_batch)
+    config.setdefault("zero_optimization", {}).setdefault("stage", 2)
+    return config
+
+
 class DeepspeedFacts:
-    """DeepSpeed's settings as other libraries read them from the arguments: as
+    """DeepSpeed's settings, `completed`, as other libraries read them from the arguments: as
     `args.deepspeed_plugin` and as `args.hf_deepspeed_config`.
     """
 
-    def __init__(self, config: Mapping[str, Any], precision: str = "no") -> None:
-        self.config = self.deepspeed_config = dict(config)
-        self._precision = precision
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = self.deepspeed_config = config
 
     @property
     def zero_stage(self) -> int:
         """The ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 weights too."""
-        stage = self.get_value("zero_optimization.stage", AUTO)
-        return 2 if stage == AUTO else int(stage)
+        return int(self.get_value("zero_optimization.stage"))
 
     @property
     def hf_ds_config(self) -> DeepspeedFacts:
@@ -78,7 +90,7 @@ class DeepspeedFacts:
     def dtype(self) -> torch.dtype:
         """The dtype of the model's weights between steps, in which it wants its inputs."""
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-            if self.get_value(f"{name}.enabled") in (True, AUTO) and self._precision == name:
+            if self.get_value(f"{name}.enabled"):
                 return dtype
         return torch.float32
 
@@ -131,4 +143,13 @@ def _value(config: dict[str, Any], key: str) -> Any:
 def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         key: _copy(value) if isinstance(value, Mapping) else value for key, value in config.items()
+    }
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without `auto`, for which DeepSpeed's own default serves."""
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != AUTO
     }

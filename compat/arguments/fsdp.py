@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ..errors import ArgumentError
 from .launcher import launched
@@ -122,16 +123,25 @@ def checkpointed(args: Any, model: nn.Module | None) -> tuple[str, ...]:
 
 
 class FsdpFacts:
-    """FSDP's settings as other libraries read them from the accelerator, as `state.fsdp_plugin`."""
+    """FSDP's settings as other libraries read them from the accelerator, as `state.fsdp_plugin`, to
+    cut a model of their own in the same way.
+    """
 
     fsdp_version = 2
     state_dict_type = "FULL_STATE_DICT"
+    ignored_modules = mixed_precision_policy = None
+    """Every parameter is cut, in its own precision: autocast says what is computed in."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.cpu_offload = options.get("cpu_offload", False)
+        self.cpu_offload = CPUOffloadPolicy() if options.get("cpu_offload") else OffloadPolicy()
         self.cpu_ram_efficient_loading = options.get("from_rank_0", False)
         self.reshard_after_forward = options.get("reshard_after_forward", True)
         self.transformer_cls_names_to_wrap = list(options.get("wrap", ()))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"state.fsdp_plugin has no {name!r}: the fsdp driver cuts the model by backend_options"
+        )
 
 
 def notes(args: Any) -> Iterator[str]:

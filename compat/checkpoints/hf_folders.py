@@ -104,11 +104,12 @@ def optimizer_tensors(
     return tensors
 
 
-def save_optimizer(folder: Path, optimizer: Any, schedule: Any) -> None:
-    """Write the states of both as transformers does; of None nothing."""
-    for part, name in ((optimizer, OPTIMIZER_NAME), (schedule, SCHEDULER_NAME)):
-        if part is not None:
-            torch.save(part.state_dict(), folder / name)
+def save_optimizer(folder: Path, optimizer: dict[str, Any] | None, schedule: Any) -> None:
+    """Write the optimizer's state, and the schedule, as transformers does; of None nothing."""
+    schedules = None if schedule is None else schedule.state_dict()
+    for state, name in ((optimizer, OPTIMIZER_NAME), (schedules, SCHEDULER_NAME)):
+        if state is not None:
+            torch.save(state, folder / name)
 
 
 _SCALER = {"scale": "loss_scale", "_growth_tracker": "loss_scale_good_steps"}

@@ -51,6 +51,7 @@ from .model_files import (
 )
 from .resuming import ResumingMixin
 from .rotation import delete, rotate_checkpoints, sort_checkpoints
+from .whole_optimizer import whole_optimizer
 
 __all__ = ["CheckpointMixin"]
 
@@ -184,17 +185,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
     def _writes_hf_format(self) -> bool:
         """True if it is asked for, or the kernel does not run and so has nothing to save."""
         asked = getattr(self.args, "checkpoint_format", "drivetrain") == "hf"
-        if not asked and self._training is not None:
-            return False
-        if self.driver_session.is_sharded():
-            raise ArgumentRefused(
-                "checkpoint_format='hf'" if asked else "a checkpoint of a loop of your own",
-                self.driver_session.driver.name,
-                "its optimizer lies in parts on all ranks, and that format holds it whole. Leave "
-                "checkpoint_format='drivetrain': any driver resumes from it, and its "
-                "model.safetensors is whole too",
-            )
-        return True
+        return asked or self._training is None
 
     def _collect_callback_states(self) -> None:
         stateful = [
@@ -210,9 +201,34 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         """Write `optimizer.pt` and `scheduler.pt`, where the kernel has not saved both, or a
         subclass reads them.
         """
-        held = self._kernel_holds(output_dir, "_load_optimizer_and_scheduler")
-        if not held and self.args.should_save and not self._warn_of_unsaved_state():
-            hf_folders.save_optimizer(Path(output_dir), self.optimizer, self.lr_scheduler)
+        if self._kernel_holds(output_dir, "_load_optimizer_and_scheduler"):
+            return
+        if self.optimizer is None or not unsaved_state(self.optimizer):
+            optimizer = self._optimizer_state(Path(output_dir))
+            if self.args.should_save:
+                hf_folders.save_optimizer(Path(output_dir), optimizer, self.lr_scheduler)
+        elif self.args.should_save:
+            self._warn_of_unsaved_state()
+
+    def _optimizer_state(self, folder: Path) -> dict[str, Any] | None:
+        """Whole, on the ranks that save; called by all."""
+        session, optimizer = self.driver_session, self.optimizer
+        if optimizer is None:
+            return None
+        prepared, own = session.prepared, {id(each) for each in self.model.parameters()}
+        stepped = (id(each) for group in optimizer.param_groups for each in group["params"])
+        if prepared is None or (not session.is_sharded() and not own.isdisjoint(stepped)):
+            return optimizer.state_dict()
+        if optimizer is not prepared.optimizer:
+            raise ArgumentRefused(
+                f"a checkpoint of {type(optimizer).__name__}, an optimizer of a loop of your own",
+                session.driver.name,
+                "it lies in parts on all ranks, and the driver knows another one: override "
+                "create_optimizer, which is called when the driver wraps the model",
+            )
+        return whole_optimizer(
+            prepared.engine, session.session, prepared.order, folder / "parts-of-optimizer"
+        )
 
     def _save_scaler(self, output_dir: str) -> None:
         """Write `scaler.pt` where there is a loss scaler, as above."""

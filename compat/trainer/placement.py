@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...data.nested import map_leaves
 
-__all__ = ["move", "move_model"]
+__all__ = ["generates_in_step", "move", "move_model"]
 
 
 def move(data: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -40,3 +40,11 @@ def move_model(model: nn.Module, device: torch.device) -> None:
             layer, _, last = name.rpartition(".")
             if model.get_parameter(name) is not shared:
                 setattr(model.get_submodule(layer), last, shared)
+
+
+def generates_in_step(model: nn.Module) -> None:
+    """Have transformers' `generate` call a model until all ranks are done, since a forward gathers
+    weights from all of them; and have it not leave a layer out on one rank alone.
+    """
+    for module in model.modules():
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]  # its own mark

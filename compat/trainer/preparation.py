@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from ..theirs import theirs
 from .debugging import is_debugged
+from .placement import generates_in_step
 from .recompute import enable_recompute
 
 __all__ = ["PreparationMixin"]
@@ -83,7 +84,11 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
         """The module to call: the driver's wrapper once there is one. Idempotent."""
-        if training or self.driver_session.is_sharded():
+        sharded = self.driver_session.is_sharded()
+        if sharded:
+            generates_in_step(model)
+        self._names = {id(each): name for name, each in model.named_parameters()}
+        if training or sharded:
             return self.driver_session.prepare(model, self._build_optimizer).module
         prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
@@ -99,7 +104,19 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             self.create_optimizer_and_scheduler(num_training_steps=steps)
         else:
             self.create_optimizer()
+        self._follow(dict(named))
         return self.optimizer
+
+    def _follow(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Where the optimizer is older than the driver's parameters, as in loops that are copies of
+        HF's, have it hold these in the place of those of the same names.
+        """
+        for group in self._optimizer_there_is().param_groups:
+            names = [self._names.get(id(each)) for each in group["params"]]
+            group["params"] = [
+                named.get(name or "", each)
+                for name, each in zip(names, group["params"], strict=True)
+            ]
 
     def _builds_both(self) -> bool:
         """True if a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from built_alike import Classifier, Side, accuracy, losses, ours, samples, without_times
+from safetensors.torch import load_file, save_file
+from side_by_side import arguments, llama, sentences
+from test_compat_own_loop import CopiedLoop
 from torch import Tensor, nn
 
-from drivetrain.compat import Trainer, TrainingArguments
+from drivetrain import compat
+from drivetrain.compat import Trainer, TrainerCallback, TrainingArguments
 from drivetrain.conformance.bench import Bench
 
 
@@ -53,6 +58,65 @@ def overridden(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"losses": losses(whole), "resumed": losses(again), "norms": norms}
 
 
+class Halves(TrainerCallback):
+    """The first rank edits each checkpoint, and takes its time."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}", "model.safetensors")
+        if args.process_index == 0:
+            time.sleep(0.3)
+            save_file({name: each / 2 for name, each in load_file(path).items()}, path)
+
+
+def edited(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The best model of a run whose checkpoints are edited, and what goes on from one."""
+    side = Side(Trainer, TrainingArguments, folder)
+    asked = {**changes, "eval_strategy": "steps", "load_best_model_at_end": True, "eval_steps": 2}
+    data = samples(24)
+    trainer = side.trainer(callbacks=[Halves], train_dataset=data, **asked)
+    trainer.train()
+    whole = trainer.accelerator.get_state_dict(trainer.model)
+    again = side.trainer(train_dataset=data, **{**changes, "save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return {
+        "best": trainer.state.best_model_checkpoint,
+        "weights": {name: each.tolist() for name, each in whole.items()},
+        "resumed": losses(again),
+    }
+
+
+def looped(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A whole run of a loop that was copied from HF, and one that is resumed."""
+    side = Side(CopiedLoop, TrainingArguments, folder)
+    whole = side.trainer(train_dataset=samples(24), **changes)
+    whole.train()
+    again = side.trainer(train_dataset=samples(24), **{**changes, "save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return {"losses": losses(whole), "resumed": losses(again)}
+
+
+class Speaks(TrainerCallback):
+    """The model generates while it is trained, for more steps on one rank than on the other."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        ids = torch.ones(1, 2, dtype=torch.int64)
+        more = 2 + args.process_index
+        made = model.generate(ids, max_new_tokens=more, min_new_tokens=more, do_sample=False)
+        self.lengths.append(made.shape[1])
+
+
+def spoken(folder: Path, **driver: Any) -> list[int]:
+    speaks = Speaks()
+    args = arguments(compat, folder, max_steps=2, **driver)
+    Trainer(llama(), args, train_dataset=sentences(), callbacks=[speaks]).train()
+    return [length - args.process_index for length in speaks.lengths]
+
+
 def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     """All of it, in one process group."""
     found: dict[str, Any] = {}
@@ -84,6 +148,18 @@ def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     plain.train()
     found["plain"] = losses(plain)
     found["overridden"] = overridden(folder / "overridden", **saving)
+    found["edited"] = edited(folder / "edited", **saving)
+    written = side.trainer(
+        train_dataset=samples(24),
+        **{**saving, "output_dir": str(folder / "hf"), "checkpoint_format": "hf"},
+    )
+    written.train()
+    again = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
+    again.train(resume_from_checkpoint=str(folder / "hf" / "checkpoint-2"))
+    found["from hf"] = losses(again)
+    if bench.backend != "deepspeed":
+        found["looped"] = looped(folder / "looped", **saving)
+    found["spoken"] = spoken(folder / "spoken", **driver)
     from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
     from_theirs.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-2"))
     found["from theirs"] = losses(from_theirs)

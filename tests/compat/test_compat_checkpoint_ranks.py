@@ -102,6 +102,50 @@ def test_two_ranks_continue_what_theirs_began(ran: Any) -> None:
     assert ranks[0]["from theirs"] == pytest.approx(wanted, abs=2e-6)
 
 
+@pytest.mark.row("K2", "K11", "X14")
+def test_hf_s_files_are_resumed_by_theirs_and_by_ours(ran: Any, tmp_path: Path) -> None:
+    """However the optimizer lies on the ranks, the file of it is whole."""
+    _, folder, ranks, _ = ran
+    assert ranks[0]["from hf"] == pytest.approx(ranks[0]["plain"], abs=1e-6)
+    for side in both(tmp_path):
+        trainer = side.trainer(train_dataset=samples(24), **{**EVERY_STEP, "save_strategy": "no"})
+        trainer.train(resume_from_checkpoint=str(folder / "hf" / "checkpoint-2"))
+        assert losses(trainer) == pytest.approx(ranks[0]["plain"], abs=1e-6)
+    assert not [path for path in (folder / "hf" / "checkpoint-2").iterdir() if path.is_dir()]
+
+
+@pytest.mark.row("K11", "K28")
+def test_edited_weights_count_on_all_ranks(ran: Any, tmp_path: Path) -> None:
+    _, folder, ranks, _ = ran
+    found = ranks[0]["edited"]
+    stored = read_weights(Path(found["best"]))
+    assert {name: each.tolist() for name, each in stored.items()} == found["weights"]
+    alone = ours(tmp_path).trainer(
+        train_dataset=samples(24), **{**EVERY_STEP, "save_strategy": "no", "backend": "cpu"}
+    )
+    alone.train(resume_from_checkpoint=str(folder / "edited" / "checkpoint-2"))
+    assert losses(alone) == pytest.approx(found["resumed"], abs=1e-6)
+    assert losses(alone)[2] != pytest.approx(ranks[0]["plain"][2], abs=1e-3)
+
+
+@pytest.mark.row("L18", "C38")
+def test_a_loop_copied_from_theirs_runs_on_two_ranks(ran: Any) -> None:
+    """It makes its optimizer before the driver cuts the weights."""
+    driver, _, ranks, _ = ran
+    if driver == "deepspeed":
+        assert "looped" not in ranks[0]  # refused when it is built
+        return
+    for found in ranks[0]["looped"].values():
+        assert found == pytest.approx(ranks[0]["plain"], abs=1e-6)
+
+
+@pytest.mark.row("T1")
+def test_ranks_generate_while_training(ran: Any) -> None:
+    """For as many steps as each likes: where a forward gathers weights all go on to the last."""
+    _, _, ranks, _ = ran
+    assert ranks[0]["spoken"] == [4, 4]
+
+
 @pytest.mark.row("K18", "X14")
 def test_one_process_continues_what_two_began(ran: Any, tmp_path: Path) -> None:
     _, folder, ranks, _ = ran

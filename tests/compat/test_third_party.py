@@ -20,17 +20,20 @@ FINE_TUNING = ("sft", "plain_arguments", "packed", "assistant_only", "lora", "dp
 ALL = (*FINE_TUNING, "sentences")
 REWARDS = ("grpo", "kto")
 TASKS = ("question_answering", "masked_language", "images", "summarisation")
+OTHERS = (*REWARDS, *TASKS)
 BASES = ("hf", "drivetrain")
-SHARDED = {
-    "fsdp": ("backend", '"fsdp"'),
-    "deepspeed": ("deepspeed", '{"zero_optimization": {"stage": 2}}'),
+DRIVERS = {
+    "ddp": 'backend="ddp"',
+    "fsdp": 'backend="fsdp"',
+    "zero_2": 'deepspeed={"zero_optimization": {"stage": 2}}',
+    "zero_3": 'deepspeed={"zero_optimization": {"stage": 3}}',
 }
 
 
 def launch(folder: Path, base: str, scenarios: tuple[str, ...], size: int, *more: str) -> dict:
     """Run the scenarios in `size` processes; what they found, by scenario."""
     folder.mkdir(exist_ok=True)
-    out = folder / f"{base}-{size}-{'-'.join(more) and 'more'}.json"
+    out = folder / f"{base}-{size}.json"
     command = [sys.executable, str(SCRIPT), str(out), base, *scenarios, *more]
     if size > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
@@ -54,21 +57,21 @@ def alone(folder):
     return launch(folder, "hf", ALL, 1), launch(folder, "drivetrain", ALL, 1)
 
 
-@pytest.fixture(scope="module")
-def two_ranks(folder):
-    """What two processes found, on either base."""
-    return launch(folder, "hf", ALL, 2), launch(folder, "drivetrain", ALL, 2)
-
-
 def assert_equal(theirs: dict, ours: dict) -> None:
     assert "drivetrain.compat.trainer.trainer" in ours["base"]
     assert "transformers.trainer" not in ours["base"]
     assert len(ours["losses"]) == 6
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6, abs=1e-8)
-    assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=1e-5)
+    assert ours["grad_norms"] == pytest.approx(theirs["grad_norms"], rel=2e-5)
     assert ours.keys() == theirs.keys()
     if "eval_loss" in theirs:  # a scenario with evaluation data
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
+        assert ours["metrics"] == theirs["metrics"]
+    for mine, other in zip(ours["told"], theirs["told"], strict=True):
+        assert mine == pytest.approx(other, rel=1e-6)
+    if "generated" in theirs:
+        assert ours["generated"] == theirs["generated"]
+        assert all(len(set(tokens)) > 1 for tokens in ours["generated"])
 
 
 @pytest.mark.row("T9", "T11", "T12", "T14", "A7", "N11")
@@ -77,44 +80,12 @@ def test_one_process(alone, scenario):
     assert_equal(alone[0][scenario], alone[1][scenario])
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def tasks(folder, request):
-    """What that many processes found of the other trainers, on either base."""
-    size = request.param
-    theirs, ours = (launch(folder / "tasks", base, (*REWARDS, *TASKS), size) for base in BASES)
-    if size > 1:  # HF multiplies it by the ranks for a model that takes any keywords
-        theirs["summarisation"]["eval_loss"] /= size
-    return theirs, ours
-
-
-@pytest.mark.slow
-@pytest.mark.row("T1", "A7", "M1")
-@pytest.mark.parametrize("scenario", [*REWARDS, *TASKS])
-def test_other_trainers_and_tasks(tasks, scenario):
-    theirs, ours = (found[scenario] for found in tasks)
-    assert_equal(theirs, ours)
-    assert ours.get("metrics") == theirs.get("metrics")
-    assert ours.get("generated") == theirs.get("generated")
-    if scenario == "summarisation":
-        assert all(len(set(tokens)) > 1 for tokens in ours["generated"])
-
-
-@pytest.mark.slow
-@pytest.mark.row("T9", "T14", "A5", "X1")
-@pytest.mark.parametrize("scenario", ALL)
-def test_two_ranks(two_ranks, scenario):
-    assert_equal(two_ranks[0][scenario], two_ranks[1][scenario])
-
-
 @pytest.mark.row("T13")
-@pytest.mark.parametrize("ranks", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
-def test_what_sft_logs(request, ranks):
-    theirs, ours = request.getfixturevalue(ranks)
+def test_what_sft_logs(alone):
     for scenario in ("sft", "packed", "lora"):
-        for mine, other in zip(ours[scenario]["told"], theirs[scenario]["told"], strict=True):
-            assert mine == pytest.approx(other, rel=1e-6)
-            assert None not in mine.values()
-        assert len(ours[scenario]["told"]) == 7  # six steps, and an evaluation
+        told = alone[1][scenario]["told"]
+        assert len(told) == 7  # six steps, and an evaluation
+        assert all(len(entry) == 3 for entry in told)
 
 
 @pytest.mark.row("T10", status="refused", note="TRL has them in SFTConfig, and max_length")
@@ -124,23 +95,44 @@ def test_older_keywords_of_sft(alone):
 
 
 @pytest.mark.row("N11")
-@pytest.mark.parametrize("ranks", ["alone", pytest.param("two_ranks", marks=pytest.mark.slow)])
-def test_adapters_alone_are_saved(request, ranks):
-    _, ours = request.getfixturevalue(ranks)
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(ours["lora"]["files"])
-    assert "model.safetensors" not in ours["lora"]["files"]
+def test_adapters_alone_are_saved(alone):
+    assert_saved("lora", alone[1]["lora"])
+
+
+def assert_saved(scenario: str, ours: dict) -> None:
+    """The model whole, or an adapter alone, beside the kernel's files."""
+    adapter = {"adapter_config.json", "adapter_model.safetensors"}
+    wanted = adapter if scenario == "lora" else {"model.safetensors"}
+    assert {"manifest.json", *wanted} <= set(ours["files"])
+    assert ("model.safetensors" in ours["files"]) == (scenario != "lora")
 
 
 @pytest.mark.slow
-@pytest.mark.row("X11", "X17")
+@pytest.mark.row("T1", "A7", "M1")
+def test_other_trainers_and_tasks(folder, subtests):
+    theirs, ours = (launch(folder / "others", base, OTHERS, 1) for base in BASES)
+    for scenario in OTHERS:
+        with subtests.test(scenario=scenario):
+            assert_equal(theirs[scenario], ours[scenario])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.row("T1", "T9", "T13", "T14", "A5", "A7", "M1", "N11", "X1", "X11", "X17")
 @pytest.mark.row(
     "X19",
     status="differs",
     note="the kernel's files, from which any driver resumes, and the model file whole in each "
     "stage: nothing has to be gathered by zero_to_fp32.py",
 )
-@pytest.mark.parametrize("driver", SHARDED)
-def test_sharded(folder, two_ranks, driver):
-    ours = launch(folder, "drivetrain", ("sft",), 2, "=".join(SHARDED[driver]))["sft"]
-    assert_equal(two_ranks[0]["sft"], ours)
-    assert {"model.safetensors", "manifest.json"} <= set(ours["files"])
+def test_two_ranks(folder, subtests):
+    """On each driver; all in one test, so that transformers' numbers are found once."""
+    theirs = launch(folder, "hf", (*ALL, *OTHERS), 2)
+    # HF multiplies it by the ranks for a model that takes any keywords
+    theirs["summarisation"]["eval_loss"] /= 2
+    for driver, asked in DRIVERS.items():
+        found = launch(folder / driver, "drivetrain", (*ALL, *OTHERS), 2, asked)
+        for scenario, ours in found.items():
+            with subtests.test(driver=driver, scenario=scenario):
+                assert_equal(theirs[scenario], ours)
+                assert_saved(scenario, ours)

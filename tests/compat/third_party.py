@@ -196,7 +196,12 @@ def sentences(folder: str, extra: dict[str, Any]) -> Any:
         }
     )
     args = SentenceTransformerTrainingArguments(
-        **{**common(folder, **extra), "learning_rate": 1e-6, "gradient_accumulation_steps": 1}
+        **{
+            **common(folder, **extra),
+            "learning_rate": 1e-6,
+            "gradient_accumulation_steps": 1,
+            "save_steps": 6,  # 90 MB and more each
+        }
     )
     return SentenceTransformerTrainer(
         model=model, args=args, train_dataset=pairs, loss=MultipleNegativesRankingLoss(model)
@@ -380,13 +385,18 @@ def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
-        "told": [{key: entry.get(key) for key in TOLD} for entry in history if "loss" in entry],
+        "told": [
+            {key: entry[key] for key in TOLD if key in entry}
+            for entry in history
+            if "loss" in entry
+        ],
         "base": [base.__module__ for base in type(trainer).__mro__],
     }
     if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
         found["eval_loss"] = metrics["eval_loss"]
-        found["told"].append({key: metrics.get(f"eval_{key}") for key in TOLD})
+        told = {key: metrics.get(f"eval_{key}") for key in TOLD}
+        found["told"].append({key: value for key, value in told.items() if value is not None})
         found["metrics"] = [metrics.get(f"eval_{key}") for key in ("exact_match", "accuracy")]
     if name == "summarisation":
         found["generated"] = trainer.predict(trainer.eval_dataset).predictions.tolist()
