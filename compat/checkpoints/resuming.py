@@ -101,7 +101,11 @@ class ResumingMixin(TrainerParts):
         _LOG.info("loading the model from %s", folder)
         compare_versions(folder)
         model = self.model if model is None else model
-        if is_peft_model(model) and adapters_in(folder):
+        prepared = self.driver_session.prepared
+        wrapped = prepared is not None and model in (prepared.model, prepared.engine.module)
+        if wrapped and self.driver_session.is_sharded():
+            self.driver_session.engine.restore(self._weights_reader(folder))
+        elif is_peft_model(model) and adapters_in(folder):
             load_adapters(model, folder)
         else:
             self._issue_warnings_after_load(load_weights(model, read_weights(folder)))

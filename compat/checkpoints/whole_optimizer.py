@@ -24,8 +24,8 @@ def whole_optimizer(
     on others an empty one. All ranks call it, and write their parts to files in `folder`, which is
     deleted. `order`: the names of the parameters in each group.
     """
-    store = CheckpointStore(folder)
-    stored = store.save(0, _OptimizerAlone(engine), session, {})
+    alone: Any = _OptimizerAlone(engine)
+    stored = CheckpointStore(folder).save(0, alone, session, {})
     entries = _entries(CheckpointReader(stored)) if session.world.rank == 0 else {}
     session.exchange(None)  # nobody goes on to files beside those that are being deleted
     if session.world.rank == 0:

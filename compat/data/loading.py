@@ -22,14 +22,18 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from ...data.mixture import Mix
 from ...data.parent import end_with_parent
+from ..errors import ArgumentError
 from ..theirs import theirs
 from ..trainer.inspection import accepted_columns
+from ..trainer.overrides import is_overridden
 from ..trainer.parts import TrainerParts
 from ..trainer.placement import move
 from ..trainer.seeding import set_seed
 from .columns import RemoveColumnsCollator, is_arrow_dataset, without_unused_columns
 from .lengths import LengthsByEpoch, is_rebalancing, sample_lengths
+from .own_kinds import Draws, loadable
 from .rank_batches import RankStream
 
 __all__ = ["LoadingMixin", "has_length", "order_seed", "seed_worker"]
@@ -136,6 +140,7 @@ class LoadingMixin(TrainerParts):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collator = self._get_collator_with_removed_columns(collator, description=description)
+            dataset = self._loadable(dataset, is_training)
         options: dict[str, Any] = {
             "batch_size": batch_size,
             "drop_last": args.dataloader_drop_last,
@@ -163,6 +168,23 @@ class LoadingMixin(TrainerParts):
             }
         return loader
 
+    def _loadable(self, dataset: Any, is_training: bool) -> Any:
+        args = self.args
+        return loadable(dataset, order_seed(args), args.dataloader_num_workers, is_training)
+
+    def _refuse_unloadable(self) -> None:
+        """Raises `ArgumentError`, when a Trainer is built, for data that its loaders cannot read;
+        those of a subclass may.
+        """
+        if not is_overridden(type(self), "get_train_dataloader"):
+            self._loadable(self.train_dataset, is_training=True)
+            if isinstance(self.train_dataset, Mix):
+                self._get_train_sampler()
+        if not is_overridden(type(self), "get_eval_dataloader"):
+            several = isinstance(self.eval_dataset, dict)
+            for each in self.eval_dataset.values() if several else [self.eval_dataset]:
+                self._loadable(each, is_training=False)
+
     # --- order ------------------------------------------------------------------------------
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
@@ -178,6 +200,12 @@ class LoadingMixin(TrainerParts):
                     strategy,
                 )
             return None
+        if isinstance(dataset, Mix):
+            if strategy != "random":
+                raise ArgumentError(
+                    f"train_sampling_strategy is {strategy!r}, and a Mix has an order of its own"
+                )
+            return Draws(dataset, order_seed(args))
         if strategy == "sequential":
             return SequentialSampler(dataset)
         if strategy == "group_by_length":

@@ -51,6 +51,8 @@ class Epochs:
     """Begin the epoch that is resumed again, instead of skipping what was seen."""
     after_first_fetch: Callable[[], None] | None = None
     """Called once, when the first group has been read: reading may draw random numbers."""
+    _reading: Any = None
+    """The loader of the epoch under way."""
     counts: deque[Any] = field(default_factory=deque)
     """The counts of `get_batch_samples` for each group that was read and not yet trained on."""
 
@@ -72,14 +74,17 @@ class Epochs:
                 return
             fetched, num_items = trainer.get_batch_samples(batches, wanted, trainer.args.device)
             if not fetched:
-                self._ended(start.epoch, done)
+                if done:  # a stream that ended there, whose loader has not said so
+                    yield from self.groups(Position(start.epoch + 1), num_steps)
+                else:
+                    self._warn_of_nothing(start.epoch)
                 return
             if self.after_first_fetch is not None:
                 self.after_first_fetch()
                 self.after_first_fetch = None
             self.counts.append(num_items)
             before, done, update = done, done + len(fetched), update + 1
-            last = len(fetched) < wanted or not self._num_batches(update)
+            last = len(fetched) < wanted or not self._num_batches(update) or self._is_at_end()
             yield Group(
                 self._position(start.epoch, before),
                 Position(start.epoch + 1) if last else self._position(start.epoch, done),
@@ -99,7 +104,12 @@ class Epochs:
         loader = skip_first_batches(self.loader, skipped) if skipped else self.loader
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
+        self._reading = loader
         return iter(loader)
+
+    def _is_at_end(self) -> bool:
+        """True if a stream, of which nobody knew the length, has given its last batch."""
+        return bool(getattr(self._reading, "end_of_dataloader", False))
 
     def _num_batches(self, update: int) -> int:
         """Number of batches in the n-th update of an epoch; 0 after the last."""
@@ -115,12 +125,11 @@ class Epochs:
         for batch in fetched:
             yield Microbatch(batch, self.global_batch, 0, 1)
 
-    def _ended(self, epoch: int, done: int) -> None:
-        if not done:
-            _LOG.warning(
-                "the training data gave no sample in epoch %s: training ends at step %s of %s. A "
-                "stream that can be read once only ends like this; give one that can be read again",
-                epoch,
-                self.trainer.state.global_step,
-                self.trainer.state.max_steps,
-            )
+    def _warn_of_nothing(self, epoch: int) -> None:
+        _LOG.warning(
+            "the training data gave no sample in epoch %s: training ends at step %s of %s. A "
+            "stream that can be read once only ends like this; give one that can be read again",
+            epoch,
+            self.trainer.state.global_step,
+            self.trainer.state.max_steps,
+        )

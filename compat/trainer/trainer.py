@@ -224,6 +224,7 @@ class Trainer(TrainingMixin):
             )
         if not callable(self.data_collator):
             raise TypeError(f"data_collator is {self.data_collator!r}; it must be callable")
+        self._refuse_unloadable()
         data = self.train_dataset
         if args.max_steps <= 0 and data is not None and not has_length(data):
             raise ValueError(
