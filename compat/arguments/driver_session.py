@@ -95,6 +95,13 @@ class DriverSession:
         """A rank holds only a part of the weights."""
         return self.driver.capabilities(self.plan()).sharded
 
+    def has_cut(self, model: Any) -> bool:
+        """It has wrapped this model, of which a rank holds only a part."""
+        known = self.prepared
+        return (
+            known is not None and model in (known.model, known.engine.module) and self.is_sharded()
+        )
+
     def plan(self) -> Plan:
         """The plan for the arguments as they are now. Raises `ArgumentRefused`."""
         plan = planned(self.args, self.model)

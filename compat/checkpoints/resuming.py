@@ -101,9 +101,7 @@ class ResumingMixin(TrainerParts):
         _LOG.info("loading the model from %s", folder)
         compare_versions(folder)
         model = self.model if model is None else model
-        prepared = self.driver_session.prepared
-        wrapped = prepared is not None and model in (prepared.model, prepared.engine.module)
-        if wrapped and self.driver_session.is_sharded():
+        if self.driver_session.has_cut(model):
             self.driver_session.engine.restore(self._weights_reader(folder))
         elif is_peft_model(model) and adapters_in(folder):
             load_adapters(model, folder)
@@ -139,7 +137,7 @@ class ResumingMixin(TrainerParts):
                 folder,
                 problem,
             )
-        elif self.driver_session.prepared is not None and self.driver_session.is_sharded():
+        elif self.driver_session.has_cut(self.model):
             self.driver_session.engine.restore(self._weights_reader(folder))
         elif is_peft_model(self.model) and adapters_in(folder):
             self._load_best_adapter(folder)

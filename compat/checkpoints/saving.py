@@ -81,7 +81,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
 
     def _whole_model(self) -> AbstractContextManager[nn.Module | None]:
         """The model gathered from ranks that hold parts of it; None if it is not sharded."""
-        if self.driver_session.prepared is None or not self.driver_session.is_sharded():
+        if not self.driver_session.has_cut(self.model):
             return nullcontext()
         return self.driver_session.engine.full_params()
 

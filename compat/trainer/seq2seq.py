@@ -157,7 +157,7 @@ class Seq2SeqTrainer(Trainer):
 
     def _whole_to_generate(self) -> AbstractContextManager[Any]:
         """The model, whole: ranks may generate for more or fewer steps than others."""
-        if self.driver_session.prepared is not None and self.driver_session.is_sharded():
+        if self.driver_session.has_cut(self.model):
             return self.driver_session.engine.full_params()
         return nullcontext(self.model)
 
