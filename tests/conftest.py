@@ -3,6 +3,7 @@ tests that is always the same, by `--shard 2/4`."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -58,6 +59,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = itertools.compress(items, (not is_chosen for is_chosen in chosen))
         config.hook.pytest_deselected(items=list(others))
         items[:] = itertools.compress(items, chosen)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection, of which libraries ask for many, walks it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ tensors and plain values, nothing that runs code.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import io
 import json
@@ -33,6 +34,7 @@ def main(requests: str, *packages: str) -> None:
         with suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(package)
     sys.stdout.flush()  # what they printed, before each rank inherits it
+    gc.freeze()  # what they imported stays: no collection of a rank walks it, or copies its pages
     with socket.socket(fileno=int(requests)) as channel, channel.makefile("rb") as lines:
         while True:
             begun, files, _, _ = socket.recv_fds(channel, 1, 3)
