@@ -64,6 +64,11 @@ def artist_loss(models, images):
     return F.softplus(-models["critic"](draw(models, len(images)))).sum()
 
 
+def predict(module, images):
+    """How well each image passes for a digit."""
+    return module(lambda models, images: models["critic"](images), images)
+
+
 @torch.no_grad()
 def sample(models):
     """Two digits, in characters."""

@@ -35,7 +35,8 @@ class Models(nn.ModuleDict):
         if not callable(function):
             raise RecipeError(
                 f"several models ({', '.join(self)}) were called with a {type(function).__name__}; "
-                "call them with a function of the models, as in module(function, batch)"
+                "call them with a function of the models, as in module(function, batch), also in "
+                "predict(module, batch) of a recipe's file"
             )
         return function(self, *arguments, **named)
 
