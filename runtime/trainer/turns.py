@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,19 +17,28 @@ Names = str | tuple[str, ...]
 Loss = Callable[["Models", Batch], Tensor]
 
 
-class Models(nn.ModuleDict):
+class Models(nn.Module):
     """Models by name, as one module: placed, saved and averaged together.
 
     `module(function, *arguments)` is `function(models, *arguments)` within one forward, where
     `models["name"]` may be called as often as is liked, whatever a driver has wrapped around all.
     One of which nothing is trained, such as a teacher, stays in evaluation mode.
-    """
+    """  # no ModuleDict, which torch 2.8 does not shard
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__(models)
-        self._fixed = {name for name, model in self.items() if _is_frozen(model)}
+        super().__init__()
+        for name, model in models.items():
+            self.add_module(name, model)
+        self._fixed = {name for name in self if _is_frozen(self[name])}
         self._learning: frozenset[str] | None = None
         self.train()
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self.get_submodule(name)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._modules)
 
     def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not callable(function):
