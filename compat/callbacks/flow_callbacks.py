@@ -70,7 +70,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         if state.best_metric is not None:
             gain = metric_value - state.best_metric
             gain = gain if args.greater_is_better else -gain
-        improved = gain > (self.early_stopping_threshold or 0.0)
+        improved = gain > max(self.early_stopping_threshold or 0.0, 0.0)  # it is of the distance
         self.early_stopping_patience_counter = (
             0 if improved else self.early_stopping_patience_counter + 1
         )

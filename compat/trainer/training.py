@@ -283,6 +283,7 @@ class TrainingMixin(BetweenStepsMixin):
         for name, value in {
             "Num examples": length.num_examples,
             "Num Epochs": length.num_epochs,
+            "Num update steps per epoch": length.updates_per_epoch,
             "Instantaneous batch size per device": args.per_device_train_batch_size,
             "Total train batch size (with ranks and accumulation)": length.total_batch,
             "Gradient Accumulation steps": args.gradient_accumulation_steps,
@@ -290,6 +291,9 @@ class TrainingMixin(BetweenStepsMixin):
             "Number of trainable parameters": self.get_num_trainable_parameters(),
         }.items():
             _LOG.info("  %s = %s", name, f"{value:,}")
+        if step := self.state.global_step:
+            at = self._running().progress.position
+            _LOG.info("  going on after step %s, sample %s of epoch %s", step, at.samples, at.epoch)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any, total_train_batch_size: int | None = None

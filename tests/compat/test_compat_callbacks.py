@@ -307,7 +307,7 @@ def test_save_strategy_best_saves_at_no_step_of_its_own() -> None:
 
 @pytest.mark.row("B21")
 @pytest.mark.parametrize("greater", [False, True])
-@pytest.mark.parametrize("threshold", [0.0, 0.3])
+@pytest.mark.parametrize("threshold", [0.0, 0.3, -1.0])
 @pytest.mark.parametrize("patience", [1, 2])
 def test_early_stopping_counts_as_theirs(greater: bool, threshold: float, patience: int) -> None:
     args = arguments(eval_strategy="steps", greater_is_better=greater)

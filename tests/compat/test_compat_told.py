@@ -230,12 +230,24 @@ def test_preparing_the_model_is_not_counted_as_evaluating(tmp_path: Path) -> Non
 def test_the_plan_of_a_run_is_said_at_its_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = trainer(compat, tmp_path, log_level="info")
-    with caplog.at_level(logging.INFO, "drivetrain.compat"):
-        runner.train()
-    logging.getLogger("drivetrain.compat").setLevel(logging.NOTSET)
-    for fact in ("14", "5", "3"):  # samples, steps, parameters
-        assert any(record.getMessage().rstrip().endswith(fact) for record in caplog.records)
+    asked = {"log_level": "info", "max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    told = []
+    for start in (None, str(tmp_path / "checkpoint-3")):
+        runner = trainer(compat, tmp_path, **asked)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "drivetrain.compat"):
+            runner.train(resume_from_checkpoint=start)
+        logging.getLogger("drivetrain.compat").setLevel(logging.NOTSET)
+        told.append([record.getMessage().strip() for record in caplog.records])
+    for fact in (
+        "Num examples = 14",
+        "Num update steps per epoch = 4",
+        "Total optimization steps = 5",
+        "Number of trainable parameters = 3",
+    ):
+        assert fact in told[0] and fact in told[1]
+    going_on = [[line for line in lines if "going on after step 3" in line] for lines in told]
+    assert [len(lines) for lines in going_on] == [0, 1]
 
 
 @pytest.mark.row("G13", "G18")
