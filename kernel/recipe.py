@@ -96,6 +96,11 @@ class Microstep(Protocol):
         """True if the update follows."""
         ...
 
+    @property
+    def num_feeders(self) -> int:
+        """What `backward` averages over: of a SUM it takes `num_feeders * sum / num_items()`."""
+        ...
+
     def num_items(self) -> float:
         """Items of the global batch. The first call of an update waits for the other ranks."""
         ...

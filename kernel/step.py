@@ -39,7 +39,6 @@ class Stepper:
 
     def __init__(self, recipe: Recipe, engine: Engine, session: Session) -> None:
         self.engine = engine
-        self.loss = recipe.loss
         self.loss_of = getattr(recipe.loss, "of_update", lambda number: recipe.loss)
         self.take_over = recipe.step
         self.session = session
@@ -136,6 +135,10 @@ class _Microstep:
     @property
     def last(self) -> bool:
         return self.index == self.num_microbatches - 1
+
+    @property
+    def num_feeders(self) -> int:
+        return self.stepper.num_feeders
 
     def num_items(self) -> float:
         return self.stepper.sums()[0]

@@ -1,5 +1,5 @@
 """A forward and backward of one's own, here adversarial: the loss at inputs that were moved to make
-it larger. What is given to `backward` is summed over microbatches."""
+it larger. What is given to `backward` is summed over microbatches, and averaged over feeders."""
 
 from dataclasses import replace
 
@@ -15,8 +15,8 @@ def step(module, batch, microstep):
     with microstep.autocast():
         (gradient,) = torch.autograd.grad(loss(module, (inputs, labels)), inputs)
         moved = (inputs + 0.1 * gradient.sign()).detach()
-        mean = loss(module, (moved, labels)) / microstep.num_items()
-    return microstep.backward(mean)
+        total = loss(module, (moved, labels))
+    return microstep.backward(total, microstep.num_feeders / microstep.num_items())
 
 
 result = fit(replace(recipe, step=step), settings, backend="cpu")

@@ -18,6 +18,7 @@ from drivetrain.conformance.oracle import batch_of
 from drivetrain.conformance.problems import PROBLEMS, Samples
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CapabilityRefused
+from drivetrain.kernel.recipe import Microstep
 
 FINDING = {"find_unused_parameters": True}
 
@@ -149,3 +150,26 @@ def test_a_critic_that_normalises_takes_the_statistics_of_each_rank_s_part(backe
     for state in ranks:
         for key, tensor in built.state_dict().items():
             assert torch.allclose(state[key].double(), tensor.double(), atol=1e-6), key
+
+
+def mean_by_hand(module: nn.Module, batch: Any, microstep: Microstep) -> torch.Tensor:
+    with microstep.autocast():
+        total = PROBLEMS["regression"].loss(module, batch)
+    return microstep.backward(total, microstep.num_feeders / microstep.num_items())
+
+
+def trained(bench: Bench, *, by_hand: bool) -> dict[str, torch.Tensor]:
+    """A job: the weights after a few updates of uneven parts."""
+    step = mean_by_hand if by_hand else None
+    data = Samples("regression", 21)
+    recipe = PROBLEMS["regression"].recipe(step=step, optimizer=sgd, train_data=data)
+    settings = {"steps": 3, "global_batch": 7, "micro_batch": 2}
+    state = bench.fit(recipe, settings, finish=lambda m: copy.deepcopy(m.state_dict())).finish
+    return {name: tensor.cpu() for name, tensor in state.items()}
+
+
+def test_a_step_of_one_s_own_can_take_the_mean_over_all_feeders() -> None:
+    subject = Subject("ddp", 2)
+    usual, mine = (subject.run(trained, by_hand=by_hand)[0] for by_hand in (False, True))
+    for name, tensor in usual.items():
+        assert torch.allclose(mine[name], tensor, atol=1e-6), name
