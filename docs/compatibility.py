@@ -6,7 +6,7 @@
 For each Python, uv makes two environments: one with the newest torch that there is for it, and one
 with the older torch that holds all drivers. In each, every driver is asked whether it runs, and
 those that run are put to law 2 of the suite (the norm of the gradient): `cpu` to all of it, the
-others to one check. The Pythons that are not named keep what the record holds.
+others to one check. The Pythons that are not named, or cannot be had, keep what the record holds.
 """
 
 from __future__ import annotations
