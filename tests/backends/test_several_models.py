@@ -73,7 +73,7 @@ def trained(bench: Bench, *, kind: str) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "teacher"])
-@pytest.mark.parametrize("driver", DRIVERS, ids=str)
+@pytest.mark.parametrize("driver", DRIVERS, ids=["ddp", "fsdp", "zero-1", "zero-3", "xla"])
 def test_what_is_frozen_stays_and_what_learns_is_as_in_one_process(
     driver: Subject, kind: str, request: pytest.FixtureRequest
 ) -> None:
