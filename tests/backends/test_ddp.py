@@ -110,8 +110,8 @@ def refusal_of_turns(bench: Bench) -> str:
 
 def normalising() -> Models:
     made = models()
-    made["critic"] = nn.Sequential(nn.BatchNorm1d(3), made["critic"])
-    return made
+    critic = nn.Sequential(nn.BatchNorm1d(3), made["critic"])
+    return Models({"maker": made["maker"], "critic": critic})
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
