@@ -6,14 +6,30 @@ import json
 import pydoc
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from command_line import Drive
 from typer.testing import CliRunner
 
 from drivetrain.cli.app import app
 from drivetrain.cli.launch import Launch, adopt_slurm
+
+
+def commands(command: Any) -> Iterator[Any]:
+    below = getattr(command, "commands", {}).values()
+    yield from (leaf for each in below for leaf in commands(each))
+    if not below:
+        yield command
+
+
+def test_each_command_tells_errors_and_can_be_debugged() -> None:
+    found = list(commands(typer.main.get_command(app)))
+    assert len(found) > 15
+    assert not [each.name for each in found if "debug" not in {p.name for p in each.params}]
 
 
 def test_backends(drive: Drive) -> None:

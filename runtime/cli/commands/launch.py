@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import AsJson, print_json
+from .options import AsJson, debuggable, print_json
 
 __all__ = ["app"]
 
@@ -62,6 +62,7 @@ def _end(path: Path, text: str, command: list[str], submitted: bool, json: bool)
     "runs/a\n\n"
     "[bold]From Python[/]: drivetrain.cli.jobs.slurm.script"
 )
+@debuggable
 def slurm(
     arguments: Arguments,
     nodes: Nodes = 1,
@@ -108,6 +109,7 @@ def slurm(
     "runs:/runs --submit -- my.py --backend fsdp --out /runs/a\n\n"
     "[bold]From Python[/]: drivetrain.cli.jobs.kubernetes.manifest"
 )
+@debuggable
 def kubernetes(
     arguments: Arguments,
     image: Annotated[str, typer.Option(help="With drivetrain, and the recipe, in it.")],
@@ -150,6 +152,7 @@ def kubernetes(
     "drivetrain launch ray --workers 16 --gpus --submit -- my.py --backend fsdp --out s3://b/a\n\n"
     "[bold]From Python[/]: drivetrain.cli.jobs.ray_workers.train"
 )
+@debuggable
 def ray(
     arguments: Arguments,
     workers: Annotated[int, typer.Option(min=1, help="Processes, on all machines.")] = 1,
