@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -133,17 +133,18 @@ def _one_mesh_each(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same groups, cut so that none holds tensors of two device meshes: fused and batched
     kernels cannot span them.
     """
-    meshes = {id(_mesh(one)) for group in groups for one in group["params"]}
+    meshes = {_mesh(one) for group in groups for one in group["params"]}
     if len(meshes) < 2:
         return groups
     cut = []
     for group in groups:
-        by_mesh: dict[int, list[nn.Parameter]] = {}
+        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
         for one in group["params"]:
-            by_mesh.setdefault(id(_mesh(one)), []).append(one)
+            by_mesh.setdefault(_mesh(one), []).append(one)
         cut += [{**group, "params": parameters} for parameters in by_mesh.values()]
     return cut
 
 
-def _mesh(tensor: torch.Tensor) -> Callable[..., Any] | None:
+def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
+    """Compared by value: equal meshes may be other objects."""
     return getattr(tensor, "device_mesh", None)

@@ -87,7 +87,7 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         sharded = self.driver_session.is_sharded()
         if sharded:
             generates_in_step(model)
-        self._names = {id(each): name for name, each in model.named_parameters()}
+        self._names = self._names_in_optimizer(model)
         if training or sharded:
             return self.driver_session.prepare(model, self._build_optimizer).module
         prepared = self.driver_session.prepared
@@ -106,6 +106,14 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             self.create_optimizer()
         self._follow(dict(named))
         return self.optimizer
+
+    def _names_in_optimizer(self, model: nn.Module) -> dict[int, str]:
+        """Of the parameters that an optimizer holds already, by `id`: no new one takes,
+        meanwhile, the place of one of them in memory.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        held = {id(each) for group in groups for each in group["params"]}
+        return {id(each): name for name, each in model.named_parameters() if id(each) in held}
 
     def _follow(self, named: Mapping[str, nn.Parameter]) -> None:
         """Where the optimizer is older than the driver's parameters, as in loops that are copies of
