@@ -271,7 +271,8 @@ def __getattr__(name: str) -> _Any:
         value = _theirs(home.removeprefix("transformers."), name)
     else:
         value = getattr(_import_module(f".{home}", __name__), name)
-    globals()[name] = value
+    if name in _HOMES:
+        globals()[name] = value
     return value
 
 

@@ -27,6 +27,8 @@ OF_TYPES = {"TYPE_CHECKING", "annotations"}
 def test_a_package_lists_its_public_names(name: str) -> None:
     """All of them, and no others; ruff sorts the lists, and looks at those of modules."""
     package = importlib.import_module(name)
+    if name == "drivetrain.compat":
+        assert package.DataCollatorWithFlattening  # one of many that it hands on, and does not list
     listed = getattr(package, "__all__", [])
     assert len(set(listed)) == len(listed)
     for each in listed:
