@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import checkpoint, defaults, gpu, packing, predict, resume, start, steps
+from . import checkpoint, defaults, follow, gpu, packing, predict, resume, start, steps
 from .harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -14,6 +14,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *checkpoint.BENCHMARKS,
         *resume.BENCHMARKS,
         *start.BENCHMARKS,
+        *follow.BENCHMARKS,
         *defaults.BENCHMARKS,
         *gpu.BENCHMARKS,
     )

@@ -55,6 +55,13 @@ def test_a_load_gives_what_was_saved() -> None:
     assert measured("load", "kernel")["bytes"] < 64 << 20  # it compares sums of what it loads
 
 
+@pytest.mark.slow
+def test_a_followed_run_is_evaluated_while_it_trains() -> None:
+    followed = measured("follow", "followed")
+    assert followed["evaluated"] >= 1
+    assert 0 < followed["cpu"] < 10 * followed["wall"]
+
+
 def test_the_page_is_what_its_records_give() -> None:
     code = "from benchmarks import report; assert report.PAGE.read_text() == report.page()"
     done = subprocess.run(
