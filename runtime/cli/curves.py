@@ -44,6 +44,9 @@ def curves(records: Sequence[Record]) -> dict[str, str]:
         return [Series(name, steps, [record[key] for record in logged])] if logged else []
 
     loss = series("training", "loss")
+    for turn in dict.fromkeys(name for record in logged for name in record.get("losses", ())):
+        values = [record.get("losses", {}).get(turn) for record in logged]
+        loss.append(Series(f"training: {turn}", steps, values))
     for name in dict.fromkeys(record["name"] for record in evaluated):
         points = [r for r in evaluated if r["name"] == name and "loss" in r["metrics"]]
         values = [record["metrics"]["loss"] for record in points]

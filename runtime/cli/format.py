@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from .tables import table, text_of
 
-__all__ = ["amount", "describe", "duration", "figure", "of_total", "rate"]
+__all__ = ["amount", "describe", "duration", "figure", "loss_of", "of_total", "rate"]
 
 
 _FIGURES = ("calls", "ms", "share")
@@ -79,7 +79,7 @@ def _rolled_back(record: Mapping[str, Any]) -> str:
 def _logged(record: Mapping[str, Any]) -> str:
     parts = [
         f"step {of_total(record['step'], record['total_steps'])}",
-        f"loss {figure(record['loss'])}",
+        loss_of(record),
         f"lr {record['learning_rate']:.2e}",
         f"grad norm {figure(record['grad_norm'])}",
         rate(record),
@@ -125,6 +125,12 @@ def _result(record: Mapping[str, Any]) -> str:
     sample = f"\n{record['sample']}\n\n" if record["sample"] else ""
     intent = "go on with it on another driver" if record["reason"] == "finished" else "resume it"
     return f"{sample}report: {record['report']}\nto {intent}:\n  {record['command']}"
+
+
+def loss_of(record: Mapping[str, Any]) -> str:
+    """The loss that was logged, and that of each turn."""
+    turns = ", ".join(f"{name} {figure(loss)}" for name, loss in record.get("losses", {}).items())
+    return f"loss {figure(record['loss'])}{turns and f' ({turns})'}"
 
 
 def rate(record: Mapping[str, Any]) -> str:

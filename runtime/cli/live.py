@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
-from .format import describe, duration, figure, of_total, rate
+from .format import describe, duration, figure, loss_of, of_total, rate
 from .quoted import quoted
 from .records import Record
 
@@ -88,7 +89,7 @@ _STYLES = {
 
 def _figures(record: Record) -> str:
     parts = [
-        f"[bold]loss {figure(record['loss'])}[/]",
+        f"[bold]{escape(loss_of(record))}[/]",
         f"lr {record['learning_rate']:.1e}",
         f"|g| {figure(record['grad_norm'])}",
         rate(record),

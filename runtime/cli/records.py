@@ -74,6 +74,7 @@ def _is_sound(record: Record) -> bool:
         isinstance(record.get("event"), str)
         and all(isinstance(record.get(name) or 0, int) for name in ("step", "first_step"))
         and all(name in record and _is_a(record[name], kind) for name, kind in held.items())
+        and _is_a(record.get("losses", {}), dict)
     )
 
 

@@ -107,7 +107,9 @@ class Tracker:
 
 def _figures(event: events.Event) -> dict[str, float]:
     if isinstance(event, events.Logged):
-        return {f"train/{name}": value for name, value in vars(event).items() if name != "step"}
+        figures = {name: it for name, it in vars(event).items() if name not in ("step", "losses")}
+        figures |= {f"losses/{turn}": loss for turn, loss in event.losses.items()}
+        return {f"train/{name}": value for name, value in figures.items()}
     if isinstance(event, events.Evaluated):
         return {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
     if isinstance(event, events.Saved) and not event.error:

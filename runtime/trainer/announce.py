@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..data.open_dataset import Source
 from ..kernel.errors import NonFiniteTraining
@@ -29,8 +29,8 @@ class Announcer:
                 self.requests.ask(observer(event))
 
 
-def log_of(training: TrainLoop, source: Source) -> Logged:
-    """The steps since the last log. Waits for the device."""
+def log_of(training: TrainLoop, source: Source, losses: Mapping[str, float]) -> Logged:
+    """The steps since the last log; `losses`: by turn. Waits for the device."""
     progress = training.progress
     position = progress.position
     part = position.samples / (source.length_at(position) or math.inf)
@@ -41,6 +41,7 @@ def log_of(training: TrainLoop, source: Source) -> Logged:
         items=progress.items,
         samples=progress.samples,
         skipped=progress.skipped,
+        losses=losses,
         **training.window.figures(progress, training.session),
     )
 

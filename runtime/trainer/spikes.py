@@ -27,6 +27,8 @@ __all__ = ["SkipGroups", "Spikes"]
 
 _JUDGED_FROM = 20
 """Steps before spikes are judged: fewer do not show the usual loss."""
+_ALL = "all"
+"""The name of every turn where updates are alike."""
 
 
 class _Step(NamedTuple):
@@ -38,18 +40,24 @@ class _Step(NamedTuple):
 class Spikes:
     """Watches for spikes on one rank. Every method is called by all ranks in the same order.
 
-    `where(position, num_samples)`: describes the samples of a group.
+    `where(position, num_samples)`: describes the samples of a group. `turn_of(number)`: the name of
+    the turn of that update, whose losses are compared with each other; by default all are.
     """
 
     def __init__(
-        self, settings: SpikeSettings, session: Session, where: Callable[[Position, int], str]
+        self,
+        settings: SpikeSettings,
+        session: Session,
+        where: Callable[[Position, int], str],
+        turn_of: Callable[[int], str] | None = None,
     ) -> None:
         self.settings, self.session, self.where = settings, session, where
+        self.turn_of = turn_of or (lambda _: _ALL)
         self.left_out: set[tuple[int, int]] = set()
         """Epoch and first sample of each group that is not to be trained on again."""
         self.roll_backs = 0
         self.watches = settings.factor is not None
-        self._history: list[float] = []
+        self._history: dict[str, list[float]] = {}
         self._steps: list[_Step] = []
         self._losses: list[Tensor] = []
         self._before: _Step | None = None
@@ -76,23 +84,25 @@ class Spikes:
         before, self._before = self._before, step
         if not math.isfinite(loss):
             return None  # that step was not applied
-        usual, limit = self._limit()
+        history = self._history.setdefault(self.turn_of(step.number), [])
+        usual, limit = self._limit(history)
         if loss <= limit:
-            self._history = [*self._history, loss][-self.settings.history :]
+            history.append(loss)
+            del history[: -self.settings.history]
             return None
         for each in filter(None, (before, step)):
             self.left_out.add((each.position.epoch, each.position.samples))
         samples = self.where(step.position, step.num_samples)
         return LossSpiked(step.number, loss, usual, samples)
 
-    def _limit(self) -> tuple[float, float]:
+    def _limit(self, history: list[float]) -> tuple[float, float]:
         """The usual loss, and the one from which on it is a spike."""
         assert self.settings.factor is not None
-        if len(self._history) < _JUDGED_FROM:
+        if len(history) < _JUDGED_FROM:
             return math.nan, math.inf
-        history = torch.tensor(self._history, dtype=torch.float64)
-        usual = float(history.median())
-        deviation = 1.4826 * float((history - usual).abs().median())
+        losses = torch.tensor(history, dtype=torch.float64)
+        usual = float(losses.median())
+        deviation = 1.4826 * float((losses - usual).abs().median())
         # losses that hardly differ would make a spike of each rounding
         return usual, usual + self.settings.factor * max(deviation, 1e-3 * abs(usual))
 
@@ -110,14 +120,17 @@ class Spikes:
         """Take over what `to_json` returned; what is left out stays so. Raises
         `CheckpointDamaged`, naming `where`.
         """
-        self._history, self._steps, self._losses, self._before = [], [], [], None
+        self._history, self._steps, self._losses, self._before = {}, [], [], None
         if not value:
             return
         try:
-            self._history = [float(loss) for loss in value["history"]]
+            history = value["history"]
+            if isinstance(history, list):  # before turns were told apart
+                history = {_ALL: history}
+            self._history = {name: [float(x) for x in kept] for name, kept in history.items()}
             self.left_out |= {(int(epoch), int(first)) for epoch, first in value["left_out"]}
             self.roll_backs = max(self.roll_backs, int(value["roll_backs"]))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointDamaged(f"{where}: its spikes are malformed: {error!r}") from error
 
     def diverged(self, checkpoint: Place) -> TrainingDiverged:

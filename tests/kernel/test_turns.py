@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import Models, Recipe, Settings, Turns, fit
+from drivetrain import Models, Recipe, Settings, SpikeSettings, Turns, fit
+from drivetrain.cli.format import describe
+from drivetrain.cli.records import record_of
 from drivetrain.kernel.errors import RecipeError
+from drivetrain.kernel.events import Logged, LossSpiked
 
 ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
@@ -106,3 +111,58 @@ def test_turns_of_models_that_are_not_there() -> None:
         trained(Turns({"a": far, "critic": value}))
     with pytest.raises(RecipeError, match="made Linear; it must make"):
         trained(Turns({"a": far}), lambda: nn.Linear(4, 1))
+
+
+def constant(name: str, value: float) -> Callable[[Models, Tensor], Tensor]:
+    """A loss of that value an item."""
+
+    def loss(models: Models, batch: Tensor) -> Tensor:
+        return models[name](batch).sum() * 0 + value * len(batch)
+
+    return loss
+
+
+def events_of(loss: Any, settings: Settings, **kwargs: Any) -> list[Any]:
+    seen: list[Any] = []
+    recipe = Recipe(model=models, loss=loss, train_data=ROWS)
+    fit(recipe, settings, backend="cpu", observers=[seen.append], **kwargs)
+    return seen
+
+
+def test_a_log_tells_the_loss_of_each_turn(tmp_path: Path) -> None:
+    """Also where a run was resumed between two logs."""
+    turns = Turns(
+        {"a": constant("a", 1.0), ("b", "a"): constant("b", 100.0)}, ["a", "a", ("b", "a")]
+    )
+    settings = Settings(steps=8, global_batch=8, log_every=4)
+    logs = [event for event in events_of(turns, settings) if isinstance(event, Logged)]
+    assert [log.losses for log in logs] == [{"a": 1.0, "b+a": 100.0}] * 2
+    assert [log.loss for log in logs] == [(3 + 100) / 4] * 2
+    events_of(turns, dataclasses.replace(settings, steps=6), out=tmp_path)
+    resumed = events_of(turns, settings, out=tmp_path, resume="auto")
+    [last] = [event for event in resumed if isinstance(event, Logged)]
+    assert (last.losses, last.loss) == ({"a": 1.0, "b+a": 100.0}, logs[1].loss)
+    assert "loss 25.75 (a 1, b+a 100)" in str(describe(record_of(last) | EXTRA))
+
+
+EXTRA = {"total_steps": 8, "seconds_left": 0.0, "item_name": "items"}
+
+
+def test_a_spike_is_one_of_its_own_turn() -> None:
+    """A loss that is always larger than the other's is none; nor is it hidden by it."""
+
+    def noisy(name: str, scale: float) -> Any:
+        calls = iter(range(1000))
+
+        def loss(models: Models, batch: Tensor) -> Tensor:
+            call = next(calls)
+            size = 3.0 if (name, call) == ("a", 40) else 1 + call % 5 / 100
+            return models[name](batch).sum() * 0 + size * scale * len(batch)
+
+        return loss
+
+    turns = Turns({"a": noisy("a", 1.0), "b": noisy("b", 1000.0)}, ["a", "a", "b"])
+    settings = Settings(steps=90, global_batch=8, spikes=SpikeSettings(factor=20.0))
+    spikes = [event for event in events_of(turns, settings) if isinstance(event, LossSpiked)]
+    assert [(spike.step, spike.loss) for spike in spikes] == [(61, 3.0)]
+    assert 1.0 <= spikes[0].usual <= 1.05
