@@ -32,7 +32,7 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 from environments import OPTIONS_OF_ALL  # noqa: E402 - where the tests keep it
 
 ENVIRONMENTS = {"newest torch": ["--extra=deepspeed"], "all drivers": OPTIONS_OF_ALL}
-PROCESSES = {"ddp": 2, "fsdp": 2}
+PROCESSES = {"ddp": 2, "fsdp": 2, "mesh": 2}
 """Other drivers run in one."""
 
 Entry = dict[str, Any]

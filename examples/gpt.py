@@ -54,6 +54,7 @@ def recipe(config: Config) -> Recipe:
         eval_data={"held_out": gpt.Windows(held_out, config.context, config.eval_sequences)},
         collate=gpt.collate,
         count_items=gpt.count_items,
+        parallel=gpt.parallel,
         measure=gpt.measure,
         summarise=gpt.summarise,
         flops_per_item=gpt.flops_per_item(config),

@@ -1,6 +1,6 @@
 """The data that the loop trains on: groups of microbatches, and positions in the data.
 
-A *group* is this feeder's part of the samples of one update; a *position* says where in the data
+A *group* is this reader's part of the samples of one update; a *position* says where in the data
 training stands, so that a run can resume there.
 """
 
@@ -16,11 +16,8 @@ from .recipe import Batch
 
 __all__ = ["ENDLESS", "LARGEST", "Group", "Groups", "Microbatch", "Position", "split_evenly"]
 
-
 LARGEST = 1 << 62
 """What is counted stays below; nobody lives to see more."""
-
-
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
@@ -31,7 +28,7 @@ class Position:
 
     epoch: int = 0
     samples: int = 0
-    """Of prebatched data: the batches of all feeders."""
+    """Of prebatched data: the batches of all readers."""
     state: Mapping[str, Any] | None = None
     """A stream's own, there; JSON types."""
 
@@ -57,7 +54,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One step's samples, and this feeder's part of them.
+    """One step's samples, and this reader's part of them.
 
     Take all `microbatches` before asking for the next group: each is fetched when it is asked for.
     """
@@ -66,16 +63,16 @@ class Group:
     next: Position
     """Where to start after this group."""
     num_samples: int
-    """Over all feeders."""
+    """Over all readers."""
     num_microbatches: int
-    """The same on every feeder."""
+    """The same on every rank."""
     microbatches: Iterator[Microbatch]
     num_items: float | None = None
-    """This feeder's, if the data counts them; None: the kernel does."""
+    """This reader's, if the data counts them; None: the kernel does."""
 
 
 class Microbatch(NamedTuple):
-    """The batch of one forward of one feeder."""
+    """The batch of one forward of one reader."""
 
     batch: Batch
     num_samples: int

@@ -12,10 +12,12 @@ and *how*. A driver is three objects, one for each stage of a process's life:
 This file holds types and docstrings and no logic. The laws that a driver must keep are proved by
 the conformance suite; each docstring names the law it belongs to.
 
-Words. *Rank*: one process. *Feeder*: a process that brings its own part of each batch; under
-single-program multi-data one feeder serves many devices. *Global batch*: the samples of one
-update. *Microbatch*: what one forward sees. *Item*: what the loss is averaged over (a sample, or
-a token). *FQN*: a parameter's name in the user's own module, with no prefix of any wrapper.
+Words. *Rank*: one process. *Feeder*: the ranks that bring one loss of their own, mostly one rank
+(under single-program multi-data it serves many devices); ranks that cut a layer are one feeder
+together. *Reader*: the feeders that share their samples, mostly one; several where sequences are
+cut over them. *Global batch*: the samples of one update. *Microbatch*: what one forward sees.
+*Item*: what the loss is averaged over (a sample, or a token). *FQN*: a parameter's name in the
+user's own module, with no prefix of any wrapper.
 """
 
 from __future__ import annotations
@@ -37,14 +39,35 @@ __all__ = ["Driver", "Engine", "EstimatesLayout", "Outcome", "Session", "Watches
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process, and the number of ranks and feeders."""
+    """The rank of this process, of `size` processes, and its place among feeders."""
 
     rank: int
     size: int
-    """Processes in the run."""
     device: torch.device
     feeder_index: int
     num_feeders: int
+    feeders_per_reader: int = 1
+    """Each of these has a part of every sequence that their reader reads."""
+
+    @property
+    def reader_index(self) -> int:
+        """Which part of the samples this rank reads."""
+        return self.feeder_index // self.feeders_per_reader
+
+    @property
+    def num_readers(self) -> int:
+        """In how many parts the samples of each batch are read."""
+        return self.num_feeders // self.feeders_per_reader
+
+    @property
+    def leads(self) -> bool:
+        """Whether this feeder is the first of its reader, of which all may have the same."""
+        return self.feeder_index % self.feeders_per_reader == 0
+
+    @property
+    def counts_once(self) -> float:
+        """The weight of a sum over ranks in which all ranks of a reader count the same."""
+        return self.num_readers / self.size
 
 
 @dataclass(frozen=True)
@@ -122,9 +145,10 @@ class Session(Protocol):
         ...
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches with their tensors on the device, in order, none lost. May pull one
-        batch ahead where `Capabilities.feeds_ahead` says so, to overlap copying with computing.
-        An error of `batches` comes through unchanged."""
+        """The same batches with their tensors on the device, in order, none lost; to a module that
+        trains, this feeder's part of their sequences. May pull one batch ahead where
+        `Capabilities.feeds_ahead` says so, to overlap copying with computing. An error of `batches`
+        comes through unchanged."""
         ...
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
@@ -140,7 +164,8 @@ class Session(Protocol):
         ...
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """The same shape and dtype, reduced over feeders; the input is left alone."""
+        """The same shape and dtype, reduced over feeders, each counted once however many ranks it
+        is; the input is left alone."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:

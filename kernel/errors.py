@@ -1,31 +1,5 @@
 """Every error that drivetrain raises on purpose.
 
-::
-
-    DrivetrainError
-    |-- UsageError                 the request cannot be carried out; nothing was started or changed
-    |   |-- SettingError           an argument is unknown, ill-typed or out of range
-    |   |-- RecipeError            the recipe lacks a part or a part returned something unusable
-    |   |-- DataError              the data cannot be trained on as asked
-    |   |-- OutputError            the run folder cannot be used
-    |   |-- UnknownBackend         no driver of that name
-    |   |-- BackendUnavailable     the driver exists and cannot run on this machine
-    |   |-- StorageUnavailable     no package that is installed can reach such a URL
-    |   |-- CapabilityRefused      the driver declares that it cannot do what was asked
-    |   |-- TrainingDiverged       the loss spiked again after as many roll-backs as were allowed
-    |   |-- NonFiniteTraining      too many steps in a row had a non-finite loss or gradient norm
-    |   `-- CheckpointError        a checkpoint cannot be used
-    |       |-- CheckpointNotFound     none, or none complete
-    |       |-- CheckpointDamaged      torn, truncated, altered or malformed
-    |       `-- CheckpointMismatch     of another model or optimizer
-    |-- StorageFailed              a remote storage did not do as asked, however often it was
-    |-- SaveFailed                 a checkpoint could not be written; the last good one is untouched
-    |-- OutOfMemory                a step does not fit into memory, however it is cut
-    |-- RecipeFailed               the recipe's file raised, or something called sys.exit
-    |-- DataFailed                 the data set, a stream, a loader or `collate` raised
-    |   `-- WorkerFailed           in a data worker, or the worker died
-    `-- CollectiveFailed           ranks disagree, or a rank did not arrive in time
-
 Each message says what was wrong, with the value seen, where, and what to do next.
 `exit_code` is what the command line exits with.
 """
@@ -73,7 +47,7 @@ def printable(text: str) -> str:
 
 
 class DrivetrainError(Exception):
-    """Root of the tree; catch this to catch everything that drivetrain raises on purpose.
+    """The root; catch this to catch everything that drivetrain raises on purpose.
 
     Its text may quote files, names and messages that others wrote: it is `printable`.
     """

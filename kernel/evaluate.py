@@ -1,6 +1,6 @@
 """Evaluation: streaming, exact, in constant memory.
 
-Each sample is measured once on one feeder; what is measured are sums, so adding batches and ranks
+Each sample is measured once, by one reader; what is measured are sums, so adding batches and ranks
 up is exact for any remainder and any world size (law 5). Nothing of training changes: modes,
 random state and gradients are as before.
 """
@@ -28,7 +28,7 @@ _SEED = 0x5EED  # evaluation draws the same random numbers each time, and none o
 def evaluate(
     session: Session, engine: Engine, recipe: Recipe, groups: Generator[Group, None, None]
 ) -> dict[str, float]:
-    """Metrics over all feeders' `groups`; called by all ranks, with equal results on all.
+    """Metrics over all readers' `groups`; called by all ranks, with equal results on all.
 
     The sums are float64. Raises `RecipeError` when `measure` returns something that cannot be
     added up.
@@ -46,12 +46,13 @@ def evaluate(
             items += batch_items
             for name, value in _checked(measured).items():
                 # an idle batch is measured to stay in step with other ranks, and not counted
-                part = value.double() if batch_samples else torch.zeros_like(value).double()
+                counted = batch_samples and session.world.leads
+                part = value.double() if counted else torch.zeros_like(value).double()
                 if repeats > 1:
                     part = part / repeats
                 sums[name] = sums[name] + part if name in sums else part
         sums = {name: session.reduce(value) for name, value in sums.items()}
-    totals = session.tally((items, samples))()
+    totals = [total * session.world.counts_once for total in session.tally((items, samples))()]
     sums |= {"items": torch.tensor(totals[0]).double(), "samples": torch.tensor(totals[1]).double()}
     return _summarise(recipe, {name: value.cpu() for name, value in sums.items()})
 

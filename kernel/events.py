@@ -8,7 +8,7 @@ figures are sent on every rank with equal figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -170,6 +170,8 @@ class Logged:
     step_seconds: float
     items_per_second: float
     samples_per_second: float
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """Of updates that take turns (`Recipe.loss`), by the name of the turn."""
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class RankLate:
-    """A rank lives, and keeps others waiting (`stall_seconds`); it is waited for. Sent while ranks
-    wait, from another thread, and never while another event is."""
+    """A rank keeps others waiting (`stall_seconds`); sent by another thread, between others."""
 
     step: int
     """That this rank has done."""

@@ -164,9 +164,10 @@ class TrainLoop:
     def _on_device(
         self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
     ) -> Iterator[tuple[Batch, float]]:
-        """Every microbatch and what it weighs; `entered` tells of each group, and of this feeder's
+        """Every microbatch and what it weighs; `entered` tells of each group, and of this reader's
         items in it, before its first."""
         world, count = self.session.world, self.recipe.count_items
+        reader = world.num_readers, world.reader_index
         weights: deque[float] = deque()
 
         def on_host() -> Iterator[Batch]:
@@ -180,9 +181,7 @@ class TrainLoop:
                     )
                     microbatches = iter(fetched)
                 elif num_items is None:
-                    num_items = split_evenly(
-                        group.num_samples, world.num_feeders, world.feeder_index
-                    )[1]
+                    num_items = split_evenly(group.num_samples, *reader)[1]
                 if not num_items >= 0:
                     raise RecipeError(
                         f"recipe.count_items came to {num_items} for {group.num_samples} samples; "

@@ -11,10 +11,7 @@ from .errors import SettingError
 
 __all__ = ["Place", "Url", "place"]
 
-
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(?=[^/])")
-
-
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/(?!/)")
 
 

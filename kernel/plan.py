@@ -53,9 +53,9 @@ class Plan:
     """Class names or FQN patterns (`fnmatch`) of the submodules that recompute activations."""
     seed: int = 0
     global_batch: int = 1
-    """Samples in one update, over all feeders and microbatches."""
+    """Samples in one update, over all readers and microbatches."""
     micro_batch: int | None = None
-    """At most this many samples in one forward of one feeder; None: a feeder's whole part."""
+    """At most this many samples in one forward of one reader; None: a reader's whole part."""
     timeout_seconds: float = 600.0
     """The duty of a driver of several processes that promises `Capabilities.timeout_seconds`: where
     a rank waits longer than this for others, the run ends on all ranks, by `CollectiveFailed` or
@@ -113,6 +113,8 @@ class Capabilities:
     the default is refused without it; of the default the kernel says that nobody keeps it."""
     stall_seconds: bool = False
     """The same of `Plan.stall_seconds`, and its sessions are `WatchesRanks`."""
+    multiple_of_ranks: int = 1
+    """It runs in a multiple of so many ranks."""
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     saves_memory: str = ""

@@ -94,8 +94,9 @@ class Window:
     def to_json(self, session: Session) -> dict[str, Any]:
         """So that the first log after a resume covers the steps before it, too."""
         loss = float(self._losses)
-        losses = session.exchange(loss if math.isfinite(loss) else None)
-        return {"first_step": self.first_step, "losses": losses}
+        told = [session.world.feeder_index, loss if math.isfinite(loss) else None]
+        losses = dict(sorted(session.exchange(told), key=lambda pair: pair[0]))
+        return {"first_step": self.first_step, "losses": list(losses.values())}
 
     def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
         """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming

@@ -73,6 +73,9 @@ class Recipe:
     way: `step(module, batch, microstep)` calls `microstep.backward` and returns the detached loss
     to report. What is given to `backward` is summed over microbatches and averaged over feeders."""
 
+    parallel: Any = None
+    """How drivers that cut layers and sequences may cut the model: a `drivetrain.Parallel`."""
+
     flops_per_item: float | None = None
     """Floating point operations that training spends on one item (forward and backward), to
     report the share of the machine's peak; None reports nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
@@ -32,6 +33,7 @@ _SHIPPED = {
     "xla": "xla.driver:driver",
     "ipex": "ipex:driver",
     "xpu": "xpu:driver",
+    "mesh": "mesh.driver:driver",
 }
 
 
@@ -87,18 +89,20 @@ def usable_driver(name: str) -> Driver:
     return driver
 
 
-def refuse_unpromised(driver: Driver, plan: Plan) -> None:
-    """Raises `CapabilityRefused` for the first thing in the plan that the driver cannot do."""
+def refuse_unpromised(driver: Driver, plan: Plan, num_ranks: int = 0) -> None:
+    """Raises `CapabilityRefused` for what the driver cannot do in so many ranks; 0: as launched."""
     able = driver.capabilities(plan)
-    precision = plan.precision.name
-    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    precision, trains_in = plan.precision.name, ", ".join(sorted(able.precisions))
+    size = num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    several, known = size > 1, precision in able.precisions
     for capability, asked, promised, what, remedy in (
+        ("precisions", True, known, f"precision {precision}", f"it trains in {trains_in}"),
         (
-            "precisions",
-            True,
-            precision in able.precisions,
-            f"precision {precision}",
-            f"it trains in {', '.join(sorted(able.precisions))}",
+            "multiple_of_ranks",
+            size % able.multiple_of_ranks,
+            False,
+            f"{size} rank{'s' if several else ''}",
+            f"with these options it takes a multiple of {able.multiple_of_ranks} (--nproc)",
         ),
         ("compile", plan.compile, able.compile, "compile", "set compile=false"),
         (
@@ -133,10 +137,8 @@ def refuse_unpromised(driver: Driver, plan: Plan) -> None:
 def _best() -> Driver:
     drivers = []
     for name in known_backends():
-        try:
+        with suppress(BackendUnavailable):  # a broken third-party package must not stop the others
             drivers.append(find_driver(name))
-        except BackendUnavailable:
-            continue  # a broken third-party package must not stop the others
     ranked = [(probe.preference, driver) for driver in drivers if (probe := driver.probe()).usable]
     if not ranked:
         raise BackendUnavailable("no backend is usable here; `drivetrain backends` says why")

@@ -11,7 +11,6 @@ from torch import Tensor
 
 __all__ = ["Box", "Flat", "Kind", "Piece", "Reader", "Region", "TensorInfo"]
 
-
 Kind = Literal["weights", "optimizer", "state"]
 
 

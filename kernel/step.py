@@ -41,8 +41,8 @@ class Stepper:
         self.engine = engine
         self.loss_of = getattr(recipe.loss, "of_update", lambda number: recipe.loss)
         self.take_over = recipe.step
-        self.session = session
-        self.num_feeders = session.world.num_feeders
+        self.session, world = session, session.world
+        self.num_feeders, self.counts_once = world.num_feeders, world.counts_once
         self._agreed: Callable[[], list[float]] = list
         self._sums: list[float] | None = None
         self._number = 0
@@ -59,7 +59,7 @@ class Stepper:
         """One update over the next `num_microbatches` of `microbatches`.
 
         Each is a batch on the device and what it weighs: 1, less where its samples are repeated,
-        0 when it only runs so that ranks stay together. `num_items`: this feeder's.
+        0 when it only runs so that ranks stay together. `num_items`: this reader's.
         `before_update` is called right before the update. `requests`: numbers to add up over
         ranks on the way. `number`: of this step; raises `CollectiveFailed` where ranks differ.
         """
@@ -68,8 +68,7 @@ class Stepper:
         total: Tensor | None = None
         for index in range(num_microbatches):
             batch, weight = next(microbatches)
-            last = index == num_microbatches - 1
-            with self.engine.microbatch(last=last):
+            with self.engine.microbatch(last=index == num_microbatches - 1):
                 if self.take_over is None:
                     loss = self._forward_backward(batch, weight)
                 else:
@@ -90,7 +89,8 @@ class Stepper:
     def sums(self) -> list[float]:
         """The items of the global batch, and the requests, summed over ranks. Waits once a step."""
         if self._sums is None:
-            numbers, *self._sums = self._agreed()
+            numbers, items, *requests = self._agreed()
+            self._sums = [items * self.counts_once, *requests]
             if numbers != self._number * self.session.world.size:
                 raise CollectiveFailed(self._who_is_where())
         return self._sums

@@ -13,6 +13,7 @@ from typing import Any as _Any
 if TYPE_CHECKING:
     from .data.mixture import Mix
     from .data.packing import Pack
+    from .data.parallel import Parallel
     from .data.prebatched import Batches
     from .data.stream import ReadAgain
     from .data.tar_shards import TarShards
@@ -53,6 +54,7 @@ __all__ = [
     "OptimizerGroup",
     "OptimizerSettings",
     "Pack",
+    "Parallel",
     "ReadAgain",
     "Recipe",
     "Result",
@@ -73,6 +75,7 @@ __all__ = [
 _HOMES = {
     "data.mixture": ("Mix",),
     "data.packing": ("Pack",),
+    "data.parallel": ("Parallel",),
     "data.prebatched": ("Batches",),
     "data.stream": ("ReadAgain",),
     "data.tar_shards": ("TarShards",),

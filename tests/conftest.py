@@ -68,7 +68,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_with_their_file() -> Iterator[None]:
-    """The next file of this worker seldom has the same driver, and ranks hold memory."""
+    """The next file of this worker seldom has the same driver, and ranks hold memory. Two that
+    have imported torch stay, to be forked for those of the next."""
     yield
     if harness := sys.modules.get("drivetrain.conformance.harness"):
-        harness.close_pools()
+        harness.close_pools(kept_servers=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 import time
@@ -50,6 +51,21 @@ def import_deepspeed(device: torch.device) -> None:
     # as if no operator could be compiled: else it compiles one for the host's shared memory that
     # is not needed; delete when 0.19 is no longer supported and `shm_comm` can be switched off
     deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+    from deepspeed.runtime import compiler
+
+    compiler.compile = lambda: _compiled_when_called
+
+
+def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` for what DeepSpeed decorates while it is imported, such as its Muon, which
+    every engine imports: torch's compiler alone takes a rank more than a second to import."""
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if torch.compiler.is_compiling() else compiled())(*args, **kwargs)
+
+    return call
 
 
 def refuse_unsupported(dtype: torch.dtype | None) -> None:

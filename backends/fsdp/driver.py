@@ -34,7 +34,6 @@ from ..process_group.session import (
     choose_device,
     num_launched,
     probe_devices,
-    process_group,
 )
 from . import dtensor, meta_init, sharding, wrap_units
 from .owner_step import OwnerStep, kept_of
@@ -49,7 +48,7 @@ class FsdpDriver:
     """One process for each device, each holding a part of the model."""
 
     name = "fsdp"
-    options_type = FsdpOptions
+    options_type: type[Any] = FsdpOptions
 
     def probe(self) -> Probe:
         return probe_devices(10 if num_launched() > 1 else -2)
@@ -80,7 +79,7 @@ class FsdpDriver:
             model,
             units,
             state_bytes,
-            num_parts=options.shard_size or world_size,
+            num_parts=self.num_parts(options, world_size),
             gathered=sharding.gathered_dtype(plan),
             keeps_gathered=not (options.reshard_after_forward and options.reshard_after_backward),
             accumulates_whole=not options.sync_each_microbatch
@@ -88,24 +87,20 @@ class FsdpDriver:
             notes=tuple(f"weights, gradients and state in {place}" for place in where),
         )
 
+    def num_parts(self, options: Any, world_size: int) -> int:
+        """The ranks over which a weight is cut."""
+        return options.shard_size or world_size
+
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        options, size = sharding.options_of(plan), num_launched()
-        if options.from_rank_0 and options.meta:
-            raise SettingError(
-                "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
-                "that the others could take; set one of them"
-            )
+        options, size = plan.options or FsdpOptions(), num_launched()
         if options.shard_size is not None and size % max(options.shard_size, 1):
             raise SettingError(
                 f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
             )
         if size == 1:
             _LOG.warning("fsdp in one process shards nothing; launch more, or use cpu or ddp")
-        device = choose_device(options.device)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with process_group(plan, device) as world:
+        with sharding.opened(plan) as world:
             yield ProcessGroupSession(plan, world, FsdpEngine)
 
 
@@ -122,7 +117,7 @@ class FsdpEngine:
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with meta_init.parameters_on_meta() if options.meta else models.NO_CONTEXT:
             self.module = models.with_synced_batch_norm(
-                models.build_model(recipe, plan, None),
+                self.build_model(recipe),
                 options.sync_batch_norm,
                 world.device,
                 "fsdp",
@@ -137,13 +132,17 @@ class FsdpEngine:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
                 unit.forward = torch.compile(unit.forward, **plan.compile_options)
-        mesh = sharding.mesh_of(options, world)
+        mesh = self.cut_layers()
         whole = sharding.carried_whole(self.module, units)
         ignored = set(whole.values())
         self.units = [sharding.shard(unit, plan, mesh, ignored) for unit in (*units, self.module)]
-        self.num_replicas = world.size // (options.shard_size or world.size)
         if self.uninitialised:
             meta_init.materialise(self.module, self.home)
+        self.replicas = [
+            dtensor.num_replicas(p, world.size) if isinstance(p, DTensor) else 0
+            for p in self.module.parameters()
+        ]
+        """Of each parameter: how many ranks hold this part; 0: it is whole on all."""
         self.carried = Carried(self._to_device(whole), world)
         self.buffers = Buffers(self.module, world, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
@@ -155,6 +154,15 @@ class FsdpEngine:
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
+
+    def build_model(self, recipe: Recipe) -> nn.Module:
+        """Whole, where the recipe puts it."""
+        return models.build_model(recipe, self.plan, None)
+
+    def cut_layers(self) -> Any:
+        """Cut what is cut before units are, and return the mesh that those are cut over."""
+        assert isinstance(self.options, FsdpOptions)
+        return sharding.mesh_of(self.options, self.world)
 
     def _watch_layers(self) -> None:
         """Units, and where nothing is compiled all that has weights to train of its own."""
@@ -202,11 +210,12 @@ class FsdpEngine:
                 "backend.optimizer_step=tensors; where each element, parts",
                 type(optimizer).__name__,
             )
-        if how == "parts" and self.carried.parameters:
+        if how == "parts" and len(dtensor.kinds(self.module.parameters())) > 1:
             return cast(torch.optim.Optimizer, dtensor.StepByKind(optimizer))
         if how == "parts":
             return optimizer
-        if how == "tensors" and kept_of(optimizer) is not None:
+        cut_once = all(map(dtensor.is_cut_once, self.module.parameters()))
+        if how == "tensors" and kept_of(optimizer) is not None and cut_once:
             return cast(torch.optim.Optimizer, OwnerStep(optimizer, self.world.device))
         stepper = dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
         return cast(torch.optim.Optimizer, stepper)
@@ -240,11 +249,10 @@ class FsdpEngine:
         parameters = list(self.module.parameters())
         self._compare_layers(parameters)
         self.carried.average(self.plan.precision.reduce)
-        grads = [p.grad for p in parameters if p.grad is not None]
-        parts = [dtensor.own_part(grad) for grad in grads]
+        parts = [dtensor.own_part(p.grad) for p in parameters if p.grad is not None]
         if self.loss_scale is not None:
             self.loss_scale.unscale(parts)
-        norm = self._norm(grads)
+        norm = self._norm(parameters)
         with self._named("updating the weights"):
             outcome = stepping.step_if_finite(
                 self.stepper, parts, norm, self.plan.max_grad_norm, self.loss_scale
@@ -259,14 +267,20 @@ class FsdpEngine:
         with self._named("comparing which layers were used"):
             self.layers.compare()
 
-    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+    def _norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """Of the whole gradient: each rank's parts, and what every rank has."""
-        cut = [dtensor.own_part(grad) for grad in grads if isinstance(grad, DTensor)]
-        square = stepping.global_norm(cut).to(self.home).double().square()
+        whole: list[Tensor] = []
+        cut: dict[int, list[Tensor]] = {}
+        for parameter, replicas in zip(parameters, self.replicas, strict=True):
+            if parameter.grad is not None:
+                held = cut.setdefault(replicas, []) if replicas else whole
+                held.append(dtensor.own_part(parameter.grad))
+        square = torch.zeros((), dtype=torch.float64, device=self.home)
+        for replicas, parts in cut.items():  # every replica of a part counts it once
+            square += stepping.global_norm(parts).to(self.home).double().square() / replicas
         with self._named("adding up the gradient norm"):
             dist.all_reduce(keep_for_a_while(square))
-        square /= self.num_replicas  # every replica of a part counted it once
-        if whole := [grad for grad in grads if not isinstance(grad, DTensor)]:
+        if whole:
             square += stepping.global_norm(whole).to(self.home).double().square()
         return square.sqrt().float()
 
@@ -322,15 +336,24 @@ class FsdpEngine:
         full: dict[nn.Parameter, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
             if wanted is None or name in wanted:
-                data = dtensor.whole(parameter, self.world.device)
+                data = self.whole(name, parameter)
                 full[parameter] = nn.Parameter(data, parameter.requires_grad)
-        own_hooks = ("torch.distributed.fsdp", Buffers.__module__, LayersUsed.__module__)
+        wrappers = ("torch.distributed.fsdp", "torch.distributed.tensor")
+        own_hooks = (*wrappers, Buffers.__module__, LayersUsed.__module__)
         with (
             self.buffers.of_rank_0(),
             meta_init.replaced(self.module, full),
             meta_init.unwrapped(self.module, sharding.mixed_in(), own_hooks),
         ):
             yield self.module
+
+    def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """As the recipe's model knows it, on every rank."""
+        return dtensor.whole(parameter, self.world.device)
+
+    def own_of(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """This rank's part of what `whole` gives."""
+        return dtensor.take_own(whole, parameter)
 
     def _take_from_rank_0(self) -> None:
         meta_init.materialise(self.module, torch.device("cpu"))
@@ -348,8 +371,10 @@ class FsdpEngine:
         if not self.uninitialised:
             return
 
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+
         def keep(parameter: nn.Parameter, whole: Tensor) -> None:
-            part = dtensor.take_own(whole, parameter)
+            part = self.own_of(names[parameter], parameter, whole)
             dtensor.own_part(parameter).copy_(part)
 
         missing = meta_init.initialise(self.module, self.plan.seed, keep)

@@ -5,12 +5,14 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
@@ -52,8 +54,14 @@ def is_cut(tensor: Tensor) -> bool:
     return (
         isinstance(tensor, DTensor)
         and tensor.numel() > 0
-        and any(placement.is_shard() for placement in tensor.placements)
+        and not all(placement.is_replicate() for placement in tensor.placements)
     )
+
+
+def is_cut_once(tensor: Tensor) -> bool:
+    """True if it is cut along one axis of its mesh at most."""
+    cut = [not each.is_replicate() for each in getattr(tensor, "placements", ())]
+    return sum(cut) <= 1
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -63,14 +71,19 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_box(tensor: DTensor) -> Box:
-    """The box of the whole tensor that `own_part` is."""
-    mesh = tensor.device_mesh
-    cuts = [
-        (placement.dim, mesh.get_local_rank(axis), mesh.size(axis))  # type: ignore[attr-defined]
-        for axis, placement in enumerate(tensor.placements)
-        if placement.is_shard()
-    ]
-    return chunk_of(tuple(tensor.shape), cuts)
+    """The box of the whole tensor that `own_part` is, also where one dimension is cut twice."""
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def num_replicas(tensor: DTensor, world_size: int) -> int:
+    """How many ranks hold this part of the tensor. Ranks outside of its mesh do: those of an axis
+    along which it is not cut."""
+    axes = enumerate(tensor.placements)
+    cut = [tensor.device_mesh.size(axis) for axis, each in axes if not each.is_replicate()]
+    return world_size // math.prod(cut)
 
 
 def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Box:
@@ -121,6 +134,11 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
             shape=tensor.shape,
             stride=tensor.stride(),
         )
+    placements = list(tensor.placements)
+    for axis, each in enumerate(tensor.placements):
+        if not each.is_replicate():  # one after the other: at once, torch warns that it takes two
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
@@ -138,20 +156,21 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
                 continue
             assert isinstance(tensor, DTensor)
             part = own_part(tensor)
-            if part.numel() and _writes(tensor, turn):
+            if part.numel() and _writes(tensor, turn, rank, size):
                 yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
     yield from model_state.dealt_pieces(replicated, rank, size)
 
 
-def _writes(tensor: DTensor, turn: int) -> bool:
+def _writes(tensor: DTensor, turn: int, rank: int, size: int) -> bool:
     """True on the replica whose turn it is."""
-    replica, num_replicas = 0, 1
+    mesh = tensor.device_mesh
+    outside = size // mesh.size()
+    # ranks count through the axes outside of a mesh last
+    replica = rank % outside
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_shard():
-            replica = replica * tensor.device_mesh.size(axis)
-            replica += tensor.device_mesh.get_local_rank(axis)
-            num_replicas *= tensor.device_mesh.size(axis)
-    return replica == turn % num_replicas
+        if placement.is_replicate():
+            replica = replica * mesh.size(axis) + mesh.get_local_rank(axis)
+    return replica == turn % num_replicas(tensor, size)
 
 
 def read_weight(reader: Reader, name: str, tensor: Tensor) -> Tensor:
@@ -173,20 +192,33 @@ def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor
 # --- stepping on whole tensors --------------------------------------------------------------
 
 
+def kinds(parameters: Iterable[Tensor]) -> list[Any]:
+    """The meshes over which these are cut, each once; None: what every rank holds whole."""
+    found: list[Any] = []
+    for parameter in parameters:
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh not in found:
+            found.append(mesh)
+    return found
+
+
 class StepByKind:
-    """Steps an elementwise optimizer on what is cut, and then on what every rank holds whole:
-    torch's kernels take tensors of one kind at a time."""
+    """Steps an elementwise optimizer on what is cut over one mesh after the other, and on what
+    every rank holds whole: torch's kernels take tensors of one kind at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self.kinds = kinds(p for group in optimizer.param_groups for p in group["params"])
 
     def step(self) -> None:
         """As the optimizer's own."""
         all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
         try:
-            for cut in (True, False):
+            for kind in self.kinds:
                 for group, parameters in all_of_it:
-                    group["params"] = [p for p in parameters if isinstance(p, DTensor) is cut]
+                    group["params"] = [
+                        p for p in parameters if getattr(p, "device_mesh", None) == kind
+                    ]
                 self.optimizer.step()
         finally:
             for group, parameters in all_of_it:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,17 +13,18 @@ import torch
 from torch import nn
 
 from ...kernel.contract import World
+from ...kernel.errors import SettingError
 from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
-from ..process_group.session import choose_device
+from ..process_group.session import choose_device, process_group
 from . import wrap_units
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class FsdpOptions:
-    """How the model is sharded, and the trade-offs for memory."""
+class ShardingOptions:
+    """How units are made and gathered, and the trade-offs for memory."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes CUDA where there is a device for every local rank."""
@@ -38,9 +40,6 @@ class FsdpOptions:
     """Likewise between microbatches; False keeps them until the update."""
     sync_each_microbatch: bool = False
     """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
-    shard_size: int | None = None
-    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
-    the number of ranks. By default all ranks are one group."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory, and update there."""
     gather_dtype: Literal["auto", "params", "compute"] = "auto"
@@ -73,6 +72,18 @@ class FsdpOptions:
 
     def __post_init__(self) -> None:
         check_range("backend.min_unit_params", self.min_unit_params, 0)
+
+
+@dataclass(frozen=True)
+class FsdpOptions(ShardingOptions):
+    """How the model is sharded, and the trade-offs for memory."""
+
+    shard_size: int | None = None
+    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
+    the number of ranks. By default all ranks are one group."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         check_range("backend.shard_size", self.shard_size, 1)
 
 
@@ -85,9 +96,25 @@ def gathered_dtype(plan: Plan) -> torch.dtype:
     return plan.precision.compute if in_compute else plan.precision.params
 
 
-def options_of(plan: Plan) -> FsdpOptions:
+def options_of(plan: Plan) -> ShardingOptions:
     """Those of the plan, or the defaults."""
     return plan.options or FsdpOptions()
+
+
+@contextmanager
+def opened(plan: Plan) -> Iterator[World]:
+    """The process group, on this rank's device."""
+    options = options_of(plan)
+    if options.from_rank_0 and options.meta:
+        raise SettingError(
+            "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
+            "that the others could take; set one of them"
+        )
+    device = choose_device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with process_group(plan, device) as world:
+        yield world
 
 
 def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -176,6 +176,8 @@ class ProcessGroupSession:
     ) -> None:
         self.plan, self.world, self._build = plan, world, build
         self._device = world.device
+        self.feeders: Any = None
+        """The process group of one rank of each feeder, this one among them; None: all ranks."""
         self._board: shm_tally.SharedMemorySum | None = None
         self._board_opened = False
         self._layers: layers_used.LayersUsed | None = None
@@ -244,22 +246,25 @@ class ProcessGroupSession:
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         result = keep_for_a_while(tensor.detach().clone())
         with self._named(f"reducing a tensor of shape {tuple(tensor.shape)}"):
-            dist.all_reduce(result, _OPS[op])
+            dist.all_reduce(result, _OPS[op], group=self.feeders)
         return result
 
     def gather(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._gather(tensor.detach().cpu(), "gathering a tensor"))
+        return torch.cat(self._gather(tensor.detach().cpu(), "gathering a tensor", self.feeders))
 
-    def _gather(self, tensor: Tensor, call: str, patient: bool = False) -> list[Tensor]:
+    def _gather(
+        self, tensor: Tensor, call: str, group: Any = None, patient: bool = False
+    ) -> list[Tensor]:
         """Host tensors of uneven length: lengths first, then parts of the longest length."""
         with self._named(call, patient):
-            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world.size)]
-            dist.all_gather(lengths, keep_for_a_while(torch.tensor([len(tensor)])))
+            size = dist.get_world_size(group)
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+            dist.all_gather(lengths, keep_for_a_while(torch.tensor([len(tensor)])), group=group)
             longest = max(int(length) for length in lengths)
             mine = tensor.new_zeros((longest, *tensor.shape[1:]))
             mine[: len(tensor)] = tensor
             parts = [torch.empty_like(mine) for _ in lengths]
-            dist.all_gather(parts, keep_for_a_while(mine))
+            dist.all_gather(parts, keep_for_a_while(mine), group=group)
             for kept in (*lengths, *parts):
                 keep_for_a_while(kept)
         return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...checkpoint import CheckpointReader
 from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
-from ..arguments.backend import chosen, notes
+from ..arguments.backend import chosen, notes, ranks_of_a_layer
 from ..arguments.processes import Processes
 from ..checkpoints.model_files import write_weights
 from ..data.rank_batches import OneOf
@@ -117,10 +117,11 @@ class Accelerator(Collectives):
     def prepare_data_loader(self, data_loader: DataLoader[Any], **ignored: Any) -> RankLoader:
         """A loader over this process's share of the batches of `data_loader`."""
         config, args = self.dataloader_config, self.args
+        shared = ranks_of_a_layer(args)
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = shard(
             data_loader,
-            OneOf(self.process_index, self.num_processes),
+            OneOf(self.process_index // shared, self.num_processes // shared),
             seed=seed if config.use_seedable_sampler else None,
             split_batches=config.split_batches,
             even_batches=config.even_batches,

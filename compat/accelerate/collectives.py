@@ -165,8 +165,8 @@ class Collectives(Processes):
             raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
         if self.num_processes == 1 or reduction == "none":
             return map_tensors(Tensor.clone, tensor)
-        factor = scale / self.num_processes if reduction == "mean" else scale
         session = self._session
+        factor = scale / session.world.num_feeders if reduction == "mean" else scale
         return map_tensors(lambda t: session.reduce(t) * factor, tensor)
 
     def wait_for_everyone(self) -> None:
@@ -249,12 +249,13 @@ def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_fr
 
 
 def exchange_objects(session: Session, data: Any) -> Any:
-    """Everyone's lists, one after the other; what is no list becomes an item of one.
+    """Each feeder's lists, one after the other; what is no list becomes an item of one.
 
     Items are plain values, tensors, arrays, and lists, tuples and dicts of them. Raises TypeError
     for anything else: nothing is pickled.
     """
-    found = [_unpacked(packed) for packed in session.exchange(_packed(data))]
+    ranks_of_one = session.world.size // session.world.num_feeders
+    found = [_unpacked(packed) for packed in session.exchange(_packed(data))[::ranks_of_one]]
     return [item for part in found for item in (part if isinstance(part, list) else [part])]
 
 

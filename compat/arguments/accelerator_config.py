@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import difflib
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 
-__all__ = ["AcceleratorConfig", "check_configured_state", "resolve_accumulation"]
+__all__ = ["AcceleratorConfig", "resolve_accumulation"]
 
 
 @dataclass
@@ -35,8 +34,7 @@ class AcceleratorConfig:
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
     each batch, not once an update; accelerate's others change nothing, as with transformers."""
     use_configured_state: bool = False
-    """accelerate's state must be there already. It changes nothing else: a process group that was
-    made before is joined in any case."""
+    """It changes nothing: a process group that was made before is joined in any case."""
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
@@ -80,17 +78,6 @@ class AcceleratorConfig:
     def pop(self, key: str, default: Any = None) -> Any:
         """Take a field away and give its value."""
         return vars(self).pop(key, default)
-
-
-def check_configured_state(config: AcceleratorConfig) -> None:
-    """Raises `ArgumentError` where accelerate's state is to be used and there is none."""
-    accelerate = sys.modules.get("accelerate")
-    state = accelerate and accelerate.PartialState._shared_state
-    if config.use_configured_state and not state:
-        raise ArgumentError(
-            "accelerator_config has use_configured_state=True, and accelerate has no state: make "
-            "its PartialState() or Accelerator() before the arguments, or leave it False"
-        )
 
 
 _ACCUMULATION = {"num_steps", "sync_each_batch", "adjust_scheduler", "sync_with_dataloader"}

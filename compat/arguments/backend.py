@@ -24,7 +24,7 @@ from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import from_environment, launched
-from .options import driver_options, notes
+from .options import cuts_layers, driver_options, notes
 from .values import read_mapping
 
 __all__ = [
@@ -99,10 +99,10 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
 
     Raises `ArgumentError`.
     """
-    asked, size = Asked(args), launched().size
+    asked, size, tensor = Asked(args), launched().size, ranks_of_a_layer(args)
     batch = asked.per_device_train_batch_size
     if getattr(asked.accelerator_config, "split_batches", False):
-        batch //= size
+        batch //= size // tensor
     precision = mixed_precision(args)
     with _argument_errors():
         return Settings(
@@ -114,9 +114,14 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
             seed=args.seed,
             timeout_seconds=float(args.ddp_timeout),
             stall_seconds=getattr(args, "stall_seconds", Settings.stall_seconds),
-            global_batch=batch * size * args.gradient_accumulation_steps,
+            global_batch=batch * size // tensor * args.gradient_accumulation_steps,
             micro_batch=batch,
         )
+
+
+def ranks_of_a_layer(args: Any) -> int:
+    """How many ranks share each layer, and the samples that they see."""
+    return int(chosen(args).options.get("tensor", 1))
 
 
 def planned(args: Any, model: nn.Module | None = None) -> Plan:
@@ -188,7 +193,9 @@ def _driver(asked: Asked) -> tuple[str, str]:
         found[asked.backend] = asked.source("backend")
     if asked.deepspeed:
         found.setdefault("deepspeed", asked.source("deepspeed"))
-    if asked.fsdp:
+    if cuts_layers(asked):
+        found.setdefault("mesh", "parallelism_config")
+    if asked.fsdp and "mesh" not in found:
         found.setdefault("xla" if fsdp.wants_xla(asked) else "fsdp", asked.source("fsdp"))
     if len(found) > 1:
         sides = " and ".join(f"{why} asks for {name!r}" for name, why in found.items())

@@ -119,7 +119,7 @@ class DriverSession:
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
         """The kernel's recipe for a model that exists."""
-        return Recipe(model=lambda: model, loss=_no_loss, **more)
+        return Recipe(model=lambda: model, loss=_no_loss, **{"step": _no_loss, **more})
 
     def prepare(self, model: nn.Module, optimizer: BuildOptimizer) -> Engine:
         """Wrap the model, or give the engine that has it under the same plan."""
@@ -176,5 +176,5 @@ def _warn_of_late(rank: int, seconds: float, what: str) -> None:
     _LOG.warning("rank %s has kept others waiting for %.0f s: %s", rank, seconds, what)
 
 
-def _no_loss(module: nn.Module, batch: Any) -> Tensor:
+def _no_loss(module: nn.Module, batch: Any, microstep: Any = None) -> Tensor:
     raise AssertionError("the Trainer's own step computes the loss")

@@ -43,8 +43,12 @@ def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Op
         defaults["find_unused_parameters"] = not _recomputes(asked, model)
     if asked.use_cpu:
         derived |= _on_cpu(driver, known)
-    if driver == "fsdp":
+    if driver == "fsdp" or (driver == "mesh" and asked.fsdp):
         derived |= fsdp.options(asked)
+        if "shard_size" in derived and driver == "mesh":
+            raise ArgumentRefused(
+                "a hybrid strategy of fsdp", driver, "set parallelism_config.dp_replicate_size"
+            )
         if _syncs_each_batch(asked):
             derived["sync_each_microbatch"] = True
     elif driver == "deepspeed" and asked.deepspeed:
@@ -144,23 +148,40 @@ def _xla(asked: Any) -> Options:
     return {"spmd": True}
 
 
+def cuts_layers(asked: Any) -> bool:
+    """True if `parallelism_config` asks for tensor parallelism."""
+    return (getattr(asked.parallelism_config, "tp_size", None) or 1) > 1
+
+
 def _sizes(asked: Any, driver: str) -> Options:
-    """The options that follow from `parallelism_config`; only data parallelism is driven."""
+    """The options that follow from `parallelism_config`."""
     config = asked.parallelism_config
     sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
-    for name in ("tp_size", "cp_size", "sp_size"):
+    for name in ("cp_size", "sp_size"):
         if sizes[name] > 1:
             raise ArgumentRefused(
                 f"parallelism_config.{name}={sizes[name]}",
                 driver,
-                "data are split over all processes and weights by fsdp or deepspeed; leave it out",
+                "models shift their labels themselves, which must be done before a sequence is "
+                "cut. Leave it out, or train by `drivetrain.fit` with backend='mesh', whose recipe "
+                "says how sequences are cut",
             )
-    replicas, parts = sizes["dp_replicate_size"], sizes["dp_shard_size"]
-    if replicas * parts > 1 and replicas * parts != launched().size:
+    replicas, parts, layers = (
+        sizes[name] for name in ("dp_replicate_size", "dp_shard_size", "tp_size")
+    )
+    if replicas * parts * layers > 1 and replicas * parts * layers != launched().size:
         raise ArgumentError(
             f"parallelism_config asks for dp_replicate_size={replicas} times "
-            f"dp_shard_size={parts} processes, and there are {launched().size}"
+            f"dp_shard_size={parts}"
+            + (f" times tp_size={layers}" if layers > 1 else "")
+            + f" processes, and there are {launched().size}"
         )
+    if layers > 1 and driver != "mesh":
+        raise ArgumentRefused(
+            f"parallelism_config.tp_size={layers}", driver, "leave backend out, or set it to 'mesh'"
+        )
+    if driver == "mesh" and config is not None:
+        return {"replicate": replicas, "shard": parts, "tensor": layers}
     if parts > 1 and driver != "fsdp":
         raise ArgumentRefused(
             f"parallelism_config.dp_shard_size={parts}", driver, "set fsdp=True, which cuts weights"

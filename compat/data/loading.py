@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from ...data.mixture import Mix
 from ...data.parent import end_with_parent
+from ..arguments.backend import ranks_of_a_layer
 from ..errors import ArgumentError
 from ..theirs import theirs
 from ..trainer.inspection import accepted_columns
@@ -212,7 +213,8 @@ class LoadingMixin(TrainerParts):
             num_samples = args.train_batch_size * args.gradient_accumulation_steps
             return LengthsByEpoch(num_samples, self._lengths(dataset), order_seed(args))
         if strategy == "batch_rebalance":
-            ranks, steps = max(1, args.world_size), args.gradient_accumulation_steps
+            shared, steps = ranks_of_a_layer(args), args.gradient_accumulation_steps
+            ranks = max(1, args.world_size // shared)
             kind = theirs("trainer_pt_utils", "BatchRebalanceSampler")
             return kind(  # type: ignore[no-any-return]
                 self._lengths(dataset),
@@ -220,7 +222,7 @@ class LoadingMixin(TrainerParts):
                 dp_size=ranks,
                 grad_accum=steps,
                 seed=order_seed(args),
-                rank=args.process_index if ranks > 1 else 0,
+                rank=args.process_index // shared if ranks > 1 else 0,
                 drop_last=args.dataloader_drop_last,
             )
         return RandomSampler(dataset)
@@ -319,8 +321,8 @@ class LoadingMixin(TrainerParts):
         return num_tokens
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples in one update: batch size x accumulation x ranks."""
-        ranks = args.world_size
+        """Samples in one update: batch size x accumulation x ranks with samples of their own."""
+        ranks = args.world_size // ranks_of_a_layer(args)
         return int(self._train_batch_size * args.gradient_accumulation_steps * ranks)
 
 

@@ -1,10 +1,10 @@
-"""Shards an order of samples over the feeders of a run, as accelerate does.
+"""Shards an order of samples over the readers of a run, as accelerate does.
 
-A *round* is one batch for each feeder; with `split_batches`, one batch cut into a part for each.
-A feeder takes its own of every round. The last round may be short: then it is dropped, left
+A *round* is one batch for each reader; with `split_batches`, one batch cut into a part for each.
+A reader takes its own of every round. The last round may be short: then it is dropped, left
 ragged, or filled up with samples from the beginning of the epoch (`even_batches`).
 
-Every feeder walks through the whole order and keeps its share: nothing is sent between ranks. So
+Every reader walks through the whole order and keeps its share: nothing is sent between ranks. So
 a stream must give the same samples on all of them.
 """
 
@@ -37,15 +37,15 @@ T = TypeVar("T")
 
 
 class Share(Protocol):
-    """Which feeder this process is: `drivetrain.kernel.World` is one."""
+    """Which reader this process is: `drivetrain.kernel.World` is one."""
 
     @property
-    def feeder_index(self) -> int:
+    def reader_index(self) -> int:
         """From 0."""
         ...
 
     @property
-    def num_feeders(self) -> int:
+    def num_readers(self) -> int:
         """At least 1."""
         ...
 
@@ -54,8 +54,8 @@ class Share(Protocol):
 class OneOf:
     """A `Share` by its numbers; by default all of it."""
 
-    feeder_index: int = 0
-    num_feeders: int = 1
+    reader_index: int = 0
+    num_readers: int = 1
 
 
 class SeededSampler(RandomSampler):
@@ -78,10 +78,10 @@ class SeededSampler(RandomSampler):
 
 
 class BatchSharder:
-    """Picks one feeder's batches out of everybody's.
+    """Picks one reader's batches out of everybody's.
 
-    `batch_size`: of one feeder; None where batches have sizes of their own. `spread`: a short last
-    round is shared out evenly, as accelerate does when rank 0 reads for all; else each feeder's
+    `batch_size`: of one reader; None where batches have sizes of their own. `spread`: a short last
+    round is shared out evenly, as accelerate does when rank 0 reads for all; else each reader's
     part of it is filled up to a whole batch.
     """
 
@@ -95,14 +95,14 @@ class BatchSharder:
         even: bool = True,
         spread: bool = False,
     ) -> None:
-        self.index, self.size = share.feeder_index, share.num_feeders
+        self.index, self.size = share.reader_index, share.num_readers
         self.batch_size, self.split = batch_size, split
         self.drop_last, self.even, self.spread = drop_last, even, spread
         self.remainder = 0
         """Number of real samples in the last round; 0: all of them."""
 
     def own_batches(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
-        """This feeder's batches, out of those of all feeders."""
+        """This reader's batches, out of those of all readers."""
         self.remainder = 0
         first: list[list[T]] = []
         for turn in self._rounds(batches):
@@ -141,7 +141,7 @@ def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 class RankBatches(Sampler[list[int]]):
-    """A batch sampler: one feeder's share of another one."""
+    """A batch sampler: one reader's share of another one."""
 
     def __init__(self, batch_sampler: Any, sharder: BatchSharder) -> None:
         self.batch_sampler = batch_sampler
@@ -163,7 +163,7 @@ class RankBatches(Sampler[list[int]]):
 
 
 class RankStream(IterableDataset[Any]):
-    """A stream: one feeder's share of another one.
+    """A stream: one reader's share of another one.
 
     A stream that shuffles must do so equally on all ranks: by a `set_epoch` of its own, which is
     called, or by a `torch.Generator` named `generator`, which is seeded with `seed + epoch`.
@@ -177,7 +177,7 @@ class RankStream(IterableDataset[Any]):
         self.seed = seed
         self.epoch = 0
         self.num_examples = 0
-        """Samples that the stream has given in the current pass, for all feeders."""
+        """Samples that the stream has given in the current pass, for all readers."""
 
     def set_epoch(self, epoch: int) -> None:
         """Which epoch comes next; passed on to the stream."""
@@ -198,7 +198,7 @@ class RankStream(IterableDataset[Any]):
             yield sample
 
     def __len__(self) -> int:
-        """Samples of this feeder. Raises TypeError when the stream has no length."""
+        """Samples of this reader. Raises TypeError when the stream has no length."""
         rounds = len(self.dataset) / self.global_batch
         own = self.global_batch // self.sharder.size
         return own * (math.floor(rounds) if self.sharder.drop_last else math.ceil(rounds))

@@ -1,4 +1,4 @@
-"""A DataLoader over one feeder's share of what a user's loader gives (see `rank_batches`)."""
+"""A DataLoader over one reader's share of what a user's loader gives (see `rank_batches`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class RankLoader(DataLoader[Any]):
-    """A DataLoader over one feeder's share, that knows its epoch and when it is at its end.
+    """A DataLoader over one reader's share, that knows its epoch and when it is at its end.
 
     Made by `shard`. It reads one batch ahead. Batches stay where the collate function put them,
     or are moved to `device`.
@@ -68,13 +68,13 @@ class RankLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples in a batch over all feeders; None where batches have sizes of their own."""
+        """Samples in a batch over all readers; None where batches have sizes of their own."""
         size = self.sharder.batch_size
         return None if size is None else size * self.sharder.size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples that all feeders share."""
+        """Samples that all readers share."""
         data: Any = self.dataset
         return len(data.dataset if isinstance(data, RankStream) else data)
 
@@ -120,10 +120,10 @@ def shard(
     active: list[RankLoader] | None = None,
     device: torch.device | None = None,
 ) -> RankLoader:
-    """A loader over this feeder's share of the batches of `loader`.
+    """A loader over this reader's share of the batches of `loader`.
 
     `seed`: random samplers shuffle by `seed + epoch`, the same on every rank; None leaves them as
-    they are. `split_batches`: the loader's batch size is the whole of all feeders, not of one.
+    they are. `split_batches`: the loader's batch size is the whole of all readers, not of one.
     `even_batches`: a short last round is filled up with samples from the beginning.
     `dispatch_batches`: False lets a stream of `datasets` give each rank shards of its own, and
     fills the last round of other streams up; unset, the last round of a stream is shared out as
@@ -136,7 +136,7 @@ def shard(
     """
     if isinstance(loader, RankLoader):
         return loader
-    if share.num_feeders > 1 and dispatch_batches:
+    if share.num_readers > 1 and dispatch_batches:
         raise ValueError(
             "dispatch_batches=True asks rank 0 to read for all ranks. Here each rank reads the data"
             " set itself and keeps its share, which sends nothing. Leave dispatch_batches unset,"
@@ -153,7 +153,7 @@ def shard(
     sampler = _seeded(sampler, seed, share)
     sharder = _sharder(sampler, share, split_batches, even_batches)
     knows_rank = getattr(sampler, "rank_aware", False) or is_rebalancing(sampler)
-    if share.num_feeders > 1 and not knows_rank:
+    if share.num_readers > 1 and not knows_rank:
         if name == "sampler" and not isinstance(sampler, BatchSampler):
             raise ValueError(
                 "a DataLoader with batch_size=None gives samples one by one, which cannot be dealt"
@@ -194,9 +194,9 @@ def _shard_stream(
     own = _own_size(size, share, split)
     sharder = BatchSharder(share, own, split=split, drop_last=loader.drop_last, spread=spread)
     batching = {"batch_size": own, "drop_last": loader.drop_last}
-    if share.num_feeders > 1:
-        if not (spread or split) and _has_shards(stream, share.num_feeders):
-            shards, index = share.num_feeders, share.feeder_index
+    if share.num_readers > 1:
+        if not (spread or split) and _has_shards(stream, share.num_readers):
+            shards, index = share.num_readers, share.reader_index
             stream = stream.shard(num_shards=shards, index=index)  # type: ignore[attr-defined]
         elif size is None:
             raise ValueError(
@@ -209,7 +209,7 @@ def _shard_stream(
 
 
 def _has_shards(stream: Any, size: int) -> bool:
-    """True if it is a stream of `datasets` with at least one shard a feeder."""
+    """True if it is a stream of `datasets` with at least one shard a reader."""
     return hasattr(stream, "shard") and getattr(stream, "n_shards", 0) >= size
 
 
@@ -220,14 +220,14 @@ def _sharder(sampler: Any, share: Share, split: bool, even: bool) -> BatchSharde
 
 
 def _own_size(batch_size: int | None, share: Share, split: bool) -> int | None:
-    if not split or share.num_feeders == 1:
+    if not split or share.num_readers == 1:
         return batch_size
-    if batch_size is None or batch_size % share.num_feeders:
+    if batch_size is None or batch_size % share.num_readers:
         raise ValueError(
-            f"split_batches cuts each batch into {share.num_feeders} equal parts, one a rank, but"
-            f" the batch size is {batch_size}; make it a multiple of {share.num_feeders}"
+            f"split_batches cuts each batch into {share.num_readers} equal parts, one a rank, but"
+            f" the batch size is {batch_size}; make it a multiple of {share.num_readers}"
         )
-    return batch_size // share.num_feeders
+    return batch_size // share.num_readers
 
 
 def _seeded(sampler: Any, seed: int | None, share: Share) -> Any:
@@ -236,7 +236,7 @@ def _seeded(sampler: Any, seed: int | None, share: Share) -> Any:
     if not isinstance(random, RandomSampler) or isinstance(random, SeededSampler):
         return sampler
     if seed is None:
-        if share.num_feeders > 1:
+        if share.num_readers > 1:
             raise ValueError(
                 "an unseeded random sampler would give each rank another order; leave"
                 " use_seedable_sampler=True, or give the loader a sampler of your own"

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arguments.backend import ranks_of_a_layer
 from ..callbacks.reporting import ReportingMixin, speed_metrics
 from ..data.loading import has_length
 from ..data.rank_batches import RankStream
@@ -137,7 +138,9 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
         metrics, num_samples = output.metrics or {}, output.num_samples or 0
         start_time += self._preparation_to_leave_out
         self._preparation_to_leave_out = 0.0
-        total_batch = self.args.eval_batch_size * self.args.world_size
+        total_batch = (
+            self.args.eval_batch_size * self.args.world_size // ranks_of_a_layer(self.args)
+        )
         steps = math.ceil(num_samples / total_batch)
         metrics |= speed_metrics(prefix, start_time, num_samples=num_samples, num_steps=steps)
         return metrics

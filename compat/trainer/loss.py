@@ -55,12 +55,15 @@ def loss_shifts_labels(model: nn.Module) -> bool:
 
 
 def is_causal_lm(model: nn.Module) -> bool:
-    """True if transformers lists the model's class as one that predicts the next token."""
+    """True if transformers lists the model's class as one that predicts the next token, or the
+    class that a driver has derived from, as FSDP does."""
     if "transformers" not in sys.modules:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return type(unwrap_peft(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    kind = type(unwrap_peft(model))
+    return kind.__name__.removeprefix("FSDP") in names
 
 
 def loss_of(outputs: Any, inputs: Mapping[str, Any]) -> Tensor:

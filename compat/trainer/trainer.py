@@ -15,6 +15,7 @@ from torch import nn
 from ..accelerate.accelerator import Accelerator
 from ..accelerate.library_state import start_library_state
 from ..arguments import TrainingArguments
+from ..arguments.backend import ranks_of_a_layer
 from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
 from ..callbacks.jit_checkpoint import jit_checkpoint_callbacks
@@ -297,10 +298,14 @@ class Trainer(TrainingMixin):
         return bool(self.args.process_index == 0)
 
     def get_tp_size(self) -> int:
-        """Ranks that share one layer: tensor parallelism is no driver's yet."""
+        """Ranks that share one layer, and the samples that they see."""
+        return ranks_of_a_layer(self.args)
+
+    def get_cp_size(self) -> int:
+        """Ranks that share one sequence: none do."""
         return 1
 
-    get_cp_size = get_sp_size = get_tp_size
+    get_sp_size = get_cp_size
 
     def end(self) -> None:
         """Leave the process group; the Trainer cannot be used after it."""

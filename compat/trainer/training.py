@@ -115,10 +115,11 @@ class TrainingMixin(BetweenStepsMixin):
                     size, factor = _smaller_batch(self._train_batch_size, error)
                     _LOG.warning(
                         "out of memory with batches of %s: going on with %s, and %s times as many "
-                        "an update, so that the global batch stays",
+                        "an update, so that the global batch stays%s",
                         self._train_batch_size,
                         size,
                         factor,
+                        _waiting(args, size, factor),
                     )
                 self._interrupted = self._training
                 self.model.zero_grad()
@@ -367,6 +368,18 @@ def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | 
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
     return resume
+
+
+def _waiting(args: Any, size: int, factor: int) -> str:
+    """A note for a run of several ranks: nobody can ask the others, who may be in the step."""
+    if args.world_size == 1:
+        return ""
+    accumulation = args.gradient_accumulation_steps * factor
+    return (
+        f" on rank {args.process_index}. A rank that had room would wait for it in vain: if the "
+        f"run ends so, start it again with per_device_train_batch_size={size} and "
+        f"gradient_accumulation_steps={accumulation}"
+    )
 
 
 def _smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:

@@ -39,6 +39,8 @@ from .writer import RNG, collect, write_pieces
 __all__ = ["BackgroundSave", "CheckpointStore", "load_rng", "own_random_state", "save_folder"]
 
 _LOG = logging.getLogger(__name__)
+FEEDERS = "num_feeders"
+"""In the state of a checkpoint of which several ranks were one feeder: how many feeders."""
 
 
 class CheckpointStore:
@@ -270,8 +272,10 @@ def _manifest(
     driver: str,
 ) -> Manifest:
     """Without the files, which are not written yet."""
-    size = session.world.size
-    return Manifest(step, (), dict(state), dict(settings or {}), driver, size, engine.tied)
+    world, state = session.world, dict(state)
+    if world.num_feeders != world.size:
+        state[FEEDERS] = world.num_feeders
+    return Manifest(step, (), state, dict(settings or {}), driver, world.size, engine.tied)
 
 
 def _remove(retired: list[Place]) -> None:
@@ -320,12 +324,13 @@ def save_folder(folder: Path, session: Session, fill: Callable[[Path], None]) ->
 def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> list[str]:
     """Give this rank the random state that it saved. Returns the names of the generators that the
     checkpoint holds no state of, which stay as they are: all of them, when it is of another world
-    size, or of a driver with other generators. Raises `CheckpointDamaged` before anything is
-    changed. `driver`: the session's, whose own checkpoints hold what it knows.
+    size or number of feeders, or of a driver with other generators. Raises `CheckpointDamaged`
+    before anything is changed. `driver`: the session's, whose own checkpoints hold what it knows.
     """
     rank, size, manifest = session.world.rank, session.world.size, reader.manifest
     current = session.rng_state()
-    if manifest.world_size != size:
+    feeders = manifest.state.get(FEEDERS, manifest.world_size)
+    if (manifest.world_size, feeders) != (size, session.world.num_feeders):
         return list(current)
     stored = reader.own("state", rank, f"{RNG}/{rank}/")
     if driver and manifest.driver == driver:

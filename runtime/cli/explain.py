@@ -18,7 +18,7 @@ from ..data.open_dataset import by_sample
 from ..data.prebatched import Batches
 from ..kernel.batches import Position
 from ..kernel.contract import Driver, EstimatesLayout
-from ..kernel.errors import CapabilityRefused, DrivetrainError
+from ..kernel.errors import DrivetrainError
 from ..kernel.plan import Layout
 from ..kernel.recipe import Batch, Recipe
 from ..kernel.registry import find_driver, known_backends, refuse_unpromised, usable_driver
@@ -97,11 +97,7 @@ def _outlook(
     num_ranks: int,
 ) -> Record:
     plan = settings.plan(options)
-    refuse_unpromised(driver, plan)
-    if num_ranks > 1 and not driver.capabilities(plan).multi_process:
-        raise CapabilityRefused(
-            "more than one process", driver.name, "set --nproc 1", "multi_process"
-        )
+    refuse_unpromised(driver, plan, num_ranks)
     probe = driver.probe()
     memory = probe.memory_bytes // num_ranks if probe.usable else 0
     record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
@@ -186,7 +182,7 @@ def _first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
         global_batch=max(settings.global_batch, num_ranks),
         micro_batch=min(settings.micro_batch or part, part),
         collate=recipe.collate,
-        num_feeders=num_ranks,
+        num_readers=num_ranks,
     )
     with closing(loader.groups(Position(), 1)) as groups:
         return next(next(groups).microbatches).batch

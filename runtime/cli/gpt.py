@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from drivetrain.data.parallel import Parallel
 from drivetrain.kernel.recipe import Recipe
 from drivetrain.trainer.settings import (
     CheckpointSettings,
@@ -65,15 +66,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_size = config.width // config.heads
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        batch, length, width = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # as many heads as are here
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(
             rotate(query, cosine, sine),
@@ -82,8 +82,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )
-        mixed = mixed.transpose(1, 2).reshape(batch, length, width)
-        return cast(Tensor, self.out(mixed))
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
 
 
 class Block(nn.Module):
@@ -122,20 +121,23 @@ class GPT(nn.Module):
                 scale = 1 / math.sqrt(2 * config.layers) if last else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(B, T) bytes to (B, T, 256) logits of the byte that follows each."""
-        cosine, sine = rotations(tokens.shape[1], self.config, tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """(B, T) bytes to (B, T, 256) logits of the byte that follows each. `positions`: theirs,
+        (1, T), where they do not begin at 0."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        cosine, sine = rotations(positions[0], self.config)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cosine, sine)
         return cast(Tensor, self.head(self.norm(x)))
 
 
-def rotations(length: int, config: Config, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotations(positions: Tensor, config: Config) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, (T, C / H / 2) each."""
     half = config.width // config.heads // 2
-    speeds = 1000.0 ** (-torch.arange(half, device=device) / half)
-    angles = torch.arange(length, device=device)[:, None] * speeds
+    speeds = 1000.0 ** (-torch.arange(half, device=positions.device) / half)
+    angles = positions[:, None] * speeds
     return angles.cos(), angles.sin()
 
 
@@ -170,9 +172,26 @@ class Windows:
         return self.text[starts[:, None] + self.offsets]
 
 
-def collate(samples: Tensor | list[Tensor]) -> Tensor:
-    """(B, T + 1) bytes."""
-    return samples if isinstance(samples, Tensor) else torch.stack(samples)
+def collate(samples: Tensor | list[Tensor]) -> dict[str, Tensor]:
+    """The bytes of (B, T + 1), and what follows each: (B, T) both."""
+    rows = samples if isinstance(samples, Tensor) else torch.stack(samples)
+    return {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
+
+
+parallel = Parallel(
+    tensor={
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.attention.qkv": "column",
+        "blocks.*.attention.out": "row",
+        "blocks.*.up": "column",
+        "blocks.*.down": "row",
+    },
+    fused={"blocks.*.attention.qkv": 3},
+    sequence={"tokens": 1, "targets": 1},
+    positions="positions",
+)
+"""How `--backend mesh` may cut the model over ranks."""
 
 
 def read_library(folder: Path) -> tuple[bytes, bytes]:
@@ -190,19 +209,19 @@ def read_library(folder: Path) -> tuple[bytes, bytes]:
     return b"\n".join(training), b"\n".join(held_out)
 
 
-def loss(module: nn.Module, batch: Tensor) -> Tensor:
+def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Cross entropy of each next byte in nats, summed."""
-    tokens = batch.long()
-    logits = module(tokens[:, :-1])
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    logits = module(batch["tokens"].long(), batch.get("positions"))
+    targets = batch["targets"].long().flatten()
+    return F.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum")
 
 
-def count_items(batch: Tensor) -> int:
+def count_items(batch: Mapping[str, Tensor]) -> int:
     """The number of bytes that are predicted."""
-    return batch.shape[0] * (batch.shape[1] - 1)
+    return batch["targets"].numel()
 
 
-def measure(module: nn.Module, batch: Tensor) -> Mapping[str, Tensor]:
+def measure(module: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """The sums that evaluation adds up."""
     return {"nats": loss(module, batch)}
 
@@ -233,6 +252,7 @@ def recipe(config: Config) -> Recipe:
         measure=measure,
         summarise=summarise,
         flops_per_item=flops_per_item(config),
+        parallel=parallel,
     )
 
 

@@ -1,10 +1,10 @@
-"""Cuts the order of samples into steps, and fetches a feeder's part of each step.
+"""Cuts the order of samples into steps, and fetches a reader's part of each step.
 
 A *group* is the global batch of one step: the next G samples of the epoch's order. It is dealt to
-the feeders in contiguous parts of nearly equal size, and each part is cut into microbatches, as
-many on every feeder, since ranks that run different numbers of forwards wait for each other for
+the readers in contiguous parts of nearly equal size, and each part is cut into microbatches, as
+many on every reader, since ranks that run different numbers of forwards wait for each other for
 ever. Read one after the other, the parts are in the order of the epoch: which samples train
-together depends neither on the number of feeders, nor on accumulation, workers, or where a run
+together depends neither on the number of readers, nor on accumulation, workers, or where a run
 resumed.
 
 Randomness in the data (augmentation, masking) is exact on resume in one of two ways. Without
@@ -91,7 +91,7 @@ class InOwnOrder:
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Dealing:
-    """The settings by which samples are dealt to feeders, cut, collated and fetched.
+    """The settings by which samples are dealt to readers, cut, collated and fetched.
 
     Raises `SettingError` for numbers out of range.
     """
@@ -101,8 +101,8 @@ class Dealing:
     seed: int = 0
     collate: Callable[[list[Any]], Batch] | None = None
     """By default `torch.utils.data.default_collate`."""
-    feeder_index: int = 0
-    num_feeders: int = 1
+    reader_index: int = 0
+    num_readers: int = 1
     drop_last: bool = False
     """Leave out the last group of an epoch when it is not full."""
     fixed_size: bool = False
@@ -115,28 +115,28 @@ class Dealing:
     """The start method of workers: fork, forkserver or spawn; None is the platform's default."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.feeder_index < self.num_feeders:
-            raise SettingError(f"feeder_index is {self.feeder_index}, of {self.num_feeders}")
+        if not 0 <= self.reader_index < self.num_readers:
+            raise SettingError(f"reader_index is {self.reader_index}, of {self.num_readers}")
         if self.micro_batch < 1 or self.workers < 0 or self.prefetch < 1:
             raise SettingError(
                 f"micro_batch ({self.micro_batch}) and prefetch ({self.prefetch}) must be 1 or "
                 f"more, workers ({self.workers}) 0 or more"
             )
-        if self.global_batch < self.num_feeders:
+        if self.global_batch < self.num_readers:
             raise SettingError(
                 f"a global batch of {self.global_batch} samples cannot be dealt to "
-                f"{self.num_feeders} feeders: raise it, or start fewer processes"
+                f"{self.num_readers} readers: raise it, or start fewer processes"
             )
 
     def parts(self, num_samples: int) -> tuple[Part, ...]:
-        """This feeder's microbatches of a group of so many samples."""
+        """This reader's microbatches of a group of so many samples."""
         cut_up = pad_by_repeating if self.fixed_size else partition
-        return cut_up(num_samples, self.micro_batch, self.feeder_index, self.num_feeders)
+        return cut_up(num_samples, self.micro_batch, self.reader_index, self.num_readers)
 
 
 @dataclass(eq=False, repr=False)
 class Loader(Dealing):
-    """The groups of a map-style data set, from any position on, as one feeder sees them.
+    """The groups of a map-style data set, from any position on, as one reader sees them.
 
     Raises `DataError` for data, and `SettingError` for numbers, that cannot be trained with.
     """

@@ -79,8 +79,8 @@ def open_dataset(
         "seed": seed,
         "workers": workers,
         "drop_last": drop_last,
-        "feeder_index": session.world.feeder_index,
-        "num_feeders": session.world.num_feeders,
+        "reader_index": session.world.reader_index,
+        "num_readers": session.world.num_readers,
     }
     order: OrderFunction = sequential if shuffle is False else shuffled
     if by_length is not None and lengths is not None:
@@ -129,11 +129,11 @@ def once(source: Source) -> Generator[Group, None, None]:
 
 
 class Source(Protocol):
-    """Data of one kind, in the order of training, as one feeder sees it. The loop knows no more."""
+    """Data of one kind, in the order of training, as one reader sees it. The loop knows no more."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch, over all feeders; None where the length is unknown."""
+        """Samples in an epoch, over all readers; None where the length is unknown."""
         ...
 
     @property

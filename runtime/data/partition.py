@@ -1,4 +1,4 @@
-"""Deals a global batch to feeders and cuts it into microbatches."""
+"""Deals a global batch to readers and cuts it into microbatches."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Part(NamedTuple):
     start: int
     stop: int
     num_samples: int
-    """`stop - start`; 0 for a part that only keeps its feeder busy."""
+    """`stop - start`; 0 for a part that only keeps its reader busy."""
     repeats: int = 1
     """The number of times that its samples stand in the batch, one round after the other."""
 
 
 @lru_cache(maxsize=64)
-def partition(num_samples: int, micro_batch: int, index: int, num_feeders: int) -> tuple[Part, ...]:
-    """The microbatches of one feeder in a group of `num_samples`. A feeder that has fewer samples
+def partition(num_samples: int, micro_batch: int, index: int, num_readers: int) -> tuple[Part, ...]:
+    """The microbatches of one reader in a group of `num_samples`. A reader that has fewer samples
     than microbatches gets idle ones: one real sample, so that the forward can run, counted 0.
     """
-    largest = split_evenly(num_samples, num_feeders, 0)[1]
+    largest = split_evenly(num_samples, num_readers, 0)[1]
     num_microbatches = -(-largest // micro_batch)
-    start, size = split_evenly(num_samples, num_feeders, index)
+    start, size = split_evenly(num_samples, num_readers, index)
     parts = []
     for number in range(num_microbatches):
         offset, length = split_evenly(size, num_microbatches, number)
@@ -39,16 +39,16 @@ def partition(num_samples: int, micro_batch: int, index: int, num_feeders: int) 
 
 
 @lru_cache(maxsize=64)
-def pad_by_repeating(num_samples: int, size: int, index: int, num_feeders: int) -> tuple[Part, ...]:
+def pad_by_repeating(num_samples: int, size: int, index: int, num_readers: int) -> tuple[Part, ...]:
     """`cut`, where every batch must have exactly `size` rows. What does not fill a batch is cut
     into parts whose lengths divide `size`, each repeated until it does: a loss that is a sum over
     samples, divided by the repeats, is exactly theirs, without a mask.
     """
-    start, own = split_evenly(num_samples, num_feeders, index)
+    start, own = split_evenly(num_samples, num_readers, index)
     lengths = _fill(own, size)
-    ends = (0, num_feeders - 1)
+    ends = (0, num_readers - 1)
     num_microbatches = max(
-        len(_fill(split_evenly(num_samples, num_feeders, i)[1], size)) for i in ends
+        len(_fill(split_evenly(num_samples, num_readers, i)[1], size)) for i in ends
     )
     parts = []
     for length in lengths:
@@ -61,7 +61,7 @@ def pad_by_repeating(num_samples: int, size: int, index: int, num_feeders: int) 
 
 @lru_cache(maxsize=64)
 def fitting_size(num_samples: int, micro_batch: int) -> int:
-    """The batch size, at most `micro_batch`, with which `pad_by_repeating` cuts a feeder's
+    """The batch size, at most `micro_batch`, with which `pad_by_repeating` cuts a reader's
     samples into the fewest batches; the smallest of these.
     """
     sizes = range(1, min(num_samples, micro_batch) + 1)

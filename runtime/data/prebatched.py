@@ -1,7 +1,7 @@
 """Ready batches: the microbatches of a loader that is the user's own, taken as they come.
 
-Each feeder brings its own loader, `torch.utils.data.DataLoader` for instance, which must have been
-given this feeder's part of the data. A position is the number of batches taken, and is found again
+Each reader brings its own loader, `torch.utils.data.DataLoader` for instance, which must have been
+given this reader's part of the data. A position is the number of batches taken, and is found again
 by reading so many.
 """
 
@@ -47,10 +47,10 @@ class Batches:
     """
 
     loader: Any
-    """An iterable of this feeder's batches; `set_epoch` of it, or of its sampler or data set, is
+    """An iterable of this reader's batches; `set_epoch` of it, or of its sampler or data set, is
     called before an epoch is read."""
     accumulation: int = 1
-    """Batches of each feeder in one update."""
+    """Batches of each reader in one update."""
     count_samples: Callable[[Batch], int] = count_rows
     isolate_random: bool = True
     """Opening an epoch, and each batch, get random numbers of their own, by (seed, epoch, batch),
@@ -63,9 +63,9 @@ class Batches:
 
 
 class PrebatchedLoader(InOwnOrder):
-    """The groups of ready batches, from any position on, for one feeder.
+    """The groups of ready batches, from any position on, for one reader.
 
-    Feeders may have different numbers of batches: one that has none left runs its last one again,
+    Readers may have different numbers of batches: one that has none left runs its last one again,
     counted 0. Constructed, and read, by all ranks together.
     """
 
@@ -87,12 +87,12 @@ class PrebatchedLoader(InOwnOrder):
         self.epoch_length = None
         self.steps_per_epoch: int | None = None
         if None not in lengths:
-            self.epoch_length = max(lengths) * session.world.num_feeders
+            self.epoch_length = max(lengths) * session.world.num_readers
             self.steps_per_epoch = steps_per_epoch(max(lengths), batches.accumulation, drop_last)
 
     @property
     def _group_length(self) -> int:
-        return self.batches.accumulation * self.session.world.num_feeders
+        return self.batches.accumulation * self.session.world.num_readers
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""
@@ -100,7 +100,7 @@ class PrebatchedLoader(InOwnOrder):
 
     def where(self, position: Position, num_samples: int) -> str:
         """See `Source`."""
-        first = position.samples // self.session.world.num_feeders
+        first = position.samples // self.session.world.num_readers
         return (
             f"the {num_samples} samples of batches {first} to "
             f"{first + self.batches.accumulation - 1} of each rank in epoch {position.epoch}"
@@ -108,15 +108,15 @@ class PrebatchedLoader(InOwnOrder):
 
     def _epoch(self, start: Position) -> Iterator[Group]:
         """The groups from `start` to the end of its epoch."""
-        size, feeders = self.batches.accumulation, self.session.world.num_feeders
-        if start.samples % feeders:
+        size, readers = self.batches.accumulation, self.session.world.num_readers
+        if start.samples % readers:
             raise DataError(
-                f"{start.samples} ready batches were taken, which {feeders} feeders cannot have "
+                f"{start.samples} ready batches were taken, which {readers} readers cannot have "
                 "shared equally: resume with a number of processes that divides it, or hand over "
                 "the data set itself, which resumes with any"
             )
-        reading = _Pass(self.batches, self.seed, start.epoch, self.session.world.feeder_index)
-        reading.skip(start.samples // feeders)
+        reading = _Pass(self.batches, self.seed, start.epoch, self.session.world.reader_index)
+        reading.skip(start.samples // readers)
         position, first_row = start, 0
         while True:
             taken = reading.take(size)
@@ -128,7 +128,7 @@ class PrebatchedLoader(InOwnOrder):
             after = (
                 Position(start.epoch + 1)
                 if over
-                else Position(start.epoch, position.samples + size * feeders)
+                else Position(start.epoch, position.samples + size * readers)
             )
             spares = [reading.spare()] * (num_microbatches - len(taken))
             microbatches = self._microbatches([*taken, *spares], rows, first_row)
@@ -137,35 +137,35 @@ class PrebatchedLoader(InOwnOrder):
             position, first_row = after, first_row + num_samples
 
     def _compare(self, taken: Sequence[Batch], over: bool) -> tuple[list[list[int]], bool]:
-        """The rows of each feeder's next batches (0: no batch), and whether all are at the end."""
+        """The rows of each reader's next batches (0: no batch), and whether all are at the end."""
         world, size = self.session.world, self.batches.accumulation
         mine = [self.batches.count_samples(batch) for batch in taken]
         if not all(mine):
             raise DataError("a ready batch holds no samples")
-        told = [0] * (world.num_feeders * size)
-        first = world.feeder_index * size
+        told = [0] * (world.num_readers * size)
+        first = world.reader_index * size
         told[first : first + len(mine)] = mine
         not_over, *counts = self.session.tally([float(not over), *told])()
-        rows = [int(count) for count in counts]
+        rows = [int(count * world.counts_once) for count in counts]
         return [rows[i : i + size] for i in range(0, len(rows), size)], not not_over
 
     def _microbatches(
         self, batches: Sequence[Batch], rows: Sequence[Sequence[int]], first_row: int
     ) -> Iterator[Microbatch]:
-        """Samples are numbered through the first batch of each feeder, then the second ones."""
-        feeder, feeders = self.session.world.feeder_index, len(rows)
+        """Samples are numbered through the first batch of each reader, then the second ones."""
+        reader, readers = self.session.world.reader_index, len(rows)
         by_turn = [own[number] for number in range(len(batches)) for own in rows]
         starts = list(accumulate(by_turn, initial=first_row))
         for number, batch in enumerate(batches):
-            yield Microbatch(batch, rows[feeder][number], starts[number * feeders + feeder])
+            yield Microbatch(batch, rows[reader][number], starts[number * readers + reader])
 
 
 class _Pass:
-    """One epoch of a feeder's loader, with one batch read ahead to know when it is over."""
+    """One epoch of a reader's loader, with one batch read ahead to know when it is over."""
 
-    def __init__(self, batches: Batches, seed: int, epoch: int, feeder: int) -> None:
+    def __init__(self, batches: Batches, seed: int, epoch: int, reader: int) -> None:
         self._isolated = batches.isolate_random
-        self._seed, self._epoch, self._feeder = seed, epoch, feeder
+        self._seed, self._epoch, self._reader = seed, epoch, reader
         self._number, self._ended = 0, False
         self._ahead: list[Batch] = []
         self._last: list[Batch] = []
@@ -181,7 +181,7 @@ class _Pass:
                 self._ahead.clear()
         if self._ended:
             raise DataError(
-                f"{num_batches} batches of epoch {self._epoch} were taken by this feeder, and its "
+                f"{num_batches} batches of epoch {self._epoch} were taken by this reader, and its "
                 f"loader ends after {self._number}: it is not the one that was trained on, or an "
                 "iterator of which a part was read before"
             )
@@ -200,16 +200,16 @@ class _Pass:
         return not self._ahead
 
     def spare(self) -> Batch:
-        """A batch that keeps this feeder busy while others have more."""
+        """A batch that keeps this reader busy while others have more."""
         if not self._last:
             raise DataError(
-                f"feeder {self._feeder} was given no batch in epoch {self._epoch}, and others were"
+                f"reader {self._reader} was given no batch in epoch {self._epoch}, and others were"
             )
         return self._last[0]
 
     def _read(self) -> None:
         try:
-            with self._random_numbers(mix(self._seed, self._epoch, self._number, self._feeder)):
+            with self._random_numbers(mix(self._seed, self._epoch, self._number, self._reader)):
                 self._ahead.append(next(self._iterator))
             self._number += 1
         except StopIteration:

@@ -1,7 +1,7 @@
 """Streams: data that can only be read from the front, without an index and often without a length.
 
-Every feeder reads the whole stream and keeps its part of each global batch, so that which samples
-train together does not depend on the number of feeders, as for other data. A position is how many
+Every reader reads the whole stream and keeps its part of each global batch, so that which samples
+train together does not depend on the number of readers, as for other data. A position is how many
 samples of the epoch were read, and the stream's own state there, if it has `state_dict` and
 `load_state_dict`; a stream that has not is read again up to the position, and so is one of the
 datasets library that was shuffled, whose state forgets its buffer. Any other state is trusted: wrap
@@ -54,7 +54,7 @@ class ReadAgain:
 
 @dataclass(eq=False, repr=False)
 class StreamLoader(InOwnOrder, Dealing):
-    """The groups of a stream, from any position on, as one feeder sees them.
+    """The groups of a stream, from any position on, as one reader sees them.
 
     With `workers=1` the stream is read in another process.
     """

@@ -84,7 +84,7 @@ class Evaluations:
             source = self.open_data(
                 data,
                 seed=0,
-                global_batch=size * self.session.world.num_feeders,
+                global_batch=size * self.session.world.num_readers,
                 micro_batch=size,
                 num_epochs=1,
             )

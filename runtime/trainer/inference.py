@@ -66,7 +66,7 @@ class Inference:
             data,
             self.session,
             seed=settings.seed,
-            global_batch=size * self.session.world.num_feeders,
+            global_batch=size * self.session.world.num_readers,
             micro_batch=size,
             num_epochs=1,
             collate=self.recipe.collate,

@@ -68,6 +68,7 @@ class SettingsPolicy:
                 self.saves.store.get_ready(loop.engine, self.state.session)
         if self.announce.observers:
             self.announce(events.StepEnded(step))
+        self.state.turn_losses.add(step, result.loss)
         if self.state.spikes.watches:
             self.state.spikes.add(step, group, result.loss)
         requests = loop.agreed(result)
@@ -78,6 +79,7 @@ class SettingsPolicy:
             if log:
                 self.log(loop)
                 loop.start_window()
+                self.state.turn_losses.start_window()
             if requests[events.Request.EVALUATE] or _due(step, settings.evaluate.every):
                 self.evaluate(loop)
             if self.saves is not None and self.saves.under_way:
@@ -117,7 +119,7 @@ class SettingsPolicy:
     def log(self, loop: TrainLoop) -> None:
         """Announce the figures of the steps since the last log."""
         loop.resolve_pending_outcome()
-        logged = log_of(loop, self.state.source)
+        logged = log_of(loop, self.state.source, self.state.turn_losses.means())
         self.loss = logged.loss
         self.announce(logged)
 

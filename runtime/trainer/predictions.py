@@ -147,14 +147,15 @@ class _Pending:
         self.parts.append(part)
 
     def gather(self, session: Session) -> Chunk:
-        """All feeders' outputs, by sample; called by all ranks."""
+        """All readers' outputs, by sample; called by all ranks."""
         mine = {path: self._on_host(tensors) for path, tensors in self.tensors.items()}
         widths = _widths(session, mine)
-        indices = session.gather(_indices(self.parts))
+        own = slice(None) if session.world.leads else slice(0)
+        indices = session.gather(_indices(self.parts)[own])
         in_order = bool((indices.diff() > 0).all())
         order = slice(None) if in_order else indices.argsort()
         gathered = [
-            session.gather(join([tensor], self.padding, widths[path]))[order]
+            session.gather(join([tensor], self.padding, widths[path])[own])[order]
             for path, tensor in mine.items()
         ]
         return Chunk(int(indices.min()), len(indices), rebuild(self.structure, gathered))

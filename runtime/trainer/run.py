@@ -39,6 +39,7 @@ from .saves import Saves, checkpoint_store, stored_metrics
 from .settings import Settings
 from .spikes import SkipGroups, Spikes
 from .start_checks import agree, on_rank_0, start_conditions
+from .turn_losses import TurnLosses
 from .weight_averages import WeightAverages
 
 __all__ = ["Run"]
@@ -77,7 +78,7 @@ class Run:
         able = driver.capabilities(plan)
         if world.size > 1:
             hear_of_late_ranks(session, driver.name, able, announce, self._steps_done)
-        largest = -(-settings.global_batch // world.num_feeders)
+        largest = -(-settings.global_batch // world.num_readers)
         self.micro_batch = plan.micro_batch or largest
         if able.static_shapes:
             self.micro_batch = fitting_size(largest, self.micro_batch)
@@ -105,8 +106,9 @@ class Run:
         )
         planned = Planned(settings, source, recipe.schedule)
         engine = self.memory.prepare(session, self.recipe)
-        session.seed(settings.seed + 1 + world.rank)
-        spikes = Spikes(settings.spikes, session, source.where)
+        session.seed(settings.seed + 1 + world.feeder_index)
+        turn_of = getattr(recipe.loss, "name_of_update", None)
+        spikes = Spikes(settings.spikes, session, source.where, turn_of)
         size = settings.evaluate.micro_batch or self.micro_batch
         averages = WeightAverages(settings, engine, driver.name)
         self.state = RunState(
@@ -121,6 +123,7 @@ class Run:
                 with_weights=averages.evaluated,
             ),
             spikes=spikes,
+            turn_losses=TurnLosses(turn_of, session),
             averages=averages,
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)

@@ -19,6 +19,7 @@ from .saves import stored_metrics
 from .settings import Settings
 from .spikes import Spikes
 from .start_checks import json_types
+from .turn_losses import TurnLosses
 from .weight_averages import WeightAverages
 
 __all__ = ["RunState"]
@@ -36,6 +37,7 @@ class RunState:
     optimizer: OptimizerRecord
     evaluations: Evaluations
     spikes: Spikes
+    turn_losses: TurnLosses
     averages: WeightAverages
 
     def to_save(self, loop: TrainLoop) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class RunState:
                 "metrics": self.evaluations.to_json(loop.progress.step),
                 "optimizer": self.optimizer.noted,
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
+                **({"turns": self.turn_losses.to_json()} if self.turn_losses.turn_of else {}),
             },
             "settings": json_types(self.settings),
             "driver": self.backend,
@@ -71,13 +74,14 @@ class RunState:
         reader = self.averages.taken_from(reader)
         notes += self._restore_data(loop, state, where)
         self.spikes.restore(state.get("spikes"), where)
+        self.turn_losses.restore(state.get("turns"), where)
         with own_random_state(reader, self.session, self.backend) as unknown:
             loop.restore(reader, state, where)
         notes += self.averages.restored(loop, reader)
         if unknown:
             if len(unknown) == len(self.session.rng_state()):
-                rank, step = self.session.world.rank, loop.progress.step
-                self.session.seed(self.settings.seed + 1 + rank + step)
+                feeder, step = self.session.world.feeder_index, loop.progress.step
+                self.session.seed(self.settings.seed + 1 + feeder + step)
             names = ", ".join(unknown)
             notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
         return reader.manifest, notes

@@ -143,7 +143,8 @@ class SpikeSettings:
     factor: float | None = None
     """A loss above the median of the last `history` ones by this many typical deviations (1.4826
     times the median absolute one, which is the standard deviation of a normal distribution) is a
-    spike; 6 is a good start. None does not watch."""
+    spike; 6 is a good start. None does not watch. Of updates that take turns, each is compared with
+    those of its own turn."""
     history: int = 100
     """Steps; the first 20 of a run are not judged."""
     roll_back: bool = False

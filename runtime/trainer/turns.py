@@ -102,7 +102,7 @@ class Turns:
 
     def of_update(self, number: int) -> Callable[[nn.Module, Batch], Tensor]:
         """The loss of the update of that number, from 1."""
-        turn = self.order[(number - 1) % len(self.order)]
+        turn = self._turn(number)
         loss = self.losses[turn]
 
         def of_turn(module: nn.Module, batch: Batch) -> Any:
@@ -110,6 +110,10 @@ class Turns:
             return module(loss, batch)
 
         return of_turn
+
+    def name_of_update(self, number: int) -> str:
+        """Whose turn the update of that number is, from 1: what a log calls its loss."""
+        return "+".join(_names(self._turn(number)))
 
     def measure(self, module: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The loss of each, and `loss`, all together."""
@@ -120,6 +124,9 @@ class Turns:
     def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
         """All losses together."""
         return self.measure(module, batch)["loss"]
+
+    def _turn(self, number: int) -> Names:
+        return self.order[(number - 1) % len(self.order)]
 
     def _models(self, module: nn.Module) -> Models:
         found = next((part for part in module.modules() if isinstance(part, Models)), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -470,3 +471,22 @@ def test_a_count_of_steps_that_many_share_is_told(optimizer: str, times: int) ->
     for told in Subject("deepspeed", 2, {"stage": 3}).run(warned_of_counts, optimizer=optimizer):
         assert len(told) == times
         assert all("spare.0.0.bias, spare.0.0.weight" in line for line in told)
+
+
+COMPILER = "torch._functorch.aot_autograd"  # one of its slow parts
+
+
+def compilers(bench: Bench, *, folder: str) -> list[bool]:
+    """A job: whether torch's compiler is imported once it has trained, and once Muon was asked."""
+    carry_on(bench, steps=1, folder=folder)
+    imported = [COMPILER in sys.modules]
+    from deepspeed.runtime.zero.muon import original_muon
+
+    with torch.compiler.set_stance("force_eager"):
+        original_muon.zeropower_via_newtonschulz5(torch.eye(2), steps=1)
+    return [*imported, COMPILER in sys.modules]
+
+
+def test_the_compiler_is_imported_by_who_compiles(tmp_path: Path) -> None:
+    subject = Subject("deepspeed", 1, {"stage": 1})
+    assert subject.run(compilers, alone=True, folder=str(tmp_path)) == [[False, True]]

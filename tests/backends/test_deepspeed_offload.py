@@ -22,6 +22,11 @@ OWN: dict[str, dict[str, Any]] = {
         "zero_optimization": OFFLOADED,
     },
 }
+# DeepSpeed's operators correct their bias in float32, where 1 - 0.999**steps is off by 1.3e-5 and
+# more: on the host two of their updates are off by up to 2.5e-5 of their length, two of torch's by
+# 1e-6. Torch's own AdamW, its learning rate changed by 2.5e-5, moves the figures by 1.5e-5, and by
+# 5.4e-4 in the last two steps, where the norm of the gradient jumps.
+ROUNDING, ROUNDING_AFTER_JUMP = 2e-5, 6e-4
 COMPILING_SECONDS = 600.0
 pytestmark = pytest.mark.timeout(2 * COMPILING_SECONDS)
 
@@ -49,7 +54,8 @@ def test_its_own_optimizer_takes_over_and_hands_over(
     subjects = [CPU, *own, Subject("ddp", 2), own[0]]
     figures = follow(subjects, tmp_path)
     expected = CPU.run(carry_on, steps=12, folder=str(tmp_path / "r"))[0]["figures"]
-    torch.testing.assert_close(figures, expected, rtol=1e-5, atol=0)
+    torch.testing.assert_close(figures[:10], expected[:10], rtol=ROUNDING, atol=0)
+    torch.testing.assert_close(figures[10:], expected[10:], rtol=ROUNDING_AFTER_JUMP, atol=0)
 
 
 def has_libaio(bench: Bench) -> bool:

@@ -229,12 +229,12 @@ def test_shards_that_are_not_whole_are_named(
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def read(data: TokenShards, start: Position, num_steps: int, feeders: int) -> Any:
+def read(data: TokenShards, start: Position, num_steps: int, readers: int) -> Any:
     steps: list[list[Any]] = [[] for _ in range(num_steps)]
     end = start
-    for index in range(feeders):
+    for index in range(readers):
         loader = by_sample(
-            data, global_batch=4, micro_batch=2, feeder_index=index, num_feeders=feeders
+            data, global_batch=4, micro_batch=2, reader_index=index, num_readers=readers
         )
         for number, group in enumerate(loader.groups(start, num_steps)):
             for each in group.microbatches:
@@ -246,9 +246,9 @@ def read(data: TokenShards, start: Position, num_steps: int, feeders: int) -> An
 def test_windows_are_shuffled_and_resumed_at_the_sample(made: Path, tmp_path: Path) -> None:
     tokenize(request(made, tmp_path, shard_tokens=10))
     data = TokenShards(tmp_path, 3)
-    whole, _ = read(data, Position(), 20, feeders=1)
-    first, position = read(data, Position(), 7, feeders=3)
-    rest, _ = read(data, position, 13, feeders=2)
+    whole, _ = read(data, Position(), 20, readers=1)
+    first, position = read(data, Position(), 7, readers=3)
+    rest, _ = read(data, position, 13, readers=2)
     assert first + rest == whole
     epoch = sum(whole[: -(-len(data) // 4)], [])
     assert sorted(epoch) == sorted(data[index]["input_ids"].tolist() for index in range(len(data)))

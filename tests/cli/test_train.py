@@ -133,7 +133,8 @@ def test_the_printed_command_goes_on_with_the_run(
     assert on_two_ranks.code == 0, on_two_ranks.stderr
     assert "world size was 1, is 2" in on_two_ranks.stdout
     assert on_two_ranks.stdout.count("step 7/7") == 1
-    back = drive(*on_two_ranks.stdout.splitlines()[-1].split()[1:])
+    words = on_two_ranks.stdout.splitlines()[-1].split()
+    back = drive(*words[words.index("train") :])  # as `drivetrain` or by `python -m`
     assert "resumed at step 7" in back.stdout, back.stderr
     ends = [r["step"] for r in lines(tmp_path / "run/metrics.jsonl") if r["event"] == "run_ended"]
     assert ends == [6, 7, 8]

@@ -117,6 +117,16 @@ def spoken(folder: Path, **driver: Any) -> list[int]:
     return [length - args.process_index for length in speaks.lengths]
 
 
+def smoothed(folder: Path, **driver: Any) -> list[float]:
+    """Losses of a language model with smoothed labels, and its evaluation's."""
+    asked = {"max_steps": 2, "label_smoothing_factor": 0.2, "per_device_eval_batch_size": 2}
+    args = arguments(compat, folder, **asked, **driver)
+    given = {"train_dataset": sentences(), "eval_dataset": sentences(8)}
+    trainer = Trainer(llama(), args, **given)
+    trainer.train()
+    return [*losses(trainer), trainer.evaluate()["eval_loss"]]
+
+
 def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     """All of it, in one process group."""
     found: dict[str, Any] = {}
@@ -160,6 +170,7 @@ def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     if bench.backend != "deepspeed":
         found["looped"] = looped(folder / "looped", **saving)
     found["spoken"] = spoken(folder / "spoken", **driver)
+    found["smoothed"] = smoothed(folder / "smoothed", **driver)
     from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})
     from_theirs.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-2"))
     found["from theirs"] = losses(from_theirs)

@@ -367,12 +367,14 @@ def test_the_compiler_and_its_mode_reach_the_driver() -> None:
 @pytest.mark.row(
     "X25",
     status="refused",
-    note="tensor, context and sequence parallelism: fsdp and deepspeed cut weights, ddp cuts data",
+    note="context and sequence parallelism; tensor parallelism is the driver mesh",
 )
 @pytest.mark.parametrize(
     ("sizes", "given", "words"),
     [
-        ({"tp_size": 2}, {"backend": "cpu"}, "tp_size=2"),
+        ({"tp_size": 2}, {"backend": "cpu"}, "asks for 'mesh'"),
+        ({"tp_size": 2}, {"backend": "mesh", "fsdp": "hybrid_shard"}, "dp_replicate_size"),
+        ({"tp_size": 4}, {}, "times tp_size=4 processes, and there are 2"),
         ({"cp_size": 2}, {"backend": "ddp"}, "cp_size=2"),
         ({"sp_size": 2}, {"fsdp": True}, "sp_size=2"),
         ({"dp_shard_size": 2}, {"backend": "ddp"}, "set fsdp=True"),
@@ -392,6 +394,9 @@ def test_other_parallelism_is_refused(
 def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cut = made(fsdp=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
     assert backend.chosen(cut).options["shard_size"] == 2
+    layers = made(parallelism_config=ParallelismConfig(tp_size=2))
+    assert backend.chosen(layers).driver == "mesh"
+    assert backend.chosen(layers).options == {"replicate": 1, "shard": 1, "tensor": 2}
     copied = ParallelismConfig(dp_replicate_size=2)
     assert backend.chosen(made(use_cpu=True, parallelism_config=copied)).driver == "ddp"
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):

@@ -8,7 +8,9 @@ from typing import Any
 import checkpoint_ranks
 import pytest
 import torch
+import transformers
 from built_alike import Classifier, accuracy, both, losses, ours, samples, without_times
+from side_by_side import arguments, llama, sentences
 from torch.nn.functional import cross_entropy
 
 from drivetrain.compat.checkpoints.model_files import read_weights
@@ -144,6 +146,25 @@ def test_ranks_generate_while_training(ran: Any) -> None:
     """For as many steps as each likes: where a forward gathers weights all go on to the last."""
     _, _, ranks, _ = ran
     assert ranks[0]["spoken"] == [4, 4]
+
+
+@pytest.mark.row("S10", "S11")
+@pytest.mark.row(
+    "S9",
+    status="differs",
+    note="in evaluation a rank divides by the tokens of its own batch, as one process does",
+)
+def test_smoothed_labels_are_shifted_whatever_wraps_the_model(ran: Any, tmp_path: Path) -> None:
+    """Batches of two on two ranks are those of four on one, and evaluation is that of two."""
+    _, _, ranks, _ = ran
+    *found, evaluated = ranks[0]["smoothed"]
+    asked = {"max_steps": 2, "label_smoothing_factor": 0.2, "per_device_train_batch_size": 4}
+    given = {"train_dataset": sentences(), "eval_dataset": sentences(8)}
+    args = arguments(transformers, tmp_path, per_device_eval_batch_size=2, **asked)
+    theirs = transformers.Trainer(llama(), args, **given)
+    theirs.train()
+    assert found == pytest.approx(losses(theirs), rel=1e-5)
+    assert evaluated == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.row("K18", "X14")

@@ -34,7 +34,7 @@ class Accelerator:
     """As much of the facade as the loaders ask for."""
 
     def __init__(self, args: Any, rank: int, size: int) -> None:
-        self.args, self.feeder_index, self.num_feeders = args, rank, size
+        self.args, self.reader_index, self.num_readers = args, rank, size
 
     def prepare(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         return shard(loader, self, seed=order_seed(self.args))

@@ -25,14 +25,14 @@ class Cramped(Net):
 
 
 class Shrink(compat.TrainerCallback):  # type: ignore[misc]
-    """Leaves no room for the batches of the steps after one."""
+    """Leaves room for `room` samples in the steps after one."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, room: int = 2) -> None:
+        self.step, self.room = step, room
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
-            kwargs["model"].room = 2
+            kwargs["model"].room = self.room
 
 
 def trainer(folder: Path, shrink_at: int = 0, num_samples: int = 16, **changes: Any) -> Any:

@@ -17,10 +17,10 @@ from drivetrain.compat.data.sharding import RankLoader, shard, skip_first_batche
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several feeders, in one process."""
+    """One of several readers, in one process."""
 
-    feeder_index: int = 0
-    num_feeders: int = 1
+    reader_index: int = 0
+    num_readers: int = 1
 
 
 ALONE = Rank()

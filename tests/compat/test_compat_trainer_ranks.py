@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,32 @@ def test_lists_with_an_item_a_sample(found: Found) -> None:
         assert rank["joined"] == [[[scores, words], labels], loss] * 2
     (_, seen), other = found["theirs"][0]["boxes"]
     assert seen == [labels[:4], labels[4:]] and loss == pytest.approx(other, rel=1e-6)
+
+
+@pytest.mark.row(
+    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+)
+def test_all_ranks_go_on_with_smaller_batches(found: Found) -> None:
+    """Where only one ran out the others would wait, and what it said before tells what to do."""
+    small = found["ours"][0]["small"]
+    assert len(small["losses"]) == 5 and small["told"] == []
+    for number, rank in enumerate(found["ours"]):
+        assert rank["cramped"]["losses"] == pytest.approx(small["losses"], rel=1e-5)
+        (said,) = rank["cramped"]["told"]
+        assert f"on rank {number}" in said
+        assert "per_device_train_batch_size=1 and gradient_accumulation_steps=2" in said
+
+
+@pytest.mark.row("D1", "D4", "K12")
+def test_tokens_in_a_mixture_are_dealt_out_and_resumed(found: Found, tmp_path: Path) -> None:
+    """The batches of all ranks are those of one process."""
+    first, second = (rank["mixed"] for rank in found["ours"])
+    assert first["resumed"] == first["whole"] == second["whole"] and len(first["whole"]) == 8
+    alone = trainer_ranks.mixed(tmp_path, batch=4)
+    for kind in ("batches", "rest"):
+        together = [a + b for a, b in zip(first[kind], second[kind], strict=True)]
+        assert together == alone[kind]
+    assert first["rest"] == first["batches"][4:]
 
 
 @pytest.mark.row("T6")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from built_alike import ARGUMENTS
 from side_by_side import LIBRARIES, arguments, llama, net, points, sentences
+from test_compat_memory_limits import Cramped, Shrink
 from test_compat_seq2seq import SIDES, texts
 from test_compat_seq2seq import model as t5
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from drivetrain import Mix, TokenShards, compat
 from drivetrain.conformance.bench import Bench
 
 
@@ -148,6 +152,62 @@ def gathering(
     return seen
 
 
+def token_shards(folder: Path) -> TokenShards:
+    """Twenty windows of eight tokens, in two files."""
+    folder.mkdir(parents=True)
+    words = torch.randint(16, (160,), generator=torch.Generator().manual_seed(0))
+    shards = []
+    for number, part in enumerate(words.to(torch.uint16).split(100)):
+        raw = part.numpy().tobytes()
+        (folder / f"tokens-{number:05}.bin").write_bytes(raw)
+        shards.append({"tokens": len(part), "crc32": zlib.crc32(raw)})
+    index = {"format": 1, "dtype": "uint16", "shards": shards}
+    (folder / "tokens.json").write_text(json.dumps(index))
+    return TokenShards(folder, 8)
+
+
+def mixed(folder: Path, batch: int = 2) -> dict[str, Any]:
+    """The batches of this rank from tokens on disk mixed with others, and a run that is resumed
+    within the second epoch."""
+    seen: list[Any] = []
+
+    def collate(rows: list[Any]) -> Any:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        seen.append(ids.tolist())
+        return {"input_ids": ids, "labels": ids}
+
+    tokens = token_shards(folder / f"tokens-{os.environ.get('RANK')}")
+    runs, batches = [], []
+    for checkpoint in (None, str(folder / "checkpoint-4")):
+        data = Mix({"tokens": (tokens, 0.7), "more": (sentences(5), 0.3)}, length=12)
+        asked = {"per_device_train_batch_size": batch, "max_steps": 8, "save_steps": 4}
+        args = arguments(compat, folder, **asked, save_strategy="steps")
+        trainer = made(compat.Trainer, llama(), args, train_dataset=data, data_collator=collate)
+        seen.clear()
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(losses(trainer))
+        batches.append(list(seen))  # one is read ahead
+    first, rest = batches
+    return {"whole": runs[0], "resumed": runs[1], "batches": first[:8], "rest": rest[:4]}
+
+
+def cramped(folder: Path, shrink_at: int, **asked: Any) -> dict[str, Any]:
+    """Memory that runs out on all ranks after that step; what was said of it, and the losses."""
+    told = Lines()
+    logger = logging.getLogger("drivetrain")
+    logger.addHandler(told)
+    torch.manual_seed(1)
+    try:
+        args = arguments(compat, folder, max_steps=5, auto_find_batch_size=True, **asked)
+        given = {"train_dataset": points(24), "callbacks": [Shrink(shrink_at, room=1)]}
+        trainer = made(compat.Trainer, Cramped(), args, **given)
+        trainer.train()
+    finally:
+        logger.removeHandler(told)
+    said = [line for line in told.lines if "out of memory" in line]
+    return {"losses": losses(trainer), "told": said}
+
+
 def plain(value: Any) -> Any:
     """Lists of numbers and texts."""
     if isinstance(value, dict):
@@ -214,6 +274,10 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
     }
     if library == "ours":
         found["joined"] = gathering(lib, at / "joined", True, worded=True, times=2)
+        found["cramped"] = cramped(at / "cramped", 2)
+        small = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+        found["small"] = cramped(at / "small", 0, **small)
+        found["mixed"] = mixed(at / "mixed")
         found["preempted"] = preempted(lib, at / "preempted")
     found["group"] = ended()
     return found

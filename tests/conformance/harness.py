@@ -284,9 +284,10 @@ def lend(
 
 
 @atexit.register
-def close_pools() -> None:
-    """End all workers, and what they were forked from."""
+def close_pools(kept_servers: int = 0) -> None:
+    """End all workers, and what they were forked from but for so many, which have imported the
+    least and so serve the most drivers."""
     while _pools:
         _pools.popitem()[1].close()
-    while _servers:
-        _servers.popitem()[1].close()
+    for key in sorted(_servers, key=lambda key: len(key[2]))[kept_servers:]:
+        _servers.pop(key).close()

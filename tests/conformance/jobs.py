@@ -47,13 +47,13 @@ def train(
         engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer, left_out)))
         states = {"initial": pieces(engine)}
         engine.module.train()
-        feeder, feeders = session.world.feeder_index, session.world.num_feeders
-        dealt = [deal(group, feeder, feeders, micro_batch) for group in groups]
+        reader, readers = session.world.reader_index, session.world.num_readers
+        dealt = [deal(group, reader, readers, micro_batch) for group in groups]
         batches = session.feed(microbatches(problem, dealt))
         losses, outcomes = [], []
         for step, (parts, rate) in enumerate(zip(dealt, rates, strict=True)):
             factors = [0.0 if step in silent else 1.0 for _ in parts]
-            if spoil and (step, feeder) == (spoil["step"], spoil["feeder"] % feeders):
+            if spoil and (step, reader) == (spoil["step"], spoil["feeder"] % readers):
                 factors[spoil["microbatch"]] = spoil["factor"]
             counted = [counts for _, counts in parts]
             losses.append(accumulate(session, engine, chosen, batches, counted, factors))
@@ -82,7 +82,7 @@ def accumulate(
     """Forward and backward of one update; the mean loss an item over the global batch."""
     taken = [next(batches) for _ in counted]
     mine = sum(problem.items(batch) for batch, counts in zip(taken, counted, strict=True) if counts)
-    items = session.tally([mine])()[0]
+    items = session.tally([mine])()[0] * session.world.counts_once
     total = torch.zeros((), device=session.world.device)
     for index, batch in enumerate(taken):
         with engine.microbatch(index == len(taken) - 1):
@@ -95,11 +95,11 @@ def accumulate(
     return float(session.reduce(total)) / items
 
 
-def deal(group: Sequence[int], feeder: int, feeders: int, micro_batch: int | None) -> Dealt:
-    """A feeder's microbatches: contiguous, of nearly equal size, as many on every feeder. One that
+def deal(group: Sequence[int], reader: int, readers: int, micro_batch: int | None) -> Dealt:
+    """A reader's microbatches: contiguous, of nearly equal size, as many on every reader. One that
     would be empty runs on a sample that does not count."""
-    size = -(-len(group) // feeders)
-    mine = split(group, feeders)[feeder]
+    size = -(-len(group) // readers)
+    mine = split(group, readers)[reader]
     parts = split(mine, -(-size // (micro_batch or size)))
     return [(part or [group[0]], bool(part)) for part in parts]
 

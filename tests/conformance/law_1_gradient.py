@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..data.parallel import Parallel
 from ..kernel.errors import CapabilityRefused, RecipeError
 from . import oracle
 from .bench import Bench
@@ -156,7 +157,8 @@ class WithSpareParts(nn.Module):
 
 def with_spare_parts(bench: Bench) -> dict[str, Any]:
     """A job."""
-    problem = replace(PROBLEMS["regression"], model=WithSpareParts)
+    cut = Parallel(tensor={"used.0": "column", "used.2": "row"})
+    problem = replace(PROBLEMS["regression"], model=WithSpareParts, parallel=cut)
     with bench.open() as session:
         engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))
         engine.module.train()

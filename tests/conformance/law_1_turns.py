@@ -7,6 +7,7 @@ By `drivetrain.Turns`, against plain PyTorch in one process; and resumed amid th
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from ..checkpoint import CheckpointReader
+from ..data.parallel import Parallel
+from ..kernel.events import Logged
 from ..trainer.turns import Models, Turns
 from . import oracle
 from .bench import Bench
@@ -28,6 +31,7 @@ from .state import read_all
 from .subject import Subject
 
 ROWS, STEPS, STOPPED_AT, SEED = 8, 7, 4, 3
+LOG_EVERY = 3
 ORDER = ("critic", "critic", "maker")
 GROUPS: list[dict[str, Any]] = [
     {"pattern": "critic.*", "lr": 0.05, "weight_decay": 0.1},
@@ -45,6 +49,7 @@ SETTINGS = {
     "checkpoint.every": 1,
     "checkpoint.keep_last": STEPS,
     "evaluate.every": 2,
+    "log_every": LOG_EVERY,
 }
 
 
@@ -76,11 +81,11 @@ LOSSES = {"critic": of_critic, "maker": of_maker}
 
 @check()
 def each_update_trains_its_own_models(subject: Subject) -> None:
-    """With an evaluation in between; resumed, too."""
+    """With an evaluation in between; resumed, too. A log tells the loss of each."""
     with tempfile.TemporaryDirectory() as folder:
-        straight = subject.run(run, out=f"{folder}/straight")[0]
+        straight, logs = subject.run(run, out=f"{folder}/straight")[0]
         states = [state_of(straight, step) for step in range(1, STEPS + 1)]
-        first, expected = by_hand()
+        first, expected, losses = by_hand()
         require_near(states[-1]["weights"], first, expected, off=1e-5)
         for step, (before, after) in enumerate(itertools.pairwise(states), 2):
             held = "critic" if ORDER[(step - 1) % len(ORDER)] == "maker" else "maker"
@@ -88,15 +93,36 @@ def each_update_trains_its_own_models(subject: Subject) -> None:
                 what = f"{kind} of the {held} in step {step}, which trains the other"
                 require_same_bits(what, part(after[kind], held), part(before[kind], held))
         source = str(checkpoint(straight, STOPPED_AT))
-        resumed = subject.run(run, out=f"{folder}/resumed", resume=source)[0]
+        resumed, later = subject.run(run, out=f"{folder}/resumed", resume=source)[0]
         again = state_of(resumed, STEPS)
     require_near(again["weights"], first, expected, off=1e-5)
+    require_losses(logs, losses)
+    require_losses(later, losses)
     for kind in ("weights", "optimizer") if subject.can("exact_resume") else ():
         require_same_bits(f"{kind}, resumed at {STOPPED_AT}", again[kind], states[-1][kind])
 
 
-def run(bench: Bench, *, out: str, resume: str | None = None) -> str:
-    """A job: all steps; the last checkpoint."""
+def require_losses(logs: list[tuple[int, dict[str, float]]], losses: list[float]) -> None:
+    """Each turn's mean since the log before; also of steps before a resume."""
+    for step, told in logs:
+        steps = range((step - 1) // LOG_EVERY * LOG_EVERY, step)
+        for name in {ORDER[i % len(ORDER)] for i in steps}:
+            own = [losses[i] for i in steps if ORDER[i % len(ORDER)] == name]
+            mean = sum(own) / len(own)
+            ok = abs(told.get(name, math.inf) - mean) <= 1e-4 * abs(mean)
+            assert ok, f"log of step {step}: {told}, where the loss of the {name} is {mean}"
+
+
+def run(
+    bench: Bench, *, out: str, resume: str | None = None
+) -> tuple[str, list[tuple[int, dict[str, float]]]]:
+    """A job: all steps; the last checkpoint, and each log's step and losses."""
+    logs: list[tuple[int, dict[str, float]]] = []
+
+    def observe(event: Any) -> None:
+        if isinstance(event, Logged):
+            logs.append((event.step, dict(event.losses)))
+
     turns = Turns(LOSSES, order=ORDER)
     recipe = PROBLEMS["regression"].recipe(
         model=models,
@@ -104,8 +130,10 @@ def run(bench: Bench, *, out: str, resume: str | None = None) -> str:
         measure=turns.measure,
         train_data=Samples("regression", ROWS * STEPS),
         eval_data={"some": Samples("regression", 3)},
+        parallel=Parallel(tensor={"*.0": "column", "*.2": "row"}),
     )
-    return str(bench.fit(recipe, SETTINGS, out=out, resume=resume).checkpoint)
+    result = bench.fit(recipe, SETTINGS, out=out, resume=resume, observers=[observe])
+    return str(result.checkpoint), logs
 
 
 def checkpoint(last: str, step: int) -> Path:
@@ -121,8 +149,8 @@ def part(state: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
 
 
 @oracle.one_thread()
-def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """The weights before and after, in float64, with an optimizer for each."""
+def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], list[float]]:
+    """The weights before and after, in float64, with an optimizer for each; each step's loss."""
     torch.manual_seed(SEED)
     built = models().double()
     first = {name: p.detach().clone() for name, p in built.named_parameters()}
@@ -130,12 +158,14 @@ def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         "critic": torch.optim.AdamW(built["critic"].parameters(), 0.05, eps=EPS, weight_decay=0.1),
         "maker": torch.optim.AdamW(built["maker"].parameters(), 0.02, eps=EPS, weight_decay=0.0),
     }
+    losses = []
     for step in range(STEPS):
         name = ORDER[step % len(ORDER)]
         batch = oracle.batch_of("regression", range(step * ROWS, (step + 1) * ROWS))
         loss = LOSSES[name](built, batch) / ROWS
+        losses.append(loss.item())
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(built[name].parameters(), 1.0)
         optimizers[name].step()
         built.zero_grad()
-    return first, {name: p.detach() for name, p in built.named_parameters()}
+    return first, {name: p.detach() for name, p in built.named_parameters()}, losses

@@ -126,7 +126,7 @@ def samples_of(bench: Bench, session: Any, problem: str, samples: int) -> Any:
         seed=0,
         workers=0,
         collate=collate,
-        global_batch=MICRO_BATCH * session.world.num_feeders,
+        global_batch=MICRO_BATCH * session.world.num_readers,
         micro_batch=MICRO_BATCH,
         fixed_size=bench.driver.capabilities(bench.plan()).static_shapes,
     )

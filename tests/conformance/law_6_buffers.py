@@ -94,11 +94,11 @@ def watch(bench: Bench, *, micro_batch: int | None) -> dict[str, Any]:
     problem = replace(PROBLEMS["normalised"], model=model)
     with bench.open() as session:
         engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))
-        feeder, feeders = session.world.feeder_index, session.world.num_feeders
+        reader, readers = session.world.reader_index, session.world.num_readers
         groups = [
-            range(start, start + 4 * feeders) for start in range(0, 20 * feeders, 4 * feeders)
+            range(start, start + 4 * readers) for start in range(0, 20 * readers, 4 * readers)
         ]
-        dealt = [deal(group, feeder, feeders, micro_batch) for group in groups]
+        dealt = [deal(group, reader, readers, micro_batch) for group in groups]
         batches = session.feed(microbatches("normalised", dealt))
         for turn, parts in enumerate(dealt):
             training = turn in (0, 1, 4)

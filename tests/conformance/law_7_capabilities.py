@@ -46,17 +46,21 @@ def multi_process(subject: Subject) -> Refused | None:
     """Two processes are one world, or are refused."""
     if not subject.can("multi_process"):
         return refuses(subject, "multi_process", "more than one process", {}, world=2)
-    worlds = subject.at(2).run(world_of)
-    require_same("ranks", [world["rank"] for world in worlds], [0, 1])
-    require_same("sizes", [world["size"] for world in worlds], [2, 2])
+    two = subject.at(2)
+    worlds = two.run(world_of)
+    require_same("ranks", [world["rank"] for world in worlds], list(range(two.world)))
+    require_same("sizes", [world["size"] for world in worlds], [two.world] * two.world)
     return None
 
 
 @check()
-def without_a_launcher_a_process_is_alone(subject: Subject) -> None:
-    """One rank, whatever the driver could be in several."""
+def without_a_launcher_a_process_is_alone(subject: Subject) -> Refused | None:
+    """One rank, whatever the driver could be in several; or refused, where it must be several."""
+    if subject.at(1).world > 1:
+        return refuses(subject, "multiple_of_ranks", "1 rank", {}, world=1)
     (world,) = subject.at(1).run(world_of, launched=False)
-    require_same("rank and size without a launcher", world, {"rank": 0, "size": 1})
+    require_same("rank and size without a launcher", world, {"rank": 0, "size": 1, "feeders": 1})
+    return None
 
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -215,7 +219,8 @@ def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:
     with ExitStack() as stack:
         stack.callback(os.environ.update, kept)
         session = stack.enter_context(bench.open())
-        return {"rank": session.world.rank, "size": session.world.size}
+        world = session.world
+        return {"rank": world.rank, "size": world.size, "feeders": world.num_feeders}
 
 
 def forwards(bench: Bench, *, settings: dict[str, Any]) -> int:
@@ -224,7 +229,7 @@ def forwards(bench: Bench, *, settings: dict[str, Any]) -> int:
 
     def counted(*args: object) -> None:
         nonlocal count
-        count += 1
+        count += torch.is_grad_enabled()  # a driver may look at the loss before it trains
 
     def model() -> nn.Module:
         built = PROBLEMS["language"].model()

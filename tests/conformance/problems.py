@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..data.parallel import Parallel
 from ..kernel.recipe import Recipe
 
 __all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate"]
@@ -88,6 +89,8 @@ class Problem:
     count_items: Callable[[Sample], int] | None = None
     trained_layer: str = "Linear"
     """Class name of a submodule whose activations can be recomputed."""
+    parallel: Parallel | None = None
+    """For drivers that cut layers or sequences."""
 
     def loss(self, module: nn.Module, batch: Sample) -> Tensor:
         return self.measure(module, batch)["loss"]
@@ -104,6 +107,7 @@ class Problem:
             "count_items": self.count_items,
             "collate": collate,
             "summarise": summarise,
+            "parallel": self.parallel,
         }
         return Recipe(**{**defaults, **parts})
 
@@ -160,7 +164,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
-            part.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -181,8 +185,9 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.blocks(self.embedding(tokens) + self.position)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        where = self.position if positions is None else self.position[positions]
+        hidden = self.blocks(self.embedding(tokens) + where)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
@@ -196,7 +201,7 @@ def language_sample(generator: torch.Generator) -> Sample:
 
 
 def language_loss(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
-    logits = at_least_float32(module(batch["x"]))
+    logits = at_least_float32(module(batch["x"], batch.get("positions")))
     loss = functional.cross_entropy(
         logits.flatten(0, 1), batch["y"].flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -292,12 +297,54 @@ class Scaled(nn.Module):
 
 
 PROBLEMS: dict[str, Problem] = {
-    "regression": Problem(regression_model, regression_sample, squared_error),
-    "language": Problem(
-        LanguageModel, language_sample, language_loss, count_tokens, trained_layer="Block"
+    "regression": Problem(
+        regression_model,
+        regression_sample,
+        squared_error,
+        parallel=Parallel(tensor={"0": "column", "2": "row"}),
     ),
-    "classification": Problem(classification_model, classification_sample, classification_measure),
-    "dropout": Problem(Dropout, regression_sample, squared_error),
-    "scaled": Problem(Scaled, regression_sample, squared_error),
-    "normalised": Problem(Normalised, regression_sample, squared_error),
+    "language": Problem(
+        LanguageModel,
+        language_sample,
+        language_loss,
+        count_tokens,
+        trained_layer="Block",
+        parallel=Parallel(
+            tensor={
+                "embedding": "vocabulary",
+                "head": "vocabulary",
+                "blocks.*.qkv": "column",
+                "blocks.*.out": "row",
+                "blocks.*.mlp.0": "column",
+                "blocks.*.mlp.2": "row",
+            },
+            fused={"blocks.*.qkv": 3},
+            sequence={"x": 1, "y": 1},
+            positions="positions",
+        ),
+    ),
+    "classification": Problem(
+        classification_model,
+        classification_sample,
+        classification_measure,
+        parallel=Parallel(tensor={"3": "vocabulary"}),
+    ),
+    "dropout": Problem(
+        Dropout,
+        regression_sample,
+        squared_error,
+        parallel=Parallel(tensor={"body.0": "vocabulary"}),
+    ),
+    "scaled": Problem(
+        Scaled,
+        regression_sample,
+        squared_error,
+        parallel=Parallel(tensor={"body.0": "column", "body.2": "row"}),
+    ),
+    "normalised": Problem(
+        Normalised,
+        regression_sample,
+        squared_error,
+        parallel=Parallel(tensor={"head": "vocabulary"}),
+    ),
 }

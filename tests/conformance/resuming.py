@@ -191,9 +191,9 @@ def same_pieces(before: Sequence[Any], after: Sequence[Any]) -> bool:
 
 
 def update(session: Session, engine: Engine, problem: str) -> None:
-    """One, on four samples of each feeder."""
+    """One, on four samples of each reader."""
     world = session.world
-    mine = list(range(world.feeder_index, 4 * world.num_feeders, world.num_feeders))
+    mine = list(range(world.reader_index, 4 * world.num_readers, world.num_readers))
     batches = session.feed(microbatches(problem, [[(mine, True)]]))
     engine.module.train()
     accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])

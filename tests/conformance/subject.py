@@ -121,12 +121,15 @@ class Subject:
         """With whom checkpoints are exchanged."""
         if self.peer_names is None:
             others = (1, self.world + 1) if self.can("multi_process") else (1,)
-            return [self.at(size) for size in others if size != self.world or self.world == 1]
+            sizes = {self.at(size).world: None for size in others}
+            return [self.at(size) for size in sizes if size != self.world or self.world == 1]
         return [replace(parse_peer(name), python=self.python) for name in self.peer_names]
 
     def at(self, num_processes: int) -> Subject:
-        """The same driver in another number of processes."""
-        return replace(self, num_processes=num_processes, peer_names=None)
+        """The same driver in another number of processes, or the next that it runs in."""
+        multiple = int(self.facts.capabilities["multiple_of_ranks"])
+        size = -(-num_processes // multiple) * multiple
+        return replace(self, num_processes=size, peer_names=None)
 
     def can(self, capability: str) -> bool:
         """Whether the driver declares that ability."""

@@ -58,6 +58,7 @@ def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(harness, "ForkServer", Server)
     monkeypatch.setattr(harness, "_servers", {})
+    monkeypatch.setattr(harness, "_pools", {})
     started = []
     for number in range(2 * harness.MAX_SERVERS):
         started.append(harness.fork_server("python", "", (), number))
@@ -65,6 +66,10 @@ def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch)
     last = harness.MAX_SERVERS - 1
     assert [each.living for each in started] == [True, *[False] * last, False, *[True] * last]
     assert harness.fork_server("python", "", (), 0) is started[0]
+    laden = harness.fork_server("python", "", ("a_library",), 0)
+    harness.close_pools(kept_servers=1)
+    assert [each.living for each in (laden, *started)].count(True) == 1
+    assert not laden.living  # the one that is kept has imported less
 
 
 def test_a_job_runs_on_every_rank() -> None:

@@ -54,6 +54,7 @@ FRONT_DOOR = frozenset(
         "Mix",
         "Models",
         "Pack",
+        "Parallel",
         "Recipe",
         "Settings",
         "TarShards",
@@ -67,6 +68,8 @@ FRONT_DOOR = frozenset(
     }
 )
 SHARED_BY_DRIVERS = frozenset({"common", "process_group"})
+BUILT_UPON = {"mesh": "fsdp"}
+"""Drivers that are another one and more."""
 
 _KERNEL = frozenset({"kernel"})
 _CHECKPOINTED = _KERNEL | {"data", "checkpoint"}
@@ -88,7 +91,7 @@ ROOMS = {
             f"kernel.{module}"
             for module in ("contract", "errors", "plan", "ranges", "recipe", "shards")
         )
-        | {"checkpoint.optimizer_entries", "data.nested", "data.random_state"},
+        | {"checkpoint.optimizer_entries", "data.nested", "data.parallel", "data.random_state"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/deepspeed/": frozenset({"deepspeed"}),
@@ -265,7 +268,8 @@ def _judge_own(path: str, rest: str, room: Room) -> str | None:
     parts = rest.split(".")[1:]
     if room.package != "backends" or not parts or path.startswith(f"backends/{parts[0]}/"):
         return None
-    if path.startswith("backends/common/") or parts[0] not in SHARED_BY_DRIVERS:
+    known = {*SHARED_BY_DRIVERS, BUILT_UPON.get(path.split("/")[1])}
+    if path.startswith("backends/common/") or parts[0] not in known:
         return f"{path} may not import {parts[0]} of the backends"
     return None
 

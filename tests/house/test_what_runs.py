@@ -54,7 +54,7 @@ def test_each_law_is_proved_of_each_driver_with_one_set_of_options(told: dict[st
     proved: dict[str, dict[str, set[str]]] = {}
     for backend, options, law in told["laws"]:
         proved.setdefault(backend, {}).setdefault(options, set()).add(law)
-    assert len(told["expected"]) == 7
+    assert len(told["expected"]) == 8
     for backend, laws in told["expected"].items():
         left_out = [set(laws) - those for those in proved[backend].values()]
         assert set() in left_out, (backend, min(left_out, key=len))

@@ -77,8 +77,8 @@ def everything(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def eval_groups(
-    dataset: Any, *, micro_batch: int, num_feeders: int = 1, **options: Any
+    dataset: Any, *, micro_batch: int, num_readers: int = 1, **options: Any
 ) -> Generator[Group, None, None]:
-    """Every sample once, in order; at most `micro_batch` of them in a group of one feeder."""
-    sizes = {"global_batch": micro_batch * num_feeders, "micro_batch": micro_batch}
-    return once(Loader(dataset, num_feeders=num_feeders, order=sequential, **sizes, **options))
+    """Every sample once, in order; at most `micro_batch` of them in a group of one reader."""
+    sizes = {"global_batch": micro_batch * num_readers, "micro_batch": micro_batch}
+    return once(Loader(dataset, num_readers=num_readers, order=sequential, **sizes, **options))

@@ -54,14 +54,14 @@ def order_of(kind: str, num_samples: int, salt: int, batch: int) -> OrderFunctio
 
 @st.composite
 def runs(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Of the same training: each with its own data, batch, seed and feeders, and its steps."""
+    """Of the same training: each with its own data, batch, seed and readers, and its steps."""
     drop_last = draw(st.booleans())
     kind = st.sampled_from(["shuffled", "sequential", "by length"])
     one = st.fixed_dictionaries(
         {
             "num_samples": st.integers(8, 60),
             "global_batch": st.integers(4, 8),
-            "num_feeders": st.integers(1, 3),
+            "num_readers": st.integers(1, 3),
             "micro_batch": st.integers(1, 4),
             "seed": st.integers(0, 2),
             "kind": kind,
@@ -74,21 +74,21 @@ def runs(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 def loaders_of(run: dict[str, Any], number: int) -> list[Loader]:
     order = order_of(run["kind"], run["num_samples"], number, run["global_batch"])
-    names = ("global_batch", "num_feeders", "micro_batch", "seed", "drop_last")
+    names = ("global_batch", "num_readers", "micro_batch", "seed", "drop_last")
     return [
         Loader(
             Numbers(run["num_samples"]),
             **{name: run[name] for name in names},
-            feeder_index=index,
+            reader_index=index,
             order=order,
             collate=list,
         )
-        for index in range(run["num_feeders"])
+        for index in range(run["num_readers"])
     ]
 
 
 def read(loaders: list[Loader], start: Position, steps: int) -> list[tuple[Position, list[int]]]:
-    """Each step's end and samples, over all feeders."""
+    """Each step's end and samples, over all readers."""
     parts = [
         [(group, list(group.microbatches)) for group in loader.groups(start, steps)]
         for loader in loaders
@@ -153,7 +153,7 @@ def test_what_was_resumed_resumes_the_same(all_runs: list[dict[str, Any]], steps
         loader.resume(position, loaders_of(first, 0)[0].begun(position))
     whole = read(resumed, position, steps + 3)
     at = whole[steps - 1][0]
-    again = loaders_of({**second, "num_feeders": first["num_feeders"]}, 1)
+    again = loaders_of({**second, "num_readers": first["num_readers"]}, 1)
     for loader in again:
         loader.resume(at, resumed[0].begun(at))
     assert read(again, at, 3) == whole[steps:]

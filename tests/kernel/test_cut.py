@@ -13,14 +13,14 @@ from drivetrain.kernel.batches import Position, split_evenly
 sizes = st.integers(1, 24)
 
 
-@given(num_samples=st.integers(1, 100), size=sizes, num_feeders=st.integers(1, 4))
+@given(num_samples=st.integers(1, 100), size=sizes, num_readers=st.integers(1, 4))
 def test_every_batch_has_the_size_and_every_sample_is_in_one(
-    num_samples: int, size: int, num_feeders: int
+    num_samples: int, size: int, num_readers: int
 ) -> None:
-    feeders = [pad_by_repeating(num_samples, size, i, num_feeders) for i in range(num_feeders)]
-    assert len({len(parts) for parts in feeders}) == 1
+    readers = [pad_by_repeating(num_samples, size, i, num_readers) for i in range(num_readers)]
+    assert len({len(parts) for parts in readers}) == 1
     counted = []
-    for parts in feeders:
+    for parts in readers:
         for part in parts:
             assert (part.stop - part.start) * part.repeats == size
             assert part.num_samples in (0, part.stop - part.start)
@@ -42,15 +42,15 @@ def test_the_fitting_size_needs_the_fewest_batches(num_samples: int, micro_batch
         assert chosen == num_samples
 
 
-@given(num_samples=st.integers(1, 30), size=sizes, feeder=st.integers(0, 1))
-def test_weighed_sums_are_those_of_the_samples(num_samples: int, size: int, feeder: int) -> None:
+@given(num_samples=st.integers(1, 30), size=sizes, reader=st.integers(0, 1))
+def test_weighed_sums_are_those_of_the_samples(num_samples: int, size: int, reader: int) -> None:
     data = [torch.tensor(float(3**index % 101)) for index in range(num_samples)]
     loader = Loader(
         data,
         global_batch=max(num_samples, 2),
         micro_batch=size,
-        feeder_index=feeder,
-        num_feeders=2,
+        reader_index=reader,
+        num_readers=2,
         fixed_size=True,
     )
     groups = loader.groups(Position(), 1)
@@ -59,6 +59,6 @@ def test_weighed_sums_are_those_of_the_samples(num_samples: int, size: int, feed
     assert all(len(part.batch) == size for part in parts)
     total = sum(float(part.batch.sum()) / part.repeats for part in parts if part.num_samples)
     order = loader.order(num_samples, 0, 0)
-    start, length = split_evenly(num_samples, 2, feeder)
+    start, length = split_evenly(num_samples, 2, reader)
     own = sum(float(data[index]) for index in order[start : start + length])
     assert abs(total - own) < 1e-3

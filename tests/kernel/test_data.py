@@ -181,7 +181,7 @@ def test_the_order_is_the_same_on_every_machine_and_release() -> None:
 cuts = st.fixed_dictionaries(
     {
         "num_samples": st.integers(1, 60),
-        "num_feeders": st.integers(1, 5),
+        "num_readers": st.integers(1, 5),
         "global_batch": st.integers(5, 20),
         "micro_batch": st.integers(1, 8),
         "drop_last": st.booleans(),
@@ -191,30 +191,30 @@ cuts = st.fixed_dictionaries(
 
 def loaders(cut: dict[str, Any], **options: Any) -> list[Loader]:
     cut = dict(cut)
-    dataset, num_feeders = Squares(cut.pop("num_samples")), cut.pop("num_feeders")
+    dataset, num_readers = Squares(cut.pop("num_samples")), cut.pop("num_readers")
     return [
         Loader(
-            dataset, **cut, collate=as_list, num_feeders=num_feeders, feeder_index=index, **options
+            dataset, **cut, collate=as_list, num_readers=num_readers, reader_index=index, **options
         )
-        for index in range(num_feeders)
+        for index in range(num_readers)
     ]
 
 
 @quickly
 @given(cuts)
-def test_feeders_and_microbatches_together_are_the_order(cut: dict[str, Any]) -> None:
+def test_readers_and_microbatches_together_are_the_order(cut: dict[str, Any]) -> None:
     num_samples, global_batch = cut["num_samples"], cut["global_batch"]
     if cut["drop_last"] and num_samples < global_batch:
         return
     num_steps = steps_per_epoch(num_samples, global_batch, cut["drop_last"])
     kept = num_samples - num_samples % global_batch if cut["drop_last"] else num_samples
-    feeders = [read(loader, Position(), 2 * num_steps) for loader in loaders(cut, seed=4)]
+    readers = [read(loader, Position(), 2 * num_steps) for loader in loaders(cut, seed=4)]
     for epoch in (0, 1):
         order = torch.as_tensor(shuffled(num_samples, 4, epoch)[:]).tolist()
         seen: list[int] = []
         for step in range(epoch * num_steps, (epoch + 1) * num_steps):
-            groups = [feeder[step][0] for feeder in feeders]
-            parts = [feeder[step][1] for feeder in feeders]
+            groups = [reader[step][0] for reader in readers]
+            parts = [reader[step][1] for reader in readers]
             group = joined(parts)
             assert groups[0].position == Position(epoch, len(seen))
             seen += group
@@ -228,7 +228,7 @@ def test_feeders_and_microbatches_together_are_the_order(cut: dict[str, Any]) ->
                     assert set(each.batch) <= set(group)  # an idle one is of the group, too
                     assert order[each.offset] == each.batch[0]
         assert seen == order[:kept]
-        assert feeders[0][(epoch + 1) * num_steps - 1][0].next == Position(epoch + 1)
+        assert readers[0][(epoch + 1) * num_steps - 1][0].next == Position(epoch + 1)
 
 
 @quickly
@@ -247,22 +247,22 @@ def test_a_resumed_run_continues_the_same(cut: dict[str, Any], step: int) -> Non
 
 @quickly
 @given(cuts, st.integers(1, 5), st.integers(1, 8))
-def test_groups_do_not_depend_on_feeders_or_accumulation(
-    cut: dict[str, Any], num_feeders: int, micro_batch: int
+def test_groups_do_not_depend_on_readers_or_accumulation(
+    cut: dict[str, Any], num_readers: int, micro_batch: int
 ) -> None:
     cut["drop_last"] = False
 
     def groups(cut: dict[str, Any]) -> list[list[int]]:
-        feeders = [read(loader, Position(1, 3), 6) for loader in loaders(cut)]
-        return [joined(part for _, part in step) for step in zip(*feeders, strict=True)]
+        readers = [read(loader, Position(1, 3), 6) for loader in loaders(cut)]
+        return [joined(part for _, part in step) for step in zip(*readers, strict=True)]
 
     cut["num_samples"] += 3
-    changed = {**cut, "num_feeders": num_feeders, "micro_batch": micro_batch}
+    changed = {**cut, "num_readers": num_readers, "micro_batch": micro_batch}
     assert groups(cut) == groups(changed)
 
 
 def test_full_groups_are_all_cut_alike() -> None:
-    loader = Loader(Squares(100), global_batch=22, micro_batch=4, num_feeders=3, feeder_index=1)
+    loader = Loader(Squares(100), global_batch=22, micro_batch=4, num_readers=3, reader_index=1)
     shapes = [[each.num_samples for each in part] for _, part in read(loader, Position(), 9)]
     assert shapes == 4 * [[4, 3]] + [[4]] + 4 * [[4, 3]]
 
@@ -328,23 +328,23 @@ def test_getitems_is_used_when_there() -> None:
 
 
 def augmented(start: Position, num_steps: int, **options: Any) -> list[list[Any]]:
-    options = {"micro_batch": 3, "num_feeders": 1, **options}
-    feeders = [
+    options = {"micro_batch": 3, "num_readers": 1, **options}
+    readers = [
         read(
-            Loader(Augmented(30), global_batch=8, collate=as_list, feeder_index=index, **options),
+            Loader(Augmented(30), global_batch=8, collate=as_list, reader_index=index, **options),
             start,
             num_steps,
         )
-        for index in range(options["num_feeders"])
+        for index in range(options["num_readers"])
     ]
-    return [joined(part for _, part in step) for step in zip(*feeders, strict=True)]
+    return [joined(part for _, part in step) for step in zip(*readers, strict=True)]
 
 
 def test_isolated_samples_depend_on_nothing_but_their_place() -> None:
     whole = augmented(Position(), 8, isolate_random=True)
     assert len({sample[1:] for step in whole for sample in step}) == sum(map(len, whole))
     start = Position(1, 8)
-    for options in ({}, {"micro_batch": 5}, {"num_feeders": 3}, {"workers": 2}, {"workers": 1}):
+    for options in ({}, {"micro_batch": 5}, {"num_readers": 3}, {"workers": 2}, {"workers": 1}):
         random.random(), torch.rand(1), numpy.random.rand()
         assert augmented(start, 3, isolate_random=True, **options) == whole[5:8]
 
@@ -527,8 +527,8 @@ class Stream(IterableDataset[int]):
         (Stream(), {}, DataError, "Stream.*map-style"),
         (iter([1]), {}, DataError, "map-style"),
         (Squares(3), {"drop_last": True}, DataError, "3 samples.*4"),
-        (Squares(9), {"num_feeders": 5}, SettingError, "4 samples.*5 feeders"),
-        (Squares(9), {"num_feeders": 2, "feeder_index": 2}, SettingError, "feeder_index is 2"),
+        (Squares(9), {"num_readers": 5}, SettingError, "4 samples.*5 readers"),
+        (Squares(9), {"num_readers": 2, "reader_index": 2}, SettingError, "reader_index is 2"),
         (Squares(9), {"micro_batch": 0}, SettingError, r"micro_batch \(0\)"),
         (Squares(9), {"order": lambda *_: []}, DataError, "order of epoch 0"),
     ],
@@ -574,19 +574,19 @@ def eval_batches(dataset: Any, **options: Any) -> list[Microbatch]:
 @quickly
 @given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 5))
 def test_evaluation_sees_each_sample_once(
-    num_samples: int, micro_batch: int, num_feeders: int
+    num_samples: int, micro_batch: int, num_readers: int
 ) -> None:
-    feeders = [
+    readers = [
         eval_batches(
             Squares(num_samples),
             micro_batch=micro_batch,
-            num_feeders=num_feeders,
-            feeder_index=index,
+            num_readers=num_readers,
+            reader_index=index,
         )
-        for index in range(num_feeders)
+        for index in range(num_readers)
     ]
     gathered: list[int] = []
-    for batches in zip(*feeders, strict=True):
+    for batches in zip(*readers, strict=True):
         assert batches[0].offset == len(gathered)
         gathered += samples(list(batches))
         assert all(len(each.batch) <= micro_batch for each in batches)
@@ -594,7 +594,7 @@ def test_evaluation_sees_each_sample_once(
 
 
 def test_evaluation_with_workers_is_the_same() -> None:
-    options: dict[str, Any] = {"micro_batch": 4, "num_feeders": 2, "feeder_index": 1}
+    options: dict[str, Any] = {"micro_batch": 4, "num_readers": 2, "reader_index": 1}
     with_workers = eval_batches(Squares(21), workers=2, **options)
     assert with_workers == eval_batches(Squares(21), **options)
     assert get_worker_info() is None

@@ -57,19 +57,19 @@ def as_list(samples: list[Any]) -> list[Any]:
 
 
 def steps(
-    data: Any, feeders: int = 1, start: Position | None = None, num: int = 6, **options: Any
+    data: Any, readers: int = 1, start: Position | None = None, num: int = 6, **options: Any
 ) -> tuple[list[list[str]], Position, Any]:
-    """The samples of each step over all feeders, where it ends, and what a checkpoint keeps."""
+    """The samples of each step over all readers, where it ends, and what a checkpoint keeps."""
     found: list[list[str]] = [[] for _ in range(num)]
     start, begun = start or Position(), options.pop("begun", {})
-    for index in range(feeders):
+    for index in range(readers):
         loader = by_sample(
             data,
             global_batch=9,
             micro_batch=2,
             collate=as_list,
-            feeder_index=index,
-            num_feeders=feeders,
+            reader_index=index,
+            num_readers=readers,
             **options,
         )
         loader.resume(start, begun)
@@ -103,8 +103,8 @@ def test_the_order_is_the_same_at_any_world_size_and_wherever_it_is_resumed(
     stream: bool, first: int
 ) -> None:
     whole, _, _ = steps(three(stream), num=12)
-    assert steps(three(stream), feeders=3, num=12)[0] == whole
-    begun, position, kept = steps(three(stream), feeders=first, num=5)
+    assert steps(three(stream), readers=3, num=12)[0] == whole
+    begun, position, kept = steps(three(stream), readers=first, num=5)
     # the seed is the one that the run began with
     rest, _, _ = steps(three(stream), 2, position, 7, begun=kept, seed=8)
     assert begun + rest == whole

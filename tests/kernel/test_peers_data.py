@@ -29,12 +29,12 @@ def values(samples: list[Any]) -> list[int]:
     return [int(sample["x"]) for sample in samples]
 
 
-def read(data: Any, start: Position, num_steps: int, feeders: int = 1) -> Any:
-    """The samples of each step over all feeders, and where they end, as a checkpoint keeps it."""
+def read(data: Any, start: Position, num_steps: int, readers: int = 1) -> Any:
+    """The samples of each step over all readers, and where they end, as a checkpoint keeps it."""
     found: list[list[int]] = []
     options: Any = {"global_batch": 4, "micro_batch": 2, "collate": values, "num_epochs": 2}
-    for index in range(feeders):
-        source = by_sample(data(), feeder_index=index, num_feeders=feeders, **options)
+    for index in range(readers):
+        source = by_sample(data(), reader_index=index, num_readers=readers, **options)
         for number, group in enumerate(source.groups(start, num_steps)):
             found += [[]] if index == 0 else []
             for each in group.microbatches:
@@ -47,8 +47,8 @@ def goes_on(data: Make, steps: int = 12) -> list[int]:
     """Read in one go, and in three parts at other world sizes; the first epoch."""
     whole, _ = read(data, Position(), steps)
     first, position = read(data, Position(), 2)
-    second, position = read(data, position, 3, feeders=2)
-    rest, _ = read(data, position, steps - 5, feeders=3)
+    second, position = read(data, position, 3, readers=2)
+    rest, _ = read(data, position, steps - 5, readers=3)
     assert first + second + rest == whole
     return sum(whole[: len(whole) // 2], [])
 

@@ -65,8 +65,8 @@ def predicted(
         groups = eval_groups(
             Numbers(num_samples),
             micro_batch=micro_batch,
-            num_feeders=size,
-            feeder_index=session.world.feeder_index,
+            num_readers=size,
+            reader_index=session.world.reader_index,
             fixed_size=fixed_size,
         )
         return gather_predictions(session, model, forward, groups, **options)
@@ -109,7 +109,7 @@ def test_chunks_come_in_order_and_only_to_those_who_ask(size: int) -> None:
     def job(session: Session) -> Any:
         world = session.world
         groups = eval_groups(
-            Numbers(20), micro_batch=2, num_feeders=size, feeder_index=world.feeder_index
+            Numbers(20), micro_batch=2, num_readers=size, reader_index=world.reader_index
         )
         return gather_predictions(
             session,

@@ -1,4 +1,4 @@
-"""Ready batches: taken as they come, from a loader of each feeder's own."""
+"""Ready batches: taken as they come, from a loader of each reader's own."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def values(steps: list[Any]) -> list[list[list[int]]]:
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=7), min_size=1, max_size=4),
     st.integers(1, 3),
 )
-def test_feeders_stay_in_step_whatever_they_have(sizes: list[list[int]], accumulation: int) -> None:
-    """`sizes`: of each feeder's batches."""
+def test_readers_stay_in_step_whatever_they_have(sizes: list[list[int]], accumulation: int) -> None:
+    """`sizes`: of each reader's batches."""
 
     def job(session: Any) -> Any:
-        feeder = session.world.feeder_index
-        own = [torch.full((size,), feeder) for size in sizes[feeder]]
+        reader = session.world.reader_index
+        own = [torch.full((size,), reader) for size in sizes[reader]]
         return read(Batches(own, accumulation), session=session, num_epochs=2)
 
-    feeders = on_ranks(job, len(sizes))
+    readers = on_ranks(job, len(sizes))
     numbers: list[int] = []
-    for steps in zip(*feeders, strict=True):
+    for steps in zip(*readers, strict=True):
         groups = [group for group, _ in steps]
         assert (
             len({(g.num_samples, g.num_microbatches, g.next.to_json()["samples"]) for g in groups})
@@ -74,9 +74,9 @@ def test_feeders_stay_in_step_whatever_they_have(sizes: list[list[int]], accumul
                 for each in parts
                 for number in range(each.offset, each.offset + each.num_samples)
             ]
-    for feeder, steps in enumerate(feeders):
+    for reader, steps in enumerate(readers):
         taken = [batch for step in values(steps) for batch in step]
-        assert taken == [[feeder] * size for size in sizes[feeder]] * 2
+        assert taken == [[reader] * size for size in sizes[reader]] * 2
     assert sorted(numbers) == list(range(sum(map(sum, sizes))))
 
 
@@ -195,7 +195,7 @@ def test_who_never_had_a_batch_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     def job(session: Any) -> Any:
         return read(Batches([torch.zeros(1)] * session.world.rank), session=session)
 
-    assert "feeder 0 was given no batch" in str(on_ranks(job, 2)[0])
+    assert "reader 0 was given no batch" in str(on_ranks(job, 2)[0])
 
 
 def test_a_position_of_another_world_is_refused_unless_it_fits() -> None:
@@ -208,7 +208,7 @@ def test_a_position_of_another_world_is_refused_unless_it_fits() -> None:
 
     for rank, (first, refused) in enumerate(on_ranks(job, 2)):
         assert first == [rank, 2]
-        assert "3 ready batches were taken, which 2 feeders cannot" in refused
+        assert "3 ready batches were taken, which 2 readers cannot" in refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Streams: the order that any number of feeders sees, where it resumes, and where it ends."""
+"""Streams: the order that any number of readers sees, where it resumes, and where it ends."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def samples(steps: Read) -> list[list[Any]]:
     ]
 
 
-def over_feeders(stream: Any, num_feeders: int, **options: Any) -> list[list[Any]]:
-    feeders = [
-        samples(read(loader(stream, feeder_index=i, num_feeders=num_feeders, **options)))
-        for i in range(num_feeders)
+def over_readers(stream: Any, num_readers: int, **options: Any) -> list[list[Any]]:
+    readers = [
+        samples(read(loader(stream, reader_index=i, num_readers=num_readers, **options)))
+        for i in range(num_readers)
     ]
-    return [list(chain.from_iterable(step)) for step in zip(*feeders, strict=True)]
+    return [list(chain.from_iterable(step)) for step in zip(*readers, strict=True)]
 
 
 @quickly
@@ -115,13 +115,13 @@ def over_feeders(stream: Any, num_feeders: int, **options: Any) -> list[list[Any
     st.integers(1, 5),
     st.booleans(),
 )
-def test_any_number_of_feeders_sees_the_same_steps(
-    size: int, num_feeders: int, global_batch: int, micro_batch: int, fixed_size: bool
+def test_any_number_of_readers_sees_the_same_steps(
+    size: int, num_readers: int, global_batch: int, micro_batch: int, fixed_size: bool
 ) -> None:
     options = {"global_batch": global_batch, "num_epochs": 2, "seed": 7}
-    whole = over_feeders(Shuffling(size), 1, micro_batch=global_batch, **options)
-    cut_up = over_feeders(
-        Shuffling(size), num_feeders, micro_batch=micro_batch, fixed_size=fixed_size, **options
+    whole = over_readers(Shuffling(size), 1, micro_batch=global_batch, **options)
+    cut_up = over_readers(
+        Shuffling(size), num_readers, micro_batch=micro_batch, fixed_size=fixed_size, **options
     )
     assert cut_up == whole
     assert [len(step) for step in whole] == [
@@ -297,7 +297,7 @@ def test_a_stream_that_became_shorter_is_refused(workers: int) -> None:
         (5, {}, DataError, "int can be neither indexed"),
         (Plain(0), {}, DataError, "holds no samples"),
         (Plain(9), {"workers": 2}, SettingError, "data.workers is 2"),
-        (Plain(9), {"num_feeders": 5}, SettingError, "4 samples.*5 feeders"),
+        (Plain(9), {"num_readers": 5}, SettingError, "4 samples.*5 readers"),
     ],
 )
 def test_what_cannot_be_trained_on_is_refused(

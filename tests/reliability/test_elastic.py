@@ -49,14 +49,16 @@ def assert_same_curve(machines: Machines) -> None:
         assert curve[step] == pytest.approx(figures, rel=1e-6), step
 
 
-def elastic(machines: Machines, backend: str, port: str, nodes: str, *more: str) -> Machine:
+def elastic(
+    machines: Machines, backend: str, port: str, nodes: str, *more: str, **environment: str
+) -> Machine:
     """A machine with one rank of as many as come."""
     conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     machine = machines.start(
         f"--backend={backend}", "--nproc=1", f"--nnodes={nodes}", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
         "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.1", *more,
-        SECONDS="0.03",
+        SECONDS="0.03", **environment,
     )  # fmt: skip
     while not listens(port):  # whoever is first holds the store that all meet at
         assert machine.process.poll() is None, machine.text
@@ -83,7 +85,8 @@ def test_three_of_four_go_on(machines: Machines, backend: str) -> None:
 @pytest.mark.slow
 def test_one_that_comes_later_is_taken_in(machines: Machines) -> None:
     port = free_port()
-    first = elastic(machines, "ddp", port, "1:2")
+    # alone it is slow, so that it does not end before the other has imported torch
+    first = elastic(machines, "ddp", port, "1:2", SECONDS_OF_1="0.5")
     machines.wait_for_step(5)
     second = elastic(machines, "ddp", port, "1:2", "--resume=auto")
     assert [first.end(300), second.end(300)] == [0, 0], first.text

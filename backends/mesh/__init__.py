@@ -1,0 +1,1 @@
+"""The driver `mesh`: ranks in several dimensions."""

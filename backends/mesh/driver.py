@@ -1,0 +1,247 @@
+"""Ranks in several dimensions: replicate x shard x context x tensor.
+
+What `fsdp` does along one dimension, with sequences cut over ranks (`context`) and layers
+(`tensor`) on top. The recipe says how (`drivetrain.Parallel`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ...data.parallel import Parallel
+from ...kernel.contract import Outcome, World
+from ...kernel.errors import CapabilityRefused, RecipeError
+from ...kernel.plan import Capabilities, Layout, Plan, Probe
+from ...kernel.recipe import Batch, Recipe
+from ...kernel.shards import Piece, Reader
+from ..common import models, prefetch
+from ..fsdp import dtensor, sharding
+from ..fsdp.driver import FsdpDriver, FsdpEngine
+from ..process_group.collectives import keep_for_a_while
+from ..process_group.session import ProcessGroupSession, num_launched
+from .comparing import alike, evaluating
+from .context import SequenceParts, WholeAttention
+from .layers import Fused, InOrder, cut_layers, split
+from .shape import Mesh, MeshOptions, Shape
+
+__all__ = ["MeshOptions", "driver"]
+
+_MOST_COMPARED = 500_000_000
+"""Parameters of a model that is gathered to compare its layers."""
+
+
+class MeshDriver(FsdpDriver):
+    """One process for each device, in a mesh of named dimensions."""
+
+    name = "mesh"
+    options_type: type[Any] = MeshOptions
+
+    def probe(self) -> Probe:
+        return dataclasses.replace(super().probe(), preference=-3)
+
+    def capabilities(self, plan: Plan) -> Capabilities:
+        options = _options(plan)
+        cuts_more = options.context > 1 or options.tensor > 1
+        return dataclasses.replace(
+            super().capabilities(plan),
+            compile=not cuts_more,
+            multiple_of_ranks=options.replicate * options.context * options.tensor,
+        )
+
+    def num_parts(self, options: Any, world_size: int) -> int:
+        asked: MeshOptions = options
+        return max(1, world_size // (asked.replicate * asked.tensor))
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        found = super().layout(plan, model, state_bytes, world_size)
+        if _options(plan).tensor == 1:
+            return found
+        return dataclasses.replace(
+            found, notes=(*found.notes, "layers are counted as if backend.tensor were 1")
+        )
+
+    @contextmanager
+    def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
+        shape = Shape.of(_options(plan), num_launched())
+        with sharding.opened(plan) as world:
+            yield MeshSession(plan, shape.world(world), Mesh(shape, world.device))
+
+
+class MeshSession(ProcessGroupSession):
+    """Ranks that share sequences get parts of them."""
+
+    def __init__(self, plan: Plan, world: World, mesh: Mesh) -> None:
+        super().__init__(plan, world, self._engine_of)
+        self.mesh, self.feeders = mesh, mesh.feeders
+        self._engine: MeshEngine | None = None
+
+    def _engine_of(self, recipe: Recipe, plan: Plan, world: World) -> MeshEngine:
+        self._engine = MeshEngine(recipe, plan, world, self.mesh)
+        return self._engine
+
+    def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        engine = self._engine
+        if engine is not None and engine.module.training:
+            if not engine.layers_compared:
+                batches = engine.compared(batches)
+            if engine.sequences is not None:
+                batches = engine.sequences.of(batches, engine.module, engine.autocast)
+        return super().feed(batches)
+
+
+class MeshEngine(FsdpEngine):
+    """`FsdpEngine` over a part of the mesh, of layers that are cut over the rest."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
+        self.mesh, self.parallel = mesh, recipe.parallel or Parallel()
+        self.fused = Fused(mesh.shape.tensor)
+        self.sequences: SequenceParts | None = None
+        self._attention: AbstractContextManager[Any] = nullcontext()
+        if mesh.context is not None:
+            self.sequences = SequenceParts(recipe, plan, mesh.context, world.device)
+            self._attention = self.sequences.attention
+        super().__init__(recipe, plan, world)
+        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
+        self.shapes: Mapping[str, Sequence[int]] = shapes
+        kinds = models.kinds_of(self.optimizer) if self.fused.parts else ()
+        for kind in kinds:
+            if dtensor.steps_parts(kind):
+                continue
+            raise CapabilityRefused(
+                f"the optimizer {type(kind).__name__} with Parallel.fused",
+                "mesh",
+                "it treats a matrix as more than its elements, and in memory the rows of these "
+                "weights lie in another order. Take one like torch.optim.AdamW, or cut these "
+                "layers by 'vocabulary'",
+            )
+        self._replicas_compared = mesh.shape.tensor == 1
+        self.recipe = recipe
+        self.layers_compared = not (
+            mesh.shape.tensor > 1
+            and _options(plan).check
+            and recipe.step is None
+            and not hasattr(recipe.loss, "of_update")
+            and self.num_parameters <= _MOST_COMPARED
+        )
+
+    def build_model(self, recipe: Recipe) -> nn.Module:
+        if self.sequences is None:
+            return super().build_model(recipe)
+        plan = dataclasses.replace(self.plan, activation_checkpointing=())
+        module = models.build_model(recipe, plan, None)
+        for pattern in self.plan.activation_checkpointing:
+            models.recompute_activations(module, pattern, self._recomputed)
+        return module
+
+    def _recomputed(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Attention is over whole sequences the second time, too, in whichever thread that is."""
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), WholeAttention(self.mesh.context)
+
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def cut_layers(self) -> Any:
+        if self.mesh.shape.tensor > 1:
+            self.fused = cut_layers(self.module, self.parallel, self.mesh.tensor, self.tied)
+        return self.mesh.sharded
+
+    def compared(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; the first is used to compare layers that are cut with whole ones."""
+        for batch in batches:
+            if not self.layers_compared:
+                self._compare_layers_with_whole(batch)
+                self.layers_compared = True
+            yield batch
+
+    @torch.no_grad()
+    def _compare_layers_with_whole(self, batch: Batch) -> None:
+        """Raises `RecipeError` where they compute another loss."""
+        batch = prefetch.move(batch, self.world.device)
+        with evaluating(self.module):
+            with self.autocast():
+                cut = float(self.recipe.loss(self.module, batch))
+            with self.full_params() as module, self._autocast():
+                whole = float(self.recipe.loss(module, batch))
+        if not alike(cut, whole, self.plan):
+            raise RecipeError(
+                f"with backend.tensor={self.mesh.shape.tensor} the loss of the first batch is "
+                f"{cut:.6g}, and by whole layers it is {whole:.6g} (in evaluation mode). Layers "
+                "that are several in one, such as queries, keys and values, must be named in "
+                "Parallel.fused, and what lies between 'column' and 'row' must take as many heads "
+                "or units as it is given"
+            )
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        with super().microbatch(last), self._attention:
+            yield
+
+    def update(self) -> Outcome:
+        if not self._replicas_compared:
+            self._compare_replicas()
+            self._replicas_compared = True
+        return super().update()
+
+    def _compare_replicas(self) -> None:
+        """Raises `RecipeError` for weights that no layer cuts and whose gradients differ between
+        ranks that hold the same: one that was used on a part of the positions, or of the hidden
+        units, without being named. They would drift apart."""
+        names, sums = [], []
+        for name, parameter in self.module.named_parameters():
+            cut = isinstance(parameter, DTensor) and "tensor" in (
+                parameter.device_mesh.mesh_dim_names or ()
+            )
+            if not cut and parameter.grad is not None:
+                names.append(name)
+                sums.append(dtensor.own_part(parameter.grad).double().abs().sum())
+        if not sums:
+            return
+        own = torch.stack(sums).to(self.world.device)
+        most, least = own.clone(), own.clone()
+        group = self.mesh.tensor.get_group()
+        with self._named("comparing gradients of what no layer cuts"):
+            dist.all_reduce(keep_for_a_while(most), dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(keep_for_a_while(least), dist.ReduceOp.MIN, group=group)
+        differ = ((most - least) > 1e-3 * most).tolist()
+        if named := [name for name, differs in zip(names, differ, strict=True) if differs]:
+            raise RecipeError(
+                f"gradients of {', '.join(named[:10])} differ between ranks that hold the same: "
+                "these weights are used on parts of positions or of hidden units. Name their "
+                "modules in Parallel.tensor ('sequence' for what is computed between 'row' and "
+                "'column'), or set backend.tensor=1"
+            )
+
+    def shards(self) -> Iterator[Piece]:
+        for piece in super().shards():
+            yield from split(piece, self.fused, self.shapes)
+
+    def restore(self, reader: Reader) -> None:
+        super().restore(InOrder(reader, self.fused, self.shapes) if self.fused.parts else reader)
+
+    def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
+        found = super().whole(name, parameter)
+        return self.fused.in_order(name, found) if name in self.fused.parts else found
+
+    def own_of(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        if name in self.fused.parts:
+            whole = self.fused.reordered(name, whole)
+        return super().own_of(name, parameter, whole)
+
+
+def _options(plan: Plan) -> MeshOptions:
+    return plan.options or MeshOptions()
+
+
+driver = MeshDriver()

@@ -1,0 +1,278 @@
+"""Layers that are cut over ranks, each by its inputs, outputs or positions.
+
+Megatron's way (https://arxiv.org/abs/1909.08053), by torch's `parallelize_module`. What that leaves
+to its caller is here: tied weights stay tied, layers that are several in one are cut in each, and
+what does not divide is refused before it is cut.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...data.parallel import Parallel, TensorCut
+from ...kernel.errors import RecipeError
+from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
+
+__all__ = ["Fused", "cut_layers"]
+
+
+@dataclass
+class Fused:
+    """Weights that are several in one. In memory their rows are in another order: each rank's part
+    of the first, of the second and so on, so that a rank's rows are one piece."""
+
+    num_ranks: int
+    parts: dict[str, int] = field(default_factory=dict)
+    """By FQN: how many are in one."""
+
+    def reordered(self, name: str, whole: Tensor) -> Tensor:
+        """As it lies in memory."""
+        return self._swapped(whole, self.parts[name], self.num_ranks)
+
+    def in_order(self, name: str, whole: Tensor) -> Tensor:
+        """As the model knows it."""
+        return self._swapped(whole, self.num_ranks, self.parts[name])
+
+    def _swapped(self, whole: Tensor, first: int, second: int) -> Tensor:
+        rows = whole.reshape(first, second, -1, *whole.shape[1:])
+        return rows.transpose(0, 1).reshape(whole.shape).contiguous()
+
+    def is_of(self, name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str:
+        """The FQN of which a weight, or a tensor of an optimizer, has the rows; empty: of none."""
+        fqn = name.split("/", maxsplit=1)[0]
+        return fqn if fqn in self.parts and tuple(shape) == tuple(shapes[fqn]) else ""
+
+    def runs(self, name: str, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, int, int]]:
+        """The boxes of the model's own order that this box of memory holds, each with where it
+        begins in it and how many rows it has."""
+        parts = self.parts[name]
+        rows = shape[0] // (parts * self.num_ranks)
+        start, end = box.offsets[0], box.offsets[0] + box.sizes[0]
+        while start < end:
+            block, within = divmod(start, rows)
+            rank, part = divmod(block, parts)
+            taken = min(rows - within, end - start)
+            offset = (part * self.num_ranks + rank) * rows + within
+            yield (
+                Box((offset, *box.offsets[1:]), (taken, *box.sizes[1:])),
+                start - box.offsets[0],
+                taken,
+            )
+            start += taken
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """A checkpoint, read as the weights lie in memory."""
+
+    inner: Reader
+    fused: Fused
+    shapes: Mapping[str, Sequence[int]]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def names(self, kind: Kind) -> Sequence[str]:
+        """See `Reader`."""
+        return self.inner.names(kind)
+
+    def info(self, kind: Kind, name: str) -> TensorInfo:
+        """See `Reader`."""
+        return self.inner.info(kind, name)
+
+    def read(
+        self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """See `Reader`."""
+        fqn = ""
+        if kind != "state":
+            shape = self.inner.info(kind, name).shape
+            fqn = self.fused.is_of(name, shape, self.shapes)
+        if not fqn:
+            return self.inner.read(kind, name, region, out)
+        if isinstance(region, Flat):
+            raise TypeError("weights that are several in one are read in boxes")
+        box = region or Box((0,) * len(shape), tuple(shape))
+        found = [self.inner.read(kind, name, own) for own, _, _ in self.fused.runs(fqn, shape, box)]
+        joined = torch.cat(found) if found else self.inner.read(kind, name, box)
+        return joined if out is None else out.copy_(joined)
+
+
+def split(piece: Piece, fused: Fused, shapes: Mapping[str, Sequence[int]]) -> Iterator[Piece]:
+    """The piece as boxes of the model's own order."""
+    fqn = "" if piece.kind == "state" else fused.is_of(piece.name, piece.shape, shapes)
+    if not fqn:
+        yield piece
+        return
+    assert not isinstance(piece.region, Flat)
+    box = piece.region or Box((0,) * len(piece.shape), piece.shape)
+    for own, start, taken in fused.runs(fqn, piece.shape, box):
+        yield Piece(piece.kind, piece.name, piece.tensor.narrow(0, start, taken), piece.shape, own)
+
+
+def cut_layers(
+    module: nn.Module, parallel: Parallel, mesh: Any, tied: Sequence[Sequence[str]]
+) -> Fused:
+    """Cut what the recipe names over the ranks of `mesh`. Raises `RecipeError`, before anything is
+    changed, for a pattern that fits nothing or two things, and for what does not divide."""
+    chosen, fused = _chosen(module, parallel), Fused(mesh.size())
+    for name, part in module.named_modules():
+        if several := _fitting(name, parallel.fused):
+            if chosen.get(name) != "column":
+                raise RecipeError(
+                    f"Parallel.fused names {name!r}, which Parallel.tensor does not cut by 'column'"
+                )
+            for key, _ in part.named_parameters(recurse=False):
+                fused.parts[f"{name}.{key}"] = parallel.fused[several]
+    for name, how in chosen.items():
+        _check(name, how, module.get_submodule(name), mesh.size(), fused)
+    with torch.no_grad():
+        for name in fused.parts:
+            weight = module.get_parameter(name)
+            weight.data = fused.reordered(name, weight)
+    _parallelise(module, chosen, mesh)
+    _tie_again(module, tied)
+    return fused
+
+
+def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, str]:
+    """How each submodule is cut, by name."""
+    plan = parallel.tensor or _brought(module)
+    if not plan:
+        raise RecipeError(
+            "backend.tensor is more than 1, and the recipe does not say how layers are cut: give "
+            "it parallel=drivetrain.Parallel(tensor={PATTERN: 'column', ...}), or set "
+            "backend.tensor=1"
+        )
+    names = [name for name, _ in module.named_modules() if name]
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, how in plan.items():
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise RecipeError(f"Parallel.tensor names {pattern!r}, which fits no submodule")
+        for name in fitting:
+            other, before = found.setdefault(name, (pattern, how))
+            if before != how:
+                raise RecipeError(
+                    f"Parallel.tensor cuts {name!r} in two ways: {before!r} by {other!r}, and "
+                    f"{how!r} by {pattern!r}"
+                )
+    for pattern in parallel.fused:
+        if not fnmatch.filter(names, pattern):
+            raise RecipeError(f"Parallel.fused names {pattern!r}, which fits no submodule")
+    return {name: how for name, (_, how) in found.items()}
+
+
+def _brought(module: nn.Module) -> Mapping[str, TensorCut]:
+    """The plan that a model of transformers has, in its own words. Raises `RecipeError` for one
+    that has no counterpart here."""
+    plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
+    for pattern, how in plan.items():
+        if how not in _COUNTERPARTS:
+            raise RecipeError(
+                f"the model's own plan cuts {pattern!r} by {how!r}, which is not done here: say "
+                "how layers are cut by Parallel(tensor={PATTERN: 'column', ...}), or set "
+                "backend.tensor=1"
+            )
+    names = [name for name, _ in module.named_modules()]
+    used = [pattern for pattern in plan if fnmatch.filter(names, pattern)]  # a model may lack some
+    return {pattern: _COUNTERPARTS[plan[pattern]] for pattern in used}
+
+
+_COUNTERPARTS: Mapping[str, TensorCut] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "vocabulary",
+    "colwise_rep": "vocabulary",
+    "embedding_rowwise": "vocabulary",
+}
+
+
+def _fitting(name: str, patterns: Mapping[str, int]) -> str:
+    return next((each for each in patterns if fnmatch.fnmatchcase(name, each)), "")
+
+
+def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> None:
+    """Raises `RecipeError` for a layer that cannot be cut so."""
+    kinds = {
+        "column": (nn.Linear,),
+        "row": (nn.Linear,),
+        "vocabulary": (nn.Linear, nn.Embedding),
+        "sequence": (nn.Module,),
+    }[how]
+    if not isinstance(part, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise RecipeError(
+            f"Parallel.tensor cuts {name!r} by {how!r}, which is for {wanted}, and it is "
+            f"{type(part).__name__}"
+        )
+    if how in ("column", "row"):
+        assert isinstance(part, nn.Linear)
+        width = part.out_features if how == "column" else part.in_features
+        several = fused.parts.get(f"{name}.weight", 1)
+        if width % (size * several):
+            fits = [n for n in range(2, size + 1) if width % (n * several) == 0]
+            nearest = f"; backend.tensor={fits[-1]} would do" if fits else ""
+            of = f" of {several} in one" if several > 1 else ""
+            raise RecipeError(
+                f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
+                f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}{nearest}"
+            )
+
+
+def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    between: Any = Shard(1) if "sequence" in chosen.values() else Replicate()
+
+    def style(name: str, how: str) -> Any:
+        if how == "column":
+            return ColwiseParallel(input_layouts=between)
+        if how == "row":
+            return RowwiseParallel(output_layouts=between)
+        if how == "sequence":
+            return SequenceParallel(use_local_output=True)
+        if isinstance(module.get_submodule(name), nn.Embedding):
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        return ColwiseParallel(input_layouts=between, output_layouts=Replicate())
+
+    # the view is of an output that a layer has made whole for its caller
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    for name, how in chosen.items():
+        # one by one: given all names, torch 2.8 takes the parts of one for names of others.
+        # Every rank has built the same weights, so nobody sends any
+        part = module.get_submodule(name)
+        parallelize_module(part, mesh, style(name, how), src_data_rank=None)
+
+
+def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """`parallelize_module` makes two of one. Raises `RecipeError` where both are cut otherwise."""
+    for first, *others in tied:
+        kept = module.get_parameter(first)
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            other = module.get_parameter(name)
+            if _cut(kept) != _cut(other):
+                raise RecipeError(
+                    f"{first!r} and {name!r} are one parameter, and Parallel.tensor cuts them in "
+                    "different ways: cut both by 'vocabulary', or neither"
+                )
+            module.get_submodule(owner)._parameters[key] = kept
+
+
+def _cut(parameter: nn.Parameter) -> object:
+    return parameter.placements if isinstance(parameter, DTensor) else None

@@ -1,0 +1,49 @@
+"""What a recipe says of its model and batches to drivers that cut layers and sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from ..kernel.errors import RecipeError
+
+__all__ = ["Parallel", "TensorCut"]
+
+TensorCut = Literal["column", "row", "vocabulary", "sequence"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How a model may be cut: `Recipe.parallel`. Drivers that cut nothing have no use for it."""
+
+    tensor: Mapping[str, TensorCut] = field(default_factory=dict)
+    """For patterns (`fnmatch`) of submodules' names, how each is cut over ranks
+    (https://arxiv.org/abs/1909.08053). `column`: a linear layer by its outputs, each rank with its
+    own heads or hidden units; the layers between it and the `row` compute on what they are given,
+    so that a head is found by its size (`view(..., -1, head_size)`), not by the number of heads.
+    `row`: a linear layer by its inputs, whose outputs are added up. `vocabulary`: an embedding by
+    its rows, or the head by its outputs, which every rank is given whole; need not divide.
+    `sequence`: a normalisation, and all between `row` and `column`, on a part of the positions each
+    (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence, channels)."""
+
+    fused: Mapping[str, int] = field(default_factory=dict)
+    """For patterns of `column` layers that are several in one, of equal sizes one after the other
+    (queries, keys and values; gate and up): how many."""
+
+    sequence: Mapping[str, int] = field(default_factory=dict)
+    """For names of a batch, which is a mapping: the dimension that is the sequence, along which a
+    context-parallel driver cuts. The loss must be a sum over positions."""
+
+    positions: str = ""
+    """The name under which a batch that is cut along sequences tells the model where its positions
+    are, integers of shape (1, length); made by the driver where the batch has none of that name."""
+
+    def __post_init__(self) -> None:
+        for pattern, how in self.tensor.items():
+            if how not in get_args(TensorCut):
+                known = ", ".join(get_args(TensorCut))
+                raise RecipeError(f"Parallel.tensor[{pattern!r}] is {how!r}; it may be {known}")
+        for pattern, parts in self.fused.items():
+            if parts < 2:
+                raise RecipeError(f"Parallel.fused[{pattern!r}] is {parts}; it must be at least 2")

@@ -1,0 +1,283 @@
+"""What meshes are tried on: a small decoder that has all that is awkward to cut, and its training.
+
+Queries, keys and values are one layer, the embedding and the head are one matrix, the vocabulary
+(13) and the samples of a batch (7, 5) divide by nothing, and some targets do not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drivetrain import Parallel, Recipe
+from drivetrain.backends.fsdp import dtensor
+from drivetrain.backends.mesh import context, layers
+from drivetrain.backends.process_group.session import ProcessGroupSession
+from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.state import pieces
+from drivetrain.kernel.contract import World
+from drivetrain.kernel.events import Evaluated, Logged
+from drivetrain.kernel.shards import Box
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 24, 4, 8, 13
+IGNORED = -100
+
+TENSOR: dict[str, Any] = {
+    "embed": "vocabulary",
+    "head": "vocabulary",
+    "blocks.*.qkv": "column",
+    "blocks.*.out": "row",
+    "blocks.*.up": "column",
+    "blocks.*.down": "row",
+}
+PARALLEL = Parallel(
+    tensor=TENSOR,
+    fused={"blocks.*.qkv": 3},
+    sequence={"tokens": 1, "targets": 1},
+    positions="positions",
+)
+IN_SEQUENCE = dataclasses.replace(
+    PARALLEL, tensor={**TENSOR, "blocks.*.norm?": "sequence", "norm": "sequence"}
+)
+PLANS = {"plain": PARALLEL, "in sequence": IN_SEQUENCE}
+
+
+class Block(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.size = WIDTH // heads
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        turned = (turn(query, angles), turn(key, angles), value)
+        mixed = F.scaled_dot_product_attention(*turned, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+def turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions (https://arxiv.org/abs/2104.09864)."""
+    left, right = x.chunk(2, -1)
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
+
+
+class Decoder(nn.Module):
+    def __init__(self, heads: int = HEADS, layers: int = 2) -> None:
+        super().__init__()
+        self.half = WIDTH // heads // 2
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        nn.init.normal_(self.embed.weight, std=0.3)
+        self.register_buffer("speeds", 100.0 ** (-torch.arange(self.half) / self.half))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        angles = (positions[..., None] * self.speeds)[:, None]
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, angles)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    logits = module(batch["tokens"], batch.get("positions"))
+    targets = batch["targets"].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum", ignore_index=IGNORED)
+
+
+def forgets_positions(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return loss(module, {name: batch[name] for name in ("tokens", "targets")})
+
+
+def mean(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return loss(module, batch) / len(batch["targets"].flatten())
+
+
+LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean)}
+
+
+def count_items(batch: Mapping[str, Tensor]) -> int:
+    return int((batch["targets"] != IGNORED).sum())
+
+
+class Sequences:
+    def __init__(self, size: int = 40, length: int = LENGTH) -> None:
+        self.size, self.length = size, length
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        row = torch.randint(0, VOCABULARY, (self.length + 1,), generator=generator)
+        row = (row + torch.arange(self.length + 1)) % VOCABULARY
+        targets = row[1:].clone()
+        targets[: index % 4] = IGNORED
+        return {"tokens": row[:-1], "targets": targets}
+
+
+# --- faults, each of which makes this process forget one thing that a mesh needs ------------------
+
+
+def untied() -> None:
+    layers._tie_again = lambda module, tied: None
+
+
+def cut_as_one() -> None:
+    layers.Fused._swapped = lambda self, whole, first, second: whole  # type: ignore[method-assign]
+
+
+def one_divisor() -> None:
+    dtensor.num_replicas = lambda tensor, size: size // tensor.device_mesh.size()
+
+
+def counted_by_each() -> None:
+    World.counts_once = 1.0  # type: ignore[assignment, method-assign]
+
+
+def reduced_over_all() -> None:
+    session = ProcessGroupSession.__init__
+
+    def forgets(self: Any, *given: Any) -> None:
+        session(self, *given)
+        type(self).feeders = property(lambda self: None, lambda self, group: None)
+
+    ProcessGroupSession.__init__ = forgets  # type: ignore[method-assign]
+
+
+def own_samples() -> None:
+    World.reader_index = property(lambda self: self.rank)  # type: ignore[assignment, method-assign]
+    World.num_readers = property(lambda self: self.size)  # type: ignore[assignment, method-assign]
+
+
+def exchanged_twice() -> None:
+    attend = context.WholeAttention._attend
+
+    def again(self: Any, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
+        there, back = cast(Any, context._Exchange.apply), cast(Any, context._Exchange.apply)
+        moved = [there(each, -3, -2, self.group) for each in (query, key, value)]
+        found: Tensor = back(attend(self, *moved, **more), -2, -3, self.group)
+        return found
+
+    context.WholeAttention._attend = again  # type: ignore[method-assign, assignment]
+
+
+def normalisation_left_out() -> None:
+    plan = {**IN_SEQUENCE.tensor}
+    del plan["blocks.*.norm?"]
+    PLANS["in sequence"] = dataclasses.replace(IN_SEQUENCE, tensor=plan)
+
+
+def in_another_order() -> None:
+    def walked(tensor: Any) -> Box:
+        mesh = tensor.device_mesh
+        cuts = [
+            (each.dim, mesh.get_local_rank(axis), mesh.size(axis))
+            for axis, each in enumerate(tensor.placements)
+            if hasattr(each, "dim")
+        ]
+        return dtensor.chunk_of(tuple(tensor.shape), cuts)
+
+    dtensor.own_box = walked
+
+
+FAULTS = {
+    "weights untied": untied,
+    "several in one cut as one": cut_as_one,
+    "one divisor for all norms": one_divisor,
+    "items counted by each rank": counted_by_each,
+    "losses reduced over all ranks": reduced_over_all,
+    "each rank reads its own samples": own_samples,
+    "exchanged twice": exchanged_twice,
+    "a normalisation left out": normalisation_left_out,
+    "cut in another order": in_another_order,
+}
+
+
+def train(
+    bench: Bench,
+    *,
+    steps: int = 6,
+    plan: str = "plain",
+    heads: int = HEADS,
+    length: int = LENGTH,
+    lossy: str = "loss",
+    settings: Mapping[str, Any] | None = None,
+    out: str | None = None,
+    resume: str | None = None,
+    fault: str = "",
+    **changes: Any,
+) -> dict[str, Any]:
+    """A job: the curve, what an evaluation says, and the weights at the end."""
+    if fault:  # for good: this process does nothing else afterwards
+        FAULTS[fault]()
+    logged: list[tuple[float, float]] = []
+    measured: list[float] = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, Logged):
+            logged.append((event.loss, event.grad_norm))
+        elif isinstance(event, Evaluated):
+            measured.append(event.metrics["loss"])
+
+    parallel = PLANS[plan]
+    if changes:
+        parallel = dataclasses.replace(parallel, **changes)
+    recipe = Recipe(
+        model=lambda: Decoder(heads),
+        loss=LOSSES[lossy],
+        train_data=Sequences(length=length),
+        eval_data={"held out": Sequences(9, length)},
+        count_items=count_items,
+        parallel=parallel,
+    )
+    chosen = {
+        "steps": steps, "global_batch": 12, "micro_batch": 3, "log_every": 1, "max_grad_norm": 1.0,
+        "optimizer.lr": 1e-2, "schedule.name": "constant", "evaluate.every": 3, "seed": 5,
+        **(settings or {}),
+    }  # fmt: skip
+
+    def finish(module: nn.Module) -> dict[str, Tensor]:
+        assert type(module) is Decoder
+        assert module.head.weight is module.embed.weight
+        with torch.no_grad():
+            logits = module(torch.arange(LENGTH)[None])
+        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        return {**state, "logits": logits.cpu()}
+
+    result = bench.fit(recipe, chosen, observers=[observe], finish=finish, out=out, resume=resume)
+    return {"curve": logged, "measured": measured, "weights": result.finish}
+
+
+def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
+    """A job: what this rank would write after it has read that checkpoint."""
+    from drivetrain.checkpoint import CheckpointReader
+
+    recipe = Recipe(model=Decoder, loss=loss, parallel=PARALLEL, optimizer=adamw)
+    with bench.open() as session:
+        engine = session.prepare(recipe)
+        engine.restore(CheckpointReader(source))
+        return pieces(engine)
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)

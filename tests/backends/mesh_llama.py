@@ -1,0 +1,65 @@
+"""A job: compat's Trainer on a small Llama of transformers, which brings a plan of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drivetrain.compat import Trainer, TrainingArguments
+from drivetrain.conformance.bench import Bench
+
+VOCABULARY, LENGTH = 61, 12
+
+
+class Sentences:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        words = torch.randint(0, VOCABULARY, (LENGTH,), generator=generator)
+        labels = words.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": words, "labels": labels}
+
+
+def train(bench: Bench, *, folder: str, tp_size: int, tied: bool) -> dict[str, Any]:
+    """Losses, norms, an evaluation, and what is saved."""
+    from accelerate.utils import ParallelismConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    args = TrainingArguments(
+        folder, use_cpu=True, max_steps=5, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, logging_steps=1, report_to=[], disable_tqdm=True,
+        eval_strategy="steps", eval_steps=5, save_steps=5, max_grad_norm=0.5, learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        parallelism_config=ParallelismConfig(tp_size=tp_size) if tp_size > 1 else None,
+    )  # fmt: skip
+    trainer = Trainer(
+        LlamaForCausalLM(config), args, train_dataset=Sentences(40), eval_dataset=Sentences(7)
+    )
+    try:
+        trainer.train()
+        assert trainer.get_tp_size() == tp_size
+        logs = trainer.state.log_history
+        return {
+            "losses": [log["loss"] for log in logs if "loss" in log],
+            "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
+            "evaluated": [log["eval_loss"] for log in logs if "eval_loss" in log],
+            "global batch": trainer.get_total_train_batch_size(args),
+            "saved": load_file(f"{folder}/checkpoint-5/model.safetensors"),
+        }
+    finally:
+        trainer.end()

@@ -1,0 +1,265 @@
+"""The mesh driver keeps the laws; meshes have the curve of one process, or are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_decoder import parts, train
+from mesh_llama import train as llama
+
+from drivetrain import Parallel
+from drivetrain.backends.mesh.shape import MeshOptions, Shape
+from drivetrain.conformance import Case, cases
+from drivetrain.conformance.harness import WorkerFailure
+from drivetrain.conformance.state import assemble
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import RecipeError, SettingError
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c)) for c in cases("mesh", options={"tensor": 2})]
+)
+def test_laws(case: Case) -> None:
+    case.check()
+
+
+@functools.cache
+def alone(**arguments: Any) -> dict[str, Any]:
+    """What one process makes of it."""
+    return Subject("cpu").run(train, **arguments)[0]
+
+
+def mesh(size: int, **dimensions: int) -> Subject:
+    return Subject("mesh", size, dimensions)
+
+
+# processes, dimensions, how layers are cut
+MESHES: list[tuple[int, dict[str, int], str]] = [
+    (2, {}, "plain"),
+    (2, {"replicate": 2}, "plain"),
+    (2, {"tensor": 2}, "in sequence"),
+    (2, {"context": 2}, "plain"),
+    (4, {"tensor": 2, "context": 2}, "in sequence"),
+    (4, {"tensor": 2}, "plain"),
+    (4, {"replicate": 2, "context": 2}, "plain"),
+]
+MORE: list[tuple[int, dict[str, int], str]] = [
+    (1, {}, "plain"),
+    (3, {}, "plain"),
+    (3, {"replicate": 3}, "plain"),
+    (4, {}, "plain"),
+    (4, {"replicate": 2}, "plain"),
+    (4, {"replicate": 4}, "plain"),
+    (4, {"tensor": 2}, "in sequence"),
+    (4, {"tensor": 4}, "plain"),
+    (4, {"tensor": 4}, "in sequence"),
+    (4, {"tensor": 2, "replicate": 2}, "plain"),
+    (4, {"tensor": 2, "replicate": 2}, "in sequence"),
+    (4, {"context": 2}, "plain"),
+    (4, {"context": 4}, "plain"),
+    (4, {"tensor": 2, "context": 2}, "plain"),
+    (6, {"tensor": 2}, "plain"),
+    (6, {"context": 2, "replicate": 3}, "plain"),
+    (8, {"tensor": 2, "context": 2}, "plain"),
+    (8, {"tensor": 2, "context": 2}, "in sequence"),
+    (8, {"tensor": 2, "context": 2, "replicate": 2}, "in sequence"),
+    (8, {"tensor": 4, "context": 2}, "plain"),
+    (8, {"tensor": 2, "context": 4}, "plain"),
+    (8, {"tensor": 4}, "in sequence"),
+    (8, {"context": 8}, "plain"),
+    (2, {"tensor": 2}, "plain"),
+    (5, {}, "plain"),
+    (6, {"replicate": 2}, "plain"),
+    (6, {"context": 2}, "plain"),
+    (6, {"tensor": 2, "replicate": 3}, "in sequence"),
+    (8, {}, "plain"),
+    (8, {"replicate": 4}, "plain"),
+    (8, {"context": 2}, "plain"),
+    (8, {"context": 4, "replicate": 2}, "plain"),
+    (8, {"tensor": 2}, "plain"),
+    (8, {"tensor": 2, "replicate": 4}, "plain"),
+    (8, {"tensor": 4, "replicate": 2}, "in sequence"),
+    (8, {"tensor": 4, "context": 2}, "in sequence"),
+]
+
+
+def named(size: int, dimensions: dict[str, int], plan: str) -> str:
+    return " ".join([str(size), *(f"{k}={v}" for k, v in dimensions.items()), plan])
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions", "plan"),
+    [
+        *(pytest.param(*each, id=named(*each)) for each in MESHES),
+        *(pytest.param(*each, id=named(*each), marks=pytest.mark.slow) for each in MORE),
+    ],
+)
+def test_a_mesh_has_the_curve_of_one_process(
+    size: int, dimensions: dict[str, int], plan: str
+) -> None:
+    """Losses, norms of the gradient, evaluations, weights, and what the whole module computes."""
+    expected = alone()
+    for seen in mesh(size, **dimensions).run(train, plan=plan):
+        assert_alike(seen, expected)
+
+
+def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [3, 1])
+def test_heads_that_do_not_divide_gather_keys_and_values(heads: int) -> None:
+    assert_alike(mesh(2, context=2).run(train, heads=heads)[0], alone(heads=heads))
+
+
+@pytest.mark.parametrize("dimensions", [{"context": 2}, {"tensor": 2}], ids=str)
+def test_activations_are_recomputed(dimensions: dict[str, int]) -> None:
+    """In backward, too, attention is over whole sequences and layers are cut."""
+    settings = {"activation_checkpointing": ["Block"]}
+    assert_alike(mesh(2, **dimensions).run(train, settings=settings)[0], alone())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """Its curve is that of one process in this precision, to the roundings of 2**-8 of a few
+    hundred products."""
+    settings = {"precision": precision}
+    for dimensions in ({"context": 2}, {"tensor": 2}):
+        (seen, _), expected = mesh(2, **dimensions).run(train, settings=settings), alone()
+        torch.testing.assert_close(seen["curve"], expected["curve"], rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_model_of_transformers_brings_its_plan(tied: bool, tmp_path: Path) -> None:
+    """By compat's Trainer and `parallelism_config`: ranks of one layer see the same samples."""
+    (one,) = Subject("cpu").run(llama, folder=str(tmp_path / "one"), tp_size=1, tied=tied)
+    for seen in mesh(2, tensor=2).run(llama, folder=str(tmp_path / "two"), tp_size=2, tied=tied):
+        for name in ("losses", "norms", "evaluated"):
+            torch.testing.assert_close(seen[name], one[name], rtol=1e-5, atol=0)
+        assert seen["global batch"] == one["global batch"] == 8
+        assert seen["saved"].keys() == one["saved"].keys()
+        torch.testing.assert_close(seen["saved"], one["saved"], rtol=1e-3, atol=1e-5)
+
+
+# --- what goes wrong in silence is seen ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "plan", "fault"),
+    [
+        ({"tensor": 2}, "plain", "weights untied"),
+        ({"tensor": 2}, "plain", "several in one cut as one"),
+        ({"tensor": 2}, "plain", "one divisor for all norms"),
+        ({"tensor": 2}, "plain", "items counted by each rank"),
+        ({"tensor": 2}, "plain", "losses reduced over all ranks"),
+        ({"tensor": 2}, "plain", "each rank reads its own samples"),
+        ({"context": 2}, "plain", "exchanged twice"),
+        ({"tensor": 2}, "in sequence", "a normalisation left out"),
+    ],
+)
+def test_a_planted_fault_is_seen(dimensions: dict[str, int], plan: str, fault: str) -> None:
+    """By the curve, the norm or the weights, or since the run does not come to its end."""
+
+    def run() -> None:
+        first, *_ = mesh(2, **dimensions).run(train, alone=True, plan=plan, fault=fault)
+        assert_alike(first, alone())
+
+    with pytest.raises((AssertionError, WorkerFailure)):
+        run()
+
+
+@pytest.mark.parametrize("fault", ["", "cut in another order"])
+def test_what_is_saved_is_what_was_trained(fault: str, tmp_path: Path) -> None:
+    """Also where one dimension is cut twice, which wrong boxes would put together otherwise."""
+    out = str(tmp_path / "run")
+    seen = mesh(4, tensor=2).run(train, alone=bool(fault), steps=1, out=out, fault=fault)[0]
+    source = f"{out}/checkpoints/checkpoint-000001"
+    stored = assemble(Subject("cpu").run(parts, source=source))["weights"]
+    same = [torch.equal(tensor, seen["weights"][name]) for name, tensor in stored.items()]
+    assert all(same) is not bool(fault)
+
+
+LAYOUTS = {
+    "cpu": Subject("cpu"),
+    "fsdp 2": Subject("fsdp", 2),
+    "tensor 2": mesh(2, tensor=2),
+    "context 2": mesh(2, context=2),
+    "tensor 2 x shard 2": mesh(4, tensor=2),
+}
+
+
+IN_TURN = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], *LAYOUTS], strict=False))
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(one, two, marks=[] if (one, two) in IN_TURN else pytest.mark.slow)
+        for one in LAYOUTS
+        for two in LAYOUTS
+    ],
+)
+def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
+    """Weights and moments bit for bit, and the curve goes on."""
+    out = str(tmp_path / "run")
+    LAYOUTS[first].run(train, steps=3, out=out)
+    source = f"{out}/checkpoints/checkpoint-000003"
+    stored = assemble(Subject("cpu").run(parts, source=source))
+    read = assemble(LAYOUTS[then].run(parts, source=source))
+    for kind in ("weights", "optimizer"):
+        assert stored[kind].keys() == read[kind].keys()
+        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
+    resumed = LAYOUTS[then].run(train, resume=source)[0]
+    torch.testing.assert_close(resumed["curve"], alone()["curve"][3:], rtol=1e-5, atol=0)
+
+
+# --- what would be wrong in silence is refused ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "arguments", "said"),
+    [
+        ({"context": 2}, {"lossy": "forgets_positions"}, "Each part must know its positions"),
+        ({"context": 2}, {"lossy": "mean"}, "a sum over positions"),
+        ({"context": 2}, {"length": 7}, "pad them to 8"),
+        ({"context": 2}, {"sequence": {}}, "does not say which dimension"),
+        ({"context": 2}, {"sequence": {"words": 1}}, "Parallel.sequence names words"),
+        ({"tensor": 2}, {"fused": {}}, "must be named in Parallel.fused"),
+        ({"tensor": 2}, {"tensor": {}}, "does not say how layers are cut"),
+        ({"tensor": 2}, {"tensor": {"blocks.*.q": "row"}}, "fits no submodule"),
+        ({"tensor": 2}, {"tensor": {"norm": "row"}, "fused": {}}, "which is for Linear"),
+        ({"tensor": 2}, {"tensor": {"blocks.*.up": "column"}, "fused": {"*.up": 5}}, "5 in one"),
+        ({"tensor": 2}, {"tensor": {"*": "sequence", "head": "row"}}, "in two ways"),
+        ({"tensor": 2}, {"tensor": {"embed": "vocabulary"}, "fused": {}}, "are one parameter"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_is_refused(
+    dimensions: dict[str, int], arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(2, **dimensions).run(train, alone=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "said"),
+    [
+        ({"tensor": 3}, 4, "tensor 3 needs a multiple of 3 ranks, and there are 4: start 3"),
+        ({"tensor": 2, "context": 2}, 6, "needs a multiple of 4 ranks, and there are 6: start 8"),
+        ({"shard": 2}, 6, "shard 2 is a mesh of 2 ranks, and there are 6: start 2"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(options: dict[str, int], size: int, said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Shape.of(MeshOptions(**options), size)
+
+
+def test_a_plan_says_how() -> None:
+    with pytest.raises(RecipeError, match=r"'rows'; it may be column, row"):
+        Parallel(tensor={"up": "rows"})  # type: ignore[dict-item]
