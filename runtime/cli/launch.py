@@ -101,7 +101,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
         "WORLD_SIZE": environment["SLURM_NTASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "MASTER_ADDR": _first_host(environment),
-        "MASTER_PORT": str(20000 + job % 20000),
+        "MASTER_PORT": str(12000 + job % 20000),  # none that systems give away,
     }
     for word, value in words.items():
         environment.setdefault(word, value)

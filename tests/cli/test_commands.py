@@ -160,7 +160,7 @@ def test_slurm_tasks_are_ranks() -> None:
     assert environment["WORLD_SIZE"] == "4"
     assert environment["LOCAL_RANK"] == "1"
     assert environment["MASTER_ADDR"] == "node7"
-    assert environment["MASTER_PORT"] == "21234"
+    assert environment["MASTER_PORT"] == "13234"
     alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
     adopt_slurm(alone)
     assert "RANK" not in alone

@@ -25,6 +25,8 @@ from typing import IO, Any
 
 import torch
 
+from .ports import free_port
+
 __all__ = ["Pool", "WorkerFailure", "lend"]
 
 GRACE_SECONDS = 5.0
@@ -228,14 +230,6 @@ def environment(rank: int, size: int, import_path: str) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
     }
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 _pools: dict[tuple[str, int, str | None], Pool] = {}

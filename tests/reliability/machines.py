@@ -189,12 +189,6 @@ def two_networks() -> Iterator[tuple[tuple[tuple[str, ...], ...], Callable[[], N
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def free_port() -> str:
+def listens(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def listens(port: str) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", int(port))) == 0
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from drivetrain import CheckpointSettings, DataSettings, EvaluateSettings, Recipe, Settings, fit
 from drivetrain.checkpoint import CheckpointReader
+from drivetrain.conformance.ports import free_port
 from drivetrain.kernel.events import Logged, Resumed
 
 from .dying import Death, interposed
@@ -141,9 +141,7 @@ def start(
     what: Any, out: Path, num_ranks: int = 1, train: Callable[..., None] = train
 ) -> list[BaseProcess]:
     """Start `train(what, out, environment)` on all ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = []
     for rank in range(num_ranks):
         environment = {

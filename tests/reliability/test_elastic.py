@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from drivetrain import fit
+from drivetrain.conformance.ports import free_port
 from drivetrain.kernel.events import Logged
 
-from .machines import Machine, Machines, free_port, listens, namespaces_allowed, two_networks
+from .machines import Machine, Machines, listens, namespaces_allowed, two_networks
 
 STEPS = 30
 NAMESPACES = namespaces_allowed()
@@ -50,7 +51,7 @@ def assert_same_curve(machines: Machines) -> None:
 
 
 def elastic(
-    machines: Machines, backend: str, port: str, nodes: str, *more: str, **environment: str
+    machines: Machines, backend: str, port: int, nodes: str, *more: str, **environment: str
 ) -> Machine:
     """A machine with one rank of as many as come."""
     conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
@@ -103,7 +104,7 @@ def test_a_rank_that_dies_is_started_anew(machines: Machines) -> None:
     assert_same_curve(machines)
 
 
-def two(machines: Machines, address: str, port: str, within: tuple[tuple[str, ...], ...]) -> None:
+def two(machines: Machines, address: str, port: int, within: tuple[tuple[str, ...], ...]) -> None:
     for number, prefix in enumerate(within):
         machines.start(
             "--backend=ddp", "--nproc=1", "--nnodes=2", f"--node-rank={number}",

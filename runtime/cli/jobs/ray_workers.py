@@ -7,7 +7,6 @@ Ray then starts all workers anew, and `--resume auto` goes on from the newest ch
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -49,7 +48,8 @@ def _rank(settings: dict[str, Any]) -> None:
 
     context: Any = get_context()
     first = context.get_world_rank() == 0
-    address, port = broadcast_from_rank_zero(_free_address() if first else ("", 0))
+    store = _store() if first else None
+    address, port = broadcast_from_rank_zero((_own_address(), store.port) if store else ("", 0))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     alone = visible != [""] and len(visible) == 1  # Ray shows a worker no device but its own
     environment = {
@@ -59,8 +59,11 @@ def _rank(settings: dict[str, Any]) -> None:
         "LOCAL_WORLD_SIZE": 1 if alone else context.get_local_world_size(),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
-        # as under torchrun: the rank ends with what started it, and takes over this run's lock
+        # as under torchrun: the rank ends with what started it, and takes over this run's lock,
         "TORCHELASTIC_RUN_ID": settings["run_id"],
+        # and its store is there before it is
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
     }
     code = subprocess.run(
         [sys.executable, "-m", "drivetrain.cli", "train", *settings["arguments"]],
@@ -73,11 +76,17 @@ def _rank(settings: dict[str, Any]) -> None:
         raise RuntimeError(f"rank {context.get_world_rank()} {why}: exit code {code}")
 
 
-def _free_address() -> tuple[str, int]:
-    """Where the ranks meet: this machine, as the cluster knows it, and a port that is free."""
+def _store() -> Any:
+    """Where the ranks meet, at a port that the system gives: one that is only looked for here would
+    be taken by another before the first rank listens there."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+
+
+def _own_address() -> str:
+    """This machine's, as the cluster knows it."""
     import ray
 
     cluster: Any = ray.util
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return str(cluster.get_node_ip_address()), int(free.getsockname()[1])
+    return str(cluster.get_node_ip_address())
