@@ -140,8 +140,7 @@ class Session(Protocol):
 
     def prepare(self, recipe: Recipe) -> Engine:
         """Build, place, wrap, tie, compile, and create the optimizer, in the order that this
-        backend needs. `recipe.optimizer` is set. The model is built under the plan's seed, the
-        same on all ranks."""
+        backend needs. `recipe.optimizer` is set. By the plan's seed all ranks build one model."""
         ...
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -174,8 +173,7 @@ class Session(Protocol):
         ...
 
     def rng_state(self) -> dict[str, Tensor]:
-        """The state of every generator that `seed` seeds; host tensors, by a name of the driver's
-        choice."""
+        """The state of every generator that `seed` seeds; host tensors, by a name of yours."""
         ...
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:

@@ -1,5 +1,4 @@
-"""The loop: `TrainLoop` runs the steps. A `LoopPolicy` decides what happens between them: when to
-log, evaluate, save and stop: that of `fit` follows the settings."""
+"""`TrainLoop` runs the steps; a `LoopPolicy` decides when to log, evaluate, save and stop."""
 
 from __future__ import annotations
 

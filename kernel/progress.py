@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from .batches import LARGEST, Position
-from .contract import Session
+from .contract import Session, World
 from .errors import CheckpointDamaged, DataError
 
-__all__ = ["Progress", "Window"]
+__all__ = ["Progress", "Window", "losses_from_json", "losses_to_json"]
 
 
 @dataclass
@@ -55,7 +55,8 @@ class Window:
     def __init__(self, progress: Progress) -> None:
         self.first_step = self._timed_step = progress.step
         self._items, self._samples = progress.items, progress.samples
-        self._losses: Any = 0.0
+        self.loss_sum: Any = 0.0
+        """This feeder's losses of these steps, added up; on the device, or 0.0 before the first."""
         self._grad_norm: Any = math.nan
         self._since = time.perf_counter()
 
@@ -65,13 +66,8 @@ class Window:
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         """One more step; waits for nothing."""
-        self._losses = self._losses + loss
+        self.loss_sum = self.loss_sum + loss
         self._grad_norm = grad_norm
-
-    @property
-    def loss_sum(self) -> Any:
-        """This feeder's losses of these steps, added up; on the device, or 0.0 before the first."""
-        return self._losses
 
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on training."""
@@ -80,7 +76,7 @@ class Window:
     def figures(self, progress: Progress, session: Session) -> dict[str, float]:
         """Means over the window, by the names that `Logged` has. Waits for the device."""
         steps, timed_steps = progress.step - self.first_step, progress.step - self._timed_step
-        loss = float(session.reduce(self._losses)) / session.world.num_feeders / steps
+        loss = float(session.reduce(self.loss_sum)) / session.world.num_feeders / steps
         grad_norm = float(self._grad_norm)
         seconds = time.perf_counter() - self._since  # after the line that waits
         return {
@@ -93,10 +89,7 @@ class Window:
 
     def to_json(self, session: Session) -> dict[str, Any]:
         """So that the first log after a resume covers the steps before it, too."""
-        loss = float(self._losses)
-        told = [session.world.feeder_index, loss if math.isfinite(loss) else None]
-        losses = dict(sorted(session.exchange(told), key=lambda pair: pair[0]))
-        return {"first_step": self.first_step, "losses": list(losses.values())}
+        return {"first_step": self.first_step, "losses": losses_to_json(self.loss_sum, session)}
 
     def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
         """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
@@ -107,10 +100,21 @@ class Window:
                 and 0 <= first_step <= self.first_step
                 and all(loss is None or type(loss) is float for loss in stored)
             ):
-                losses = [math.nan if loss is None else loss for loss in stored]
+                own = losses_from_json(stored, session.world)
             case _:
                 raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
-        self.first_step = first_step
-        world = session.world
-        same = len(losses) == world.num_feeders
-        self._losses = losses[world.feeder_index] if same else math.fsum(losses) / len(losses)
+        self.first_step, self.loss_sum = first_step, own
+
+
+def losses_to_json(loss: Any, session: Session) -> list[float | None]:
+    """Every feeder's sum of losses, in order; None where it is no finite number."""
+    own = float(loss)
+    told = session.exchange([session.world.feeder_index, own if math.isfinite(own) else None])
+    return list(dict(sorted(told, key=lambda pair: pair[0])).values())
+
+
+def losses_from_json(stored: Sequence[float | None], world: World) -> float:
+    """This feeder's sum; the mean of all where there were not as many feeders."""
+    losses = [math.nan if loss is None else float(loss) for loss in stored]
+    same = len(losses) == world.num_feeders
+    return losses[world.feeder_index] if same else math.fsum(losses) / len(losses)

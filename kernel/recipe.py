@@ -25,8 +25,7 @@ class Recipe:
     """
 
     model: Callable[[], nn.Module]
-    """Builds the model, on the CPU or on the meta device; called once on every rank, with the
-    same random seed."""
+    """Builds the model, on the CPU or on the meta device; on every rank by the same seed."""
 
     loss: Callable[[nn.Module, Batch], Tensor]
     """`loss(module, batch)`: the SUM of the loss over the items of the batch, a scalar. Call the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from ..kernel.contract import Session
 from ..kernel.errors import CheckpointDamaged
+from ..kernel.progress import losses_from_json, losses_to_json
 
 __all__ = ["TurnLosses"]
 
@@ -53,11 +53,9 @@ class TurnLosses:
 
     def to_json(self) -> dict[str, Any]:
         """So that the first log after a resume covers the steps before it, too."""
-        own = [float(loss) for loss in self._losses.values()]
-        ranks = self.session.exchange([loss if math.isfinite(loss) else None for loss in own])
         return {
-            name: {"steps": self._steps[name], "losses": [rank[i] for rank in ranks]}
-            for i, name in enumerate(self._losses)
+            name: {"steps": self._steps[name], "losses": losses_to_json(loss, self.session)}
+            for name, loss in self._losses.items()
         }
 
     def restore(self, value: Mapping[str, Any] | None, where: str = "the checkpoint") -> None:
@@ -66,12 +64,9 @@ class TurnLosses:
         self.start_window()
         if not value or self.turn_of is None:
             return
-        world = self.session.world
         try:
             for name, kept in value.items():
-                stored = [math.nan if loss is None else float(loss) for loss in kept["losses"]]
-                same = len(stored) == world.num_feeders
-                own = stored[world.feeder_index] if same else math.fsum(stored) / len(stored)
-                self._losses[name], self._steps[name] = own, max(1, int(kept["steps"]))
+                self._losses[name] = losses_from_json(kept["losses"], self.session.world)
+                self._steps[name] = max(1, int(kept["steps"]))
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointDamaged(f"{where}: its turns are malformed: {error!r}") from error
