@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -490,3 +491,18 @@ def compilers(bench: Bench, *, folder: str) -> list[bool]:
 def test_the_compiler_is_imported_by_who_compiles(tmp_path: Path) -> None:
     subject = Subject("deepspeed", 1, {"stage": 1})
     assert subject.run(compilers, alone=True, folder=str(tmp_path)) == [[False, True]]
+
+
+UNASKED = """
+import sys, torch
+from drivetrain.backends.deepspeed.initialize import import_deepspeed
+import_deepspeed(torch.device("cpu"))
+assert "mlflow" not in sys.modules
+import mlflow
+mlflow.set_experiment
+"""
+
+
+@pytest.mark.slow
+def test_a_tracker_is_not_imported_by_who_does_not_track() -> None:
+    subprocess.run([sys.executable, "-c", UNASKED], check=True)
