@@ -112,7 +112,9 @@ def feed_shapes(bench: Bench, *, sizes: list[int]) -> str:
 # --- what is special --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "subject", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"]
+)
 def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
     (seen,) = subject.run(train_and_count, numbers=[1, 2, 3, 1, 2, 3, 4, 1])
     warm = seen["counts"][2]
@@ -120,7 +122,9 @@ def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
     assert seen["tied"]
 
 
-@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "subject", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"]
+)
 def test_a_short_group_at_the_end_of_an_epoch_compiles_nothing(subject: Subject) -> None:
     (counts,) = subject.run(fit_and_count, epochs=2.0)
     assert len(counts) == 8

@@ -195,6 +195,7 @@ def test_values_get_the_type_of_the_argument(caplog: pytest.LogCaptureFixture) -
     assert not hasattr(args, "seeds") and "seeds=1" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.row("H1")
 def test_processes_share_a_study_through_its_storage(tmp_path: Path) -> None:
     script = f"""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("third_party.py")
 FINE_TUNING = ("sft", "plain_arguments", "packed", "assistant_only", "lora", "dpo", "reward")
 ALL = (*FINE_TUNING, "sentences")
@@ -107,7 +108,6 @@ def assert_saved(scenario: str, ours: dict) -> None:
     assert ("model.safetensors" in ours["files"]) == (scenario != "lora")
 
 
-@pytest.mark.slow
 @pytest.mark.row("T1", "A7", "M1")
 def test_other_trainers_and_tasks(folder, subtests):
     theirs, ours = (launch(folder / "others", base, OTHERS, 1) for base in BASES)
@@ -116,7 +116,6 @@ def test_other_trainers_and_tasks(folder, subtests):
             assert_equal(theirs[scenario], ours[scenario])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.row("T1", "T9", "T13", "T14", "A5", "A7", "M1", "N11", "X1", "X11", "X17")
 @pytest.mark.row(

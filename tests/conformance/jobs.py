@@ -16,7 +16,7 @@ from ..kernel.contract import Engine, Session
 from .bench import Bench
 from .optimizers import optimizer_class
 from .problems import PROBLEMS, Problem, Sample, Samples, collate
-from .state import pieces
+from .state import pieces, whole_weights
 
 __all__ = ["deal", "optimizer_called", "train"]
 
@@ -36,12 +36,13 @@ def train(
     silent: Sequence[int] = (),
     left_out: int = 0,
     watch: Sequence[int] = (),
+    whole: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """One update on each group of samples. `spoil`: a factor for the loss of one microbatch of
     one feeder in one step. `silent`: steps whose losses are multiplied by zero. `left_out`:
     parameters, the last ones, that the optimizer is not given. `watch`: steps after which the
-    state is kept."""
+    state is kept. `whole`: at last all weights are shown, too."""
     chosen = PROBLEMS[problem]
     with bench.open(**settings) as session:
         engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer, left_out)))
@@ -68,6 +69,7 @@ def train(
             # asked late, when other updates are done: each answer is of its own update
             "applied": [bool(outcome.applied()) for outcome in outcomes],
             "states": {**states, "final": pieces(engine)},
+            "whole": whole_weights(engine) if whole else {},
         }
 
 

@@ -18,7 +18,7 @@ from . import oracle
 from .bench import Bench
 from .cases import Refused, check
 from .jobs import accumulate, microbatches, optimizer_called
-from .judge import require, require_close
+from .judge import require, require_close, require_same_bits
 from .problems import PROBLEMS
 from .refusal import refuses_precision
 from .rehearsal import rehearse
@@ -32,6 +32,18 @@ def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: in
     seen = rehearse(subject, problem, optimizer="SGD", micro_batch=micro_batch)
     seen.require_losses(1e-6)
     seen.require_weights(1e-6)
+
+
+@check()
+def copies_stay_equal(subject: Subject) -> None:
+    """What several ranks hold is bit for bit the same on each after 20 updates: copies that round
+    otherwise go apart, and no loss tells for long."""
+    seen = rehearse(
+        subject, "language", optimizer="AdamW", micro_batch=2, max_grad_norm=1.0, whole=True
+    )
+    first, *others = (rank["whole"] for rank in seen.ranks)
+    for number, other in enumerate(others, 1):
+        require_same_bits(f"weights on rank {number} beside those on rank 0", other, first)
 
 
 @check()

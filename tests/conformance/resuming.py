@@ -19,7 +19,7 @@ from .jobs import accumulate, microbatches, optimizer_called
 from .judge import LawBroken, require_same, require_same_bits
 from .problems import PROBLEMS
 from .runs import run
-from .state import KINDS, pieces, read_all
+from .state import KINDS, pieces, read_all, whole_weights
 from .subject import Subject
 
 STEPS = 9
@@ -223,9 +223,7 @@ def restore(
         engine.restore(WeightsAlone(reader) if weights_only else reader)
         if updates:
             update(session, engine, problem)
-        with engine.full_params() as module:
-            named = list(module.named_parameters(remove_duplicate=False))
-            whole = {name: tensor.detach().cpu().clone() for name, tensor in named}
+        whole = whole_weights(engine)
         return {
             "fresh": fresh,
             "state": pieces(engine),

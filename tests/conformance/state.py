@@ -13,7 +13,7 @@ from ..kernel.errors import CheckpointError
 from ..kernel.shards import Box, Kind, Reader
 from .judge import LawBroken
 
-__all__ = ["State", "assemble", "pieces", "read_all"]
+__all__ = ["State", "assemble", "pieces", "read_all", "whole_weights"]
 
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "state")
 State = dict[str, dict[str, Tensor]]
@@ -33,6 +33,13 @@ def pieces(engine: Engine) -> list[dict[str, Any]]:
         }
         for piece in engine.shards()
     ]
+
+
+def whole_weights(engine: Engine) -> dict[str, Tensor]:
+    """All weights as this rank shows them, by each of their names, in a job."""
+    with engine.full_params() as module:
+        named = list(module.named_parameters(remove_duplicate=False))
+        return {name: tensor.detach().cpu().clone() for name, tensor in named}
 
 
 def assemble(ranks: Sequence[Iterable[dict[str, Any]]]) -> State:

@@ -45,6 +45,7 @@ def metrics(records: list[Record]) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
 def test_digits_are_recognised(tmp_path: Path) -> None:
     records = train("digits.py", tmp_path)
     assert metrics(records)["accuracy"] >= 0.97

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -77,6 +78,17 @@ class Fault:
 
 
 # --- law 1: the gradient -----------------------------------------------------------------------
+
+
+class CopiesDrift(WrappedEngine):
+    """The last rank rounds otherwise."""
+
+    def update(self) -> Outcome:
+        outcome: Outcome = self.inner.update()
+        if self.inner.world.rank == self.inner.world.size - 1:
+            for parameter in self.inner.parameters:
+                parameter.data = torch.nextafter(parameter.data, torch.tensor(math.inf))
+        return outcome
 
 
 class MeanOfLocalMeans(WrappedSession):
@@ -763,6 +775,7 @@ FAULTS: dict[str, Fault] = {
     "all are told": Fault("7_capabilities-stall_seconds", session=AllAreTold),
     "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),
     "never over": Fault("7_capabilities-timeout_seconds", plan=never_over),
+    "copies drift": Fault("1_gradient-copies_stay_equal", CopiesDrift),
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
     "sum over feeders": Fault(SGD, SumOverFeeders),
     "weight forgotten": Fault(SGD, WeightForgotten),

@@ -36,6 +36,7 @@ def in_small(candidate: str) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
 def test_the_kernel_trains_and_saves_what_the_raw_loop_trains() -> None:
     ours, raw = in_small("kernel"), in_small("raw")
     assert ours["parameters"] == raw["parameters"]
