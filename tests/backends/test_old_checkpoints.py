@@ -27,7 +27,12 @@ def old(folder: Path) -> tuple[str, Saved]:
     return told["subject"], Saved(told["writer"], told["training"], str(checkpoint), told, state)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize(
+    "folder",
+    # xla starts another process for each number of devices, and compiles anew
+    [pytest.param(f, marks=[pytest.mark.slow] * f.name.startswith("xla")) for f in FOLDERS],
+    ids=lambda folder: folder.name,
+)
 def test_its_own_driver_resumes_it(folder: Path) -> None:
     build_all()
     subject, saved = old(folder)

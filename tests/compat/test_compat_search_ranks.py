@@ -9,6 +9,7 @@ import search_ranks
 
 from drivetrain.conformance.subject import Subject
 
+pytestmark = pytest.mark.slow
 RATES = (0.01, 0.0001, 0.02)
 
 
