@@ -210,10 +210,10 @@ class FsdpEngine:
                 "backend.optimizer_step=tensors; where each element, parts",
                 type(optimizer).__name__,
             )
-        if how == "parts" and len(dtensor.kinds(self.module.parameters())) > 1:
-            return cast(torch.optim.Optimizer, dtensor.StepByKind(optimizer))
         if how == "parts":
-            return optimizer
+            by_kind = dtensor.StepByKind(optimizer)
+            several = len(by_kind.meshes) > 1
+            return cast(torch.optim.Optimizer, by_kind) if several else optimizer
         cut_once = all(map(dtensor.is_cut_once, self.module.parameters()))
         if how == "tensors" and kept_of(optimizer) is not None and cut_once:
             return cast(torch.optim.Optimizer, OwnerStep(optimizer, self.world.device))

@@ -192,32 +192,26 @@ def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor
 # --- stepping on whole tensors --------------------------------------------------------------
 
 
-def kinds(parameters: Iterable[Tensor]) -> list[Any]:
-    """The meshes over which these are cut, each once; None: what every rank holds whole."""
-    found: list[Any] = []
-    for parameter in parameters:
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh not in found:
-            found.append(mesh)
-    return found
-
-
 class StepByKind:
     """Steps an elementwise optimizer on what is cut over one mesh after the other, and on what
     every rank holds whole: torch's kernels take tensors of one kind at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.kinds = kinds(p for group in optimizer.param_groups for p in group["params"])
+        self.meshes: list[Any] = []
+        """Over which parameters are cut, each once; None: what every rank holds whole."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if (mesh := getattr(parameter, "device_mesh", None)) not in self.meshes:
+                self.meshes.append(mesh)
 
     def step(self) -> None:
         """As the optimizer's own."""
         all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
         try:
-            for kind in self.kinds:
+            for mesh in self.meshes:
                 for group, parameters in all_of_it:
                     group["params"] = [
-                        p for p in parameters if getattr(p, "device_mesh", None) == kind
+                        p for p in parameters if getattr(p, "device_mesh", None) == mesh
                     ]
                 self.optimizer.step()
         finally:
