@@ -21,9 +21,10 @@ from .catalog import (
 from .export import export_weights, import_weights
 from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from .mean import average_weights
+from .random_state import load_rng, own_random_state
 from .reader import CheckpointReader, WithoutOptimizer
 from .storage.protocol import OpenFile, Storage, read_small, storage_of
-from .store import BackgroundSave, CheckpointStore, load_rng, own_random_state, save_folder
+from .store import BackgroundSave, CheckpointStore, save_folder
 
 __all__ = [
     "CHECKPOINTS",
