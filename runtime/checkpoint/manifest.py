@@ -6,7 +6,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from ..kernel.errors import CheckpointDamaged, CheckpointNotFound
 from ..kernel.paths import Place
@@ -18,6 +18,7 @@ __all__ = [
     "FILE_NAME",
     "MANIFEST",
     "FileEntry",
+    "FileKind",
     "Manifest",
     "file_name",
     "read_manifest",
@@ -31,13 +32,15 @@ _SUM = "crc32"
 _SUM_LINE = re.compile(rb'\{\n "crc32": ([0-9]{1,10}),')
 _MAX_BYTES = 64 << 20
 FILE_NAME = re.compile(
-    r"(weights|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors"
+    r"(weights|frozen|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors"
     r"|index(-[0-9]{5,9}-[0-9]{1,2})?\.json"
 )
 """Names of files of a checkpoint; those of indexes with numbers exist while it is written."""
+FileKind = Literal[Kind, "frozen"]
+"""A file's first word. `frozen`: weights that do not learn, where they have files of their own."""
 
 
-def file_name(kind: Kind, part: int, num_parts: int) -> str:
+def file_name(kind: FileKind, part: int, num_parts: int) -> str:
     """The name of one file of a checkpoint; no other names are accepted."""
     return f"{kind}-{part:05d}-of-{num_parts:05d}.safetensors"
 
@@ -53,7 +56,8 @@ class FileEntry:
     @property
     def kind(self) -> str:
         """The kind of what is in it; of an index, its name."""
-        return self.name.partition("-")[0]
+        word = self.name.partition("-")[0]
+        return "weights" if word == "frozen" else word
 
     @property
     def part(self) -> int:

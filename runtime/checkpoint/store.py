@@ -14,7 +14,7 @@ import errno
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from ..kernel.shards import Piece
 from . import catalog
 from .background import remove_in_background, removed, write_in_background
 from .buffers import HostCopies
+from .frozen import FrozenFile, Sums
 from .index.tree import join_level, num_levels
 from .manifest import FileEntry, Manifest, write_manifest
 from .random_state import FEEDERS
@@ -60,7 +61,7 @@ class CheckpointStore:
         self.root, self.digits = place(root), digits
         self._guard = guard or (lambda: None)
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
-        self._copies = HostCopies()
+        self._copies, self._sums = HostCopies(), Sums()
 
     def save(
         self,
@@ -71,13 +72,16 @@ class CheckpointStore:
         *,
         settings: Mapping[str, Any] | None = None,
         driver: str = "",
+        frozen: Collection[str] = (),
         beside: Callable[[Path], None] | None = None,
     ) -> Place:
         """Write the checkpoint of `step`; called by all ranks, and returns once it is committed.
         Older checkpoints that are not kept are no longer listed then, and deleted in the
         background.
 
-        `state` and `settings` go into the manifest (JSON types; rank 0's are used). `beside` is
+        `state` and `settings` go into the manifest (JSON types; rank 0's are used). `frozen`: FQNs
+        of weights that do not learn, the same on all ranks. They go into files of their own; one
+        that an earlier checkpoint here holds already is linked to (see `frozen`). `beside` is
         called on all ranks with the folder that is being written, to put other files there: they
         appear with the checkpoint, and resuming does not read them (paths only, no URLs). Raises
         `SaveFailed` on all ranks when any of them fails, with that rank, the file and the reason;
@@ -85,7 +89,7 @@ class CheckpointStore:
         """
         manifest = _manifest(step, engine, session, state, settings, driver)
         with self._swept_on_failure(session):
-            saving = self._begin(manifest, session, lambda: collect(engine, session))
+            saving = self._begin(manifest, session, frozen, lambda: collect(engine, session))
             written = _together(session, saving.folder, saving.write)
             if beside is not None:  # once all have written: it may call what ranks do together
                 _together(session, saving.folder, lambda: beside(_local(saving.place)))
@@ -109,6 +113,7 @@ class CheckpointStore:
         *,
         settings: Mapping[str, Any] | None = None,
         driver: str = "",
+        frozen: Collection[str] = (),
     ) -> BackgroundSave:
         """Begin a save in the background: this rank's share is copied into host memory, which
         the next save uses again, and a thread writes it.
@@ -119,7 +124,7 @@ class CheckpointStore:
         manifest = _manifest(step, engine, session, state, settings, driver)
         with self._swept_on_failure(session):
             saving = self._begin(
-                manifest, session, lambda: list(self._copies.of(collect(engine, session)))
+                manifest, session, frozen, lambda: list(self._copies.of(collect(engine, session)))
             )
         writing = write_in_background(saving.write)
         return BackgroundSave(saving, self, writing, self._copies.num_bytes)
@@ -145,17 +150,24 @@ class CheckpointStore:
             catalog.sweep(self.root)
 
     def _begin(
-        self, manifest: Manifest, session: Session, gather: Callable[[], list[Piece]]
+        self,
+        manifest: Manifest,
+        session: Session,
+        frozen: Collection[str],
+        gather: Callable[[], list[Piece]],
     ) -> _Saving:
         folder = catalog.checkpoint_path(self.root, manifest.step, self.digits)
-        saving = _Saving(folder, manifest, session, self._guard)
+        apart = FrozenFile(self.root, frozen, self._sums)
+        saving = _Saving(folder, manifest, session, self._guard, apart)
 
-        def num_bytes() -> int:
+        def num_bytes() -> list[int]:
             saving.pieces = gather()
-            return sum(piece.tensor.nbytes for piece in saving.pieces)
+            frozen_bytes = sum(p.tensor.nbytes for p in saving.pieces if apart.holds(p))
+            return [sum(p.tensor.nbytes for p in saving.pieces) - frozen_bytes, frozen_bytes]
 
         sizes = _together(session, folder, num_bytes)
-        _on_first(session, folder, lambda: self._prepare(saving.folder, sum(sizes)))
+        found = _on_first(session, folder, lambda: self._prepare(saving, sizes))
+        apart.before, apart.earlier = found
         return saving
 
     @contextlib.contextmanager
@@ -170,18 +182,24 @@ class CheckpointStore:
                     catalog.sweep(self.root)
             raise
 
-    def _prepare(self, folder: Place, num_bytes: int) -> None:
+    def _prepare(self, saving: _Saving, sizes: list[list[int]]) -> tuple[list[str], list[str]]:
+        """Returns what `FrozenFile.look` finds. `sizes`: of what learns and of frozen weights, of
+        each rank."""
         removed()
         self._guard()
         storage = storage_of(self.root)
         storage.make_folder(self.root)
         catalog.sweep(self.root)
+        before, earlier = saving.frozen.look(self.retention, saving.manifest)
+        learning, frozen = map(sum, zip(*sizes, strict=True))
+        num_bytes = learning if earlier else learning + frozen  # they may be linked to
         free = storage.free_bytes(self.root)
         if free is not None and num_bytes > free:
             raise OSError(
                 errno.ENOSPC, f"{num_bytes} bytes to write and {free} free", str(self.root)
             )
-        catalog.begin(folder)
+        catalog.begin(saving.folder)
+        return before, earlier
 
     def _retire(self, folder: Place) -> list[Place]:
         """Take off the list what need not stay now that `folder` is there, to be removed."""
@@ -199,10 +217,15 @@ class _Saving:
     """The acts of one save; what ranks agree on in between is the store's."""
 
     def __init__(
-        self, folder: Place, manifest: Manifest, session: Session, guard: Callable[[], None]
+        self,
+        folder: Place,
+        manifest: Manifest,
+        session: Session,
+        guard: Callable[[], None],
+        frozen: FrozenFile,
     ) -> None:
         self.folder, self.manifest, self.session = folder, manifest, session
-        self.guard = guard
+        self.guard, self.frozen = guard, frozen
         self.place = catalog.writing_place(folder)
         self.pieces: list[Piece] = []
 
@@ -211,7 +234,7 @@ class _Saving:
         rank."""
         world = self.session.world
         pieces, self.pieces = self.pieces, []
-        written = write_pieces(self.place, pieces, world.rank, world.size)
+        written = write_pieces(self.place, pieces, world.rank, world.size, self.frozen)
         return [(file.name, file.num_bytes, file.crc32) for file in written]
 
     def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
@@ -322,8 +345,9 @@ def _local(folder: Place) -> Path:
     return folder
 
 
-def _on_first(session: Session, folder: Place, act: Callable[[], None]) -> None:
-    _together(session, folder, act if session.world.rank == 0 else lambda: None)
+def _on_first(session: Session, folder: Place, act: Callable[[], Any]) -> Any:
+    """What rank 0 returns (JSON types), on all ranks."""
+    return _together(session, folder, act if session.world.rank == 0 else lambda: None)[0]
 
 
 def _together(session: Session, folder: Place, act: Callable[[], Any]) -> list[Any]:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..kernel.contract import Engine, Session
 from ..kernel.paths import Place
-from ..kernel.shards import Kind, Piece
+from ..kernel.shards import Piece
 from .format import regions, safetensors
-from .manifest import FileEntry, file_name
+from .frozen import FrozenFile
+from .manifest import FileEntry, FileKind, file_name
 
 __all__ = ["PARTS", "RNG", "collect", "write_pieces"]
 
@@ -38,17 +39,25 @@ def collect(engine: Engine, session: Session) -> list[Piece]:
 
 
 def write_pieces(
-    folder: Place, pieces: Sequence[Piece], part: int, num_parts: int
+    folder: Place,
+    pieces: Sequence[Piece],
+    part: int,
+    num_parts: int,
+    frozen: FrozenFile | None = None,
 ) -> list[FileEntry]:
     """Write one file for each kind that there are pieces of, synced, through host memory for one
-    tensor. Raises `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""
+    tensor. `frozen`: writes those that it holds, or shares an earlier checkpoint's file of them.
+    Raises `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""
+    of_kind: dict[FileKind, list[Piece]] = {kind: [] for kind in get_args(FileKind)}
+    for piece in pieces:
+        of_kind["frozen" if frozen and frozen.holds(piece) else piece.kind].append(piece)
     entries = []
-    for kind in get_args(Kind):
-        chosen = [piece for piece in pieces if piece.kind == kind]
+    for kind, chosen in of_kind.items():
         if chosen:
             name = file_name(kind, part, num_parts)
             sources, metadata = _lay_out(chosen)
-            entries.append(FileEntry(name, *safetensors.write(folder / name, sources, metadata)))
+            write = frozen.write if frozen and kind == "frozen" else safetensors.write
+            entries.append(FileEntry(name, *write(folder / name, sources, metadata)))
     return entries
 
 

@@ -29,6 +29,8 @@ class OptimizerRecord:
         self.optimizer: torch.optim.Optimizer | None = None
         self.noted: dict[str, Any] = {}
         """Its name, the settings of its groups, and what it does not train; JSON types."""
+        self.not_learning: frozenset[str] = frozenset()
+        """FQNs of parameters that it was not given, or that required no gradient then."""
 
     def __call__(self, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """Build the recipe's optimizer; the first step refuses it if it cannot be saved."""
@@ -44,6 +46,8 @@ class OptimizerRecord:
             "groups": [_settings(group) for group in optimizer.param_groups],
             "frozen": sorted(name for name, parameter in pairs if id(parameter) not in trained),
         }
+        without_gradient = {name for name, parameter in pairs if not parameter.requires_grad}
+        self.not_learning = frozenset(self.noted["frozen"]) | without_gradient
 
         def after_first_step(*_: Any) -> None:
             handle.remove()

@@ -45,6 +45,7 @@ class RunState:
         the optimizer's state cannot be saved."""
         self.optimizer.refuse_unsaved()
         self.averages.catch_up(loop)
+        link_frozen = self.settings.checkpoint.link_frozen
         return {
             "step": loop.progress.step,
             "engine": loop.engine,
@@ -60,6 +61,7 @@ class RunState:
             },
             "settings": json_types(self.settings),
             "driver": self.backend,
+            "frozen": self.optimizer.not_learning if link_frozen else (),
         }
 
     def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:

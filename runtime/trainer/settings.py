@@ -114,6 +114,11 @@ class CheckpointSettings:
     behind: bool = False
     """Save while training goes on: it stands still for one copy into host memory, as large as what
     a rank saves and used again by the next save. The checkpoint of the end is waited for."""
+    link_frozen: bool = False
+    """Do not write weights that do not learn (`drivetrain.lora`) again in each checkpoint: they lie
+    in files of their own, and a save that finds them unchanged, by their checksum, links to the
+    file of an earlier checkpoint. Two checkpoints that follow each other share none, so the first
+    two are written. A tool that changes such a file in place changes several checkpoints."""
     verify: bool = True
     """Before resuming, read all that is resumed from and compare its checksums, each rank a part.
     A checkpoint that is not as it was written is left out for the one before it, and kept."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-CALLS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
+CALLS = ("open", "write", "fsync", "mkdir", "link", "rename", "unlink", "rmdir")
 Moment = Literal["before", "half-way", "after"]
 Act = Callable[[str, Callable[..., Any]], None]
 """Is given the name of the call that is about to happen, and the call: `do(half=True)` writes half

@@ -56,7 +56,13 @@ def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return (module(batch[0]) - batch[1]).square().sum()
 
 
-def recipe() -> Recipe:
+def build_half_frozen() -> nn.Module:
+    model = build()
+    model[0].requires_grad_(False)  # type: ignore[index, operator]
+    return model
+
+
+def recipe(build: Callable[[], nn.Module] = build) -> Recipe:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(101, 8, generator=generator)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -71,22 +77,26 @@ class Run:
     num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     behind: bool = False
+    link_frozen: bool = False
+    """The first layer does not learn, and checkpoints share files of it."""
     deaths: Mapping[int, Death] = field(default_factory=dict)
     """By rank."""
 
     def __str__(self) -> str:
         options = "".join(f" {key}={value}" for key, value in self.options.items())
-        return f"{self.backend} x{self.num_ranks}{options}{' behind' if self.behind else ''}"
+        options += " behind" * self.behind + " linked" * self.link_frozen
+        return f"{self.backend} x{self.num_ranks}{options}"
 
 
 def train(run: Run, out: Path, environment: dict[str, str]) -> None:
     """What the same command with `--resume auto` does, on one rank."""
     os.environ.update(environment)
-    settings = replace(SETTINGS, checkpoint=replace(SETTINGS.checkpoint, behind=run.behind))
+    saving = replace(SETTINGS.checkpoint, behind=run.behind, link_frozen=run.link_frozen)
+    settings = replace(SETTINGS, checkpoint=saving)
     rank = int(environment.get("RANK", "0"))
     with dying(run, rank, out / "checkpoints"):
         fit(
-            recipe(),
+            recipe(build_half_frozen if run.link_frozen else build),
             settings,
             backend=run.backend,
             backend_options=run.options,

@@ -50,6 +50,9 @@ SLOW: list[tuple[Run, Callable[..., None], int]] = [
         (Run("deepspeed", 2, {"stage": 2}), train, 0.02),
         (Run("deepspeed", 2, {"stage": 3}), train, 0.02),
         (Run("deepspeed", 2, {"stage": 3}, behind=True), train, 0.04),
+        (Run(link_frozen=True), train, 0.04),
+        (Run("fsdp", 2, link_frozen=True), train, 0.02),
+        (Run("deepspeed", 2, {"stage": 3}, behind=True, link_frozen=True), train, 0.02),
         (Run(), train_with_compat, 0.08),
         (Run("ddp", 2), train_with_compat, 0.04),
     ]

@@ -30,7 +30,17 @@ from ..buffers import host_bytes, memory, num_bytes
 from ..storage.protocol import OpenFile, storage_of
 from . import strict_json
 
-__all__ = ["DTYPES", "RESERVED", "Entry", "Source", "TensorFile", "is_shape", "read_whole", "write"]
+__all__ = [
+    "DTYPES",
+    "RESERVED",
+    "Entry",
+    "Source",
+    "TensorFile",
+    "checksum",
+    "is_shape",
+    "read_whole",
+    "write",
+]
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -90,28 +100,41 @@ def write(
     Raises `TypeError` for a dtype the format lacks, `ValueError` for a tensor that is not as
     announced, `OSError` with the file's name.
     """
-    # Widest dtype first, as the reference writer has it: every tensor is aligned to its items.
-    names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     size = crc = 0
 
     def chunks() -> Iterator[memoryview]:
         nonlocal size, crc
         size = crc = 0
-        for block in _blocks(names, sources, metadata):
-            for start in range(0, len(block), _CHUNK_BYTES):
-                chunk = block[start : start + _CHUNK_BYTES]
-                size += len(chunk)
-                if len(chunk) < _CHUNK_BYTES:
-                    crc = crc32(chunk, crc)
-                    yield chunk
-                else:  # added up while it is written: neither holds the interpreter
-                    summed = beside.submit(crc32, chunk, crc)
-                    yield chunk
-                    crc = summed.result()
+        for chunk in _chunks(sources, metadata):
+            size += len(chunk)
+            if len(chunk) < _CHUNK_BYTES:
+                crc = crc32(chunk, crc)
+                yield chunk
+            else:  # added up while it is written: neither holds the interpreter
+                summed = beside.submit(crc32, chunk, crc)
+                yield chunk
+                crc = summed.result()
 
     with ThreadPoolExecutor(1, "checksum") as beside:  # a thread only where one is needed
         storage_of(path).create(path, chunks)
     return size, crc
+
+
+def checksum(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> tuple[int, int]:
+    """The size in bytes and the CRC-32 of the file that `write` would write of these."""
+    size = crc = 0
+    for chunk in _chunks(sources, metadata):
+        size, crc = size + len(chunk), crc32(chunk, crc)
+    return size, crc
+
+
+def _chunks(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """The bytes of the file."""
+    # Widest dtype first, as the reference writer has it: every tensor is aligned to its items.
+    names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
+    for block in _blocks(names, sources, metadata):
+        for start in range(0, len(block), _CHUNK_BYTES):
+            yield block[start : start + _CHUNK_BYTES]
 
 
 def _blocks(

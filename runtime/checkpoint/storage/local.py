@@ -123,6 +123,16 @@ class LocalStorage:
                 temporary.unlink()
         return True
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a regular file, and no link to one, a second name. Raises `OSError`."""
+        before = os.lstat(source)
+        if not stat.S_ISREG(before.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(source))
+        os.link(source, target, follow_symlinks=False)
+        if not os.path.samestat(before, os.lstat(target)):  # it was replaced meanwhile
+            os.unlink(target)
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(source))
+
     @contextmanager
     def open(self, path: Path) -> Iterator[_Descriptor]:
         """Of regular files only: a link could lead out of the folder, and a pipe would block."""

@@ -7,14 +7,16 @@ import os
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoint_fakes import FakeEngine, FakeSession, contents, piece, run_of, save
 
-from drivetrain.checkpoint import CheckpointReader, CheckpointStore, newest
+from drivetrain.checkpoint import CheckpointReader, CheckpointStore, list_checkpoints, newest
+from drivetrain.kernel.shards import Piece
 
-CALLS = ["open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir"]
+CALLS = ["open", "write", "fsync", "mkdir", "link", "rename", "unlink", "rmdir"]
 
 
 class Died(BaseException):
@@ -111,6 +113,44 @@ def test_all_is_synced_before_the_commit(tmp_path, monkeypatch):
     assert events[commit - 1] == ("fsync", ".checkpoint-000001.writing")
     assert events[commit + 1] == ("fsync", tmp_path.name)
     assert events[commit - 2] == ("fsync", "manifest.json")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("changed", [False, True], ids=["linked", "written"])
+def test_death_while_frozen_weights_are_shared(tmp_path, monkeypatch, changed, late):
+    """The third save links to a file of the first, which then goes."""
+
+    def pieces(step: int) -> list[list[Piece]]:
+        base = torch.full((9,), 2.0 if changed and step > 2 else 1.0)
+        return [[piece("base", base), piece("head", torch.full((3,), float(step)))]]
+
+    def saved(store: CheckpointStore, step: int) -> dict[str, Any]:
+        return contents(save(store, step, pieces(step), frozen={"base"}))
+
+    survived, lives = False, 0
+    while not survived:
+        lives += 1
+        root = tmp_path / str(lives)
+        store = CheckpointStore(root, keep_last=2)
+        known = [saved(store, step) for step in (1, 2)]
+        with monkeypatch.context() as patch:
+            mortal = Mortal(patch, lives, late=late)
+            try:
+                save(store, 3, pieces(3), frozen={"base"})
+                store.wait()
+                survived = True
+            except Died:
+                pass
+        assert ("link" in [name for name, *_ in mortal.log]) != changed or not survived
+        known.append(expected := saved(CheckpointStore(tmp_path / f"{lives}-"), 3))
+        complete = [contents(found.folder) for found in list_checkpoints(root).complete]
+        assert complete[-1] in known[1:] and all(each in known for each in complete)
+        again = CheckpointStore(root, keep_last=2)
+        assert saved(again, 3) == expected and [saved(again, step)["step"] for step in (4, 5)]
+        again.wait()
+        found = [contents(found.folder) for found in list_checkpoints(root).complete]
+        assert [each["step"] for each in found] == [4, 5]
+    assert lives > 10
 
 
 def save_for_ever(root: str, started) -> None:
