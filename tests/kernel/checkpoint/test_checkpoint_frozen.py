@@ -183,7 +183,7 @@ def test_a_file_that_is_replaced_while_it_is_linked(
         link(source, target, **kwargs)
 
     monkeypatch.setattr(os, "link", too_late)
-    with pytest.raises(OSError, match="[Ss]tale"):
+    with pytest.raises(OSError, match=r"[Ss]tale"):
         LOCAL.link(old, tmp_path / "new")
     assert not os.path.lexists(tmp_path / "new")
 
@@ -256,7 +256,7 @@ def test_another_world_size_writes_its_own(tmp_path: Path, size: int) -> None:
 
 def test_many_ranks_have_an_index_of_them(tmp_path: Path) -> None:
     store, size = CheckpointStore(tmp_path, keep_last=1), 9
-    first, path = (saved(store, step, size=size) for step in (1, 2))
+    _, path = (saved(store, step, size=size) for step in (1, 2))
     assert (path / "index.json").is_file() and len(set(inodes(path))) == size
     rows, wanted = torch.full((2 * size, 500), 1.0), Box((3, 4), (9, 5))
     assert bits(CheckpointReader(path).read("weights", "base", wanted)) == bits(cut(rows, wanted))
@@ -301,7 +301,5 @@ def test_an_object_store_has_no_links_and_says_so(caplog: Any) -> None:
         reader = CheckpointReader(path)
         assert bool((reader.read("weights", "base") == 1).all())
         assert not [file for file in reader.manifest.files if file.name.startswith("frozen")]
-    assert [record.message for record in caplog.records] == [
-        "frozen weights are written again, and not linked to: memory://frozen/checkpoints is in an "
-        "object store, which has no links"
-    ]
+    (record,) = caplog.records
+    assert "memory://frozen/checkpoints is in an object store, which has no links" in record.message
