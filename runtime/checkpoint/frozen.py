@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from ..kernel.shards import Piece
 from .catalog import Found, Retention, list_checkpoints
 from .format import safetensors
 from .format.safetensors import Source
-from .manifest import Manifest
+from .manifest import FileEntry, Manifest
 from .storage.local import LOCAL
 
 __all__ = ["FrozenFile", "Sums", "shared_bytes"]
@@ -31,6 +31,13 @@ _FEW = 3
 """Checkpoints that are looked at. With two files that take turns, the newest two hold both."""
 
 
+def shared_bytes(folder: Place, files: Iterable[FileEntry]) -> int:
+    """The size of those of a checkpoint's files that have other names, too."""
+    if not isinstance(folder, Path):
+        return 0
+    return sum(file.num_bytes for file in files if os.lstat(folder / file.name).st_nlink > 1)
+
+
 class _Inode(NamedTuple):
     """Another one where a file was written to."""
 
@@ -38,14 +45,6 @@ class _Inode(NamedTuple):
     number: int
     size: int
     changed: int
-
-
-def shared_bytes(folder: Place, names: Sequence[str]) -> int:
-    """The size of those of these files that lie in other folders, too."""
-    if not isinstance(folder, Path):
-        return 0
-    seen = [os.lstat(folder / name) for name in names]
-    return sum(each.st_size for each in seen if each.st_nlink > 1)
 
 
 class Sums:

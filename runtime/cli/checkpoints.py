@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from ..checkpoint import CheckpointReader, checkpoints_of, is_checkpoint, list_checkpoints
+from ..checkpoint.frozen import shared_bytes
 from ..kernel.errors import CheckpointError, CheckpointNotFound
 from ..kernel.paths import Place
 from ..kernel.shards import Kind
@@ -59,6 +60,7 @@ def inspect(path: Place) -> dict[str, Any]:
         "driver": manifest.driver,
         "world_size": manifest.world_size,
         "num_bytes": sum(file.num_bytes for file in manifest.files),
+        "shared_bytes": shared_bytes(reader.folder, manifest.files),
         "files": [file.name for file in manifest.files],
         "tied": [list(group) for group in manifest.tied],
         "state": dict(manifest.state),
@@ -71,6 +73,8 @@ def show(record: Mapping[str, Any], console: Console) -> None:
     """`inspect` for people."""
     console.print(quoted(record["path"], "bold"))
     size = f"{record['num_bytes'] / 1e6:.1f} MB in {len(record['files'])} files"
+    if shared := record["shared_bytes"]:
+        size += f", {shared / 1e6:.1f} MB of it linked to by others"
     by = f"{record['driver']:.80} on {record['world_size']} rank(s)"
     console.print(quoted(f"step {record['step']}, written by {by}, {size}"))
     shown = table("weights", "dtype", "shape", "elements", figures=("elements",))

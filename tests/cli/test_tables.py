@@ -21,6 +21,7 @@ RECORD: dict[str, Any] = {
     "driver": "deepspeed",
     "world_size": 512,
     "num_bytes": 123456789012,
+    "shared_bytes": 98765432101,
     "files": ["one"],
     "tied": [[NAME, NAME + ".weight"]],
     "tensors": {"weights": {NAME: TENSOR}, "optimizer": {}, "state": {}},
@@ -63,6 +64,7 @@ def test_inspect_shows_whole_names_and_figures(width: int) -> None:
     cells = [line.split(" ")[0] for line in text.partition("─\n")[2].splitlines()]
     assert NAME in "".join(cells)
     assert "126,418,944" in text or width == 40
+    assert whole("123456.8 MB in 1 files, 98765.4 MB of it linked to by others") in whole(text)
 
 
 def test_a_pipe_gets_a_row_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

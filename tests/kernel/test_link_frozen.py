@@ -13,6 +13,8 @@ from torch import nn
 
 from drivetrain import CheckpointSettings, Recipe, Settings, fit, lora
 from drivetrain.checkpoint import CheckpointReader, export_weights, list_checkpoints
+from drivetrain.cli.checkpoints import inspect
+from drivetrain.kernel.events import Resumed
 
 from .problems import Pairs, everything, squared_error
 
@@ -97,6 +99,32 @@ def test_checkpoints_are_as_without_it_and_share_files(
     whole = run(tmp_path / "a", resume=plain[2])
     again = run(tmp_path / "b", resume=linked[2])
     assert_same(whole[-1], again[-1])
+
+
+def test_a_run_goes_back_to_the_other_file_where_one_is_damaged(tmp_path: Path) -> None:
+    whole, folders = run(tmp_path / "whole"), run(tmp_path / "run")
+    (bad,) = folders[3].glob("frozen-*")
+    with bad.open("r+b") as file:  # in place: the second checkpoint has it, too
+        file.seek(-4, 2)
+        file.write(b"\0\0\1\0")
+    events: list[Any] = []
+    resumed = run(tmp_path / "run", resume="auto", observers=[events.append])
+    (event,) = [event for event in events if isinstance(event, Resumed)]
+    assert event.step == 3
+    assert "checkpoint-000004 is left out, and kept: " in event.notes[0]
+    assert bad.name in event.notes[0]
+    assert_same(whole[3], resumed[3])
+    sound = [CheckpointReader(folder).verify() == [] for folder in resumed]
+    assert sound == [True, False, True, True]
+
+
+def test_how_much_of_one_is_shared_can_be_seen(tmp_path: Path) -> None:
+    folders = run(tmp_path, steps=3)
+    for folder, shares in zip(folders, (True, False, True), strict=True):
+        record = inspect(folder)
+        (path,) = folder.glob("frozen-*")
+        assert record["shared_bytes"] == (path.stat().st_size if shares else 0)
+        assert record["num_bytes"] > FROZEN
 
 
 def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
