@@ -117,17 +117,14 @@ class FsdpEngine:
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with meta_init.parameters_on_meta() if options.meta else models.NO_CONTEXT:
             self.module = models.with_synced_batch_norm(
-                self.build_model(recipe),
-                options.sync_batch_norm,
-                world.device,
-                "fsdp",
+                self.build_model(recipe), options.sync_batch_norm, world.device, "fsdp"
             )
         if options.from_rank_0:
             self._take_from_rank_0()
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
         self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
-        units = wrap_units.choose_units(self.module, options.wrap, options.min_unit_params)
+        units = self.choose_units()
         if plan.compile:
             for unit in units or [self.module]:
                 # not `unit.compile()`, which would trace the hooks too
@@ -135,7 +132,7 @@ class FsdpEngine:
         mesh = self.cut_layers()
         whole = sharding.carried_whole(self.module, units)
         ignored = set(whole.values())
-        self.units = [sharding.shard(unit, plan, mesh, ignored) for unit in (*units, self.module)]
+        self.units = [self.shard(unit, mesh, ignored) for unit in (*units, self.module)]
         if self.uninitialised:
             meta_init.materialise(self.module, self.home)
         self.replicas = [
@@ -159,10 +156,19 @@ class FsdpEngine:
         """Whole, where the recipe puts it."""
         return models.build_model(recipe, self.plan, None)
 
+    def choose_units(self) -> list[nn.Module]:
+        """Inner ones first."""
+        wrap, size = self.options.wrap, self.options.min_unit_params
+        return wrap_units.choose_units(self.module, wrap, size)
+
     def cut_layers(self) -> Any:
         """Cut what is cut before units are, and return the mesh that those are cut over."""
         assert isinstance(self.options, FsdpOptions)
         return sharding.mesh_of(self.options, self.world)
+
+    def shard(self, unit: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
+        """Cut a unit."""
+        return sharding.shard(unit, self.plan, mesh, ignored)
 
     def _watch_layers(self) -> None:
         """Units, and where nothing is compiled all that has weights to train of its own."""
@@ -370,7 +376,6 @@ class FsdpEngine:
         """Fresh weights for what was never in memory; late, since a checkpoint may come first."""
         if not self.uninitialised:
             return
-
         names = {parameter: name for name, parameter in self.module.named_parameters()}
 
         def keep(parameter: nn.Parameter, whole: Tensor) -> None:

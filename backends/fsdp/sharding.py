@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,8 +143,15 @@ def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn
     return {**{found[p]: p for p in other.values()}, **scalars}
 
 
-def shard(unit: nn.Module, plan: Plan, mesh: Any, ignored: set[nn.Parameter]) -> Any:
-    """Cut what no smaller unit has cut, but for what is ignored."""
+def shard(
+    unit: nn.Module,
+    plan: Plan,
+    mesh: Any,
+    ignored: set[nn.Parameter],
+    placement: Callable[[nn.Parameter], Any] | None = None,
+) -> Any:
+    """Cut what no smaller unit has cut, but for what is ignored; along dimension 0, unless
+    `placement` says otherwise."""
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -172,6 +179,7 @@ def shard(unit: nn.Module, plan: Plan, mesh: Any, ignored: set[nn.Parameter]) ->
         reshard_after_forward=None if options.reshard_after_forward else False,
         mp_policy=policy,
         offload_policy=CPUOffloadPolicy(pinned) if options.cpu_offload else OffloadPolicy(),
+        shard_placement_fn=placement,
         ignored_params=ignored,
     )
     assert isinstance(unit, FSDPModule)

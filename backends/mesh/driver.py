@@ -1,14 +1,15 @@
 """Ranks in several dimensions: replicate x shard x context x tensor.
 
-What `fsdp` does along one dimension, with sequences cut over ranks (`context`) and layers
-(`tensor`) on top. The recipe says how (`drivetrain.Parallel`).
+What `fsdp` does along one dimension, with sequences cut over ranks (`context`), experts dealt over
+them (`expert`), and layers cut (`tensor`) on top. The recipe says how (`drivetrain.Parallel`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..process_group.collectives import keep_for_a_while
 from ..process_group.session import ProcessGroupSession, num_launched
 from .comparing import alike, evaluating
 from .context import SequenceParts, WholeAttention
+from .experts import Experts, find_experts
 from .layers import Fused, InOrder, cut_layers, split
 from .shape import Mesh, MeshOptions, Shape
 
@@ -50,11 +52,12 @@ class MeshDriver(FsdpDriver):
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = _options(plan)
-        cuts_more = options.context > 1 or options.tensor > 1
+        cuts_more = max(options.context, options.expert, options.tensor) > 1
+        multiple = math.lcm(options.context, options.expert)
         return dataclasses.replace(
             super().capabilities(plan),
             compile=not cuts_more,
-            multiple_of_ranks=options.replicate * options.context * options.tensor,
+            multiple_of_ranks=options.replicate * multiple * options.tensor,
         )
 
     def num_parts(self, options: Any, world_size: int) -> int:
@@ -106,6 +109,7 @@ class MeshEngine(FsdpEngine):
     def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
         self.mesh, self.parallel = mesh, recipe.parallel or Parallel()
         self.fused = Fused(mesh.shape.tensor)
+        self.experts: Mapping[nn.Module, Experts] = {}
         self.sequences: SequenceParts | None = None
         self._attention: AbstractContextManager[Any] = nullcontext()
         if mesh.context is not None:
@@ -128,7 +132,7 @@ class MeshEngine(FsdpEngine):
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
         self.layers_compared = not (
-            mesh.shape.tensor > 1
+            max(mesh.shape.tensor, mesh.shape.expert) > 1
             and _options(plan).check
             and recipe.step is None
             and not hasattr(recipe.loss, "of_update")
@@ -136,12 +140,14 @@ class MeshEngine(FsdpEngine):
         )
 
     def build_model(self, recipe: Recipe) -> nn.Module:
-        if self.sequences is None:
-            return super().build_model(recipe)
         plan = dataclasses.replace(self.plan, activation_checkpointing=())
         module = models.build_model(recipe, plan, None)
+        if self.mesh.expert is not None:  # what recomputes experts sends them their tokens again
+            found = find_experts(module, self.parallel.experts, self.mesh.expert)
+            self.experts = {each.module: each for each in found}
+        run = None if self.sequences is None else self._recomputed
         for pattern in self.plan.activation_checkpointing:
-            models.recompute_activations(module, pattern, self._recomputed)
+            models.recompute_activations(module, pattern, run)
         return module
 
     def _recomputed(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
@@ -152,10 +158,22 @@ class MeshEngine(FsdpEngine):
 
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
+    def choose_units(self) -> list[nn.Module]:
+        inside = {part for module in self.experts for part in module.modules()}
+        return [*self.experts, *(unit for unit in super().choose_units() if unit not in inside)]
+
     def cut_layers(self) -> Any:
         if self.mesh.shape.tensor > 1:
             self.fused = cut_layers(self.module, self.parallel, self.mesh.tensor, self.tied)
+        for experts in self.experts.values():
+            experts.cut()
         return self.mesh.sharded
+
+    def shard(self, unit: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
+        if unit not in self.experts:
+            return super().shard(unit, mesh, ignored)
+        placement = self.experts[unit].placement(self.mesh.shape.num_cut // self.mesh.shape.expert)
+        return sharding.shard(unit, self.plan, self.mesh.experts_sharded, ignored, placement)
 
     def compared(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; the first is used to compare layers that are cut with whole ones."""
@@ -174,14 +192,33 @@ class MeshEngine(FsdpEngine):
                 cut = float(self.recipe.loss(self.module, batch))
             with self.full_params() as module, self._autocast():
                 whole = float(self.recipe.loss(module, batch))
-        if not alike(cut, whole, self.plan):
+        for seen, expected in self._of_all_ranks(cut, whole):
+            if alike(seen, expected, self.plan):
+                continue
+            found = (
+                f"the loss of the first batch is {seen:.6g}, and by whole layers it is "
+                f"{expected:.6g} (in evaluation mode)"
+            )
+            if self.experts:
+                raise RecipeError(
+                    f"with backend.expert={self.mesh.shape.expert} {found}. "
+                    "Experts must treat each token by itself, whoever else goes to them, and find "
+                    "their number by their weights or by their module's num_experts"
+                )
             raise RecipeError(
-                f"with backend.tensor={self.mesh.shape.tensor} the loss of the first batch is "
-                f"{cut:.6g}, and by whole layers it is {whole:.6g} (in evaluation mode). Layers "
+                f"with backend.tensor={self.mesh.shape.tensor} {found}. Layers "
                 "that are several in one, such as queries, keys and values, must be named in "
                 "Parallel.fused, and what lies between 'column' and 'row' must take as many heads "
                 "or units as it is given"
             )
+
+    def _of_all_ranks(self, *values: float) -> list[list[float]]:
+        """So that all refuse, or none."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        told = [torch.empty_like(own) for _ in range(self.world.size)]
+        with self._named("comparing losses"):
+            dist.all_gather(told, keep_for_a_while(own))
+        return [each.tolist() for each in told]
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
@@ -192,7 +229,15 @@ class MeshEngine(FsdpEngine):
         if not self._replicas_compared:
             self._compare_replicas()
             self._replicas_compared = True
+        self._average_experts()
         return super().update()
+
+    def _average_experts(self) -> None:
+        """Their gradients are of the tokens of all ranks that they are dealt over, and were divided
+        by the number of those that hold the same."""
+        dealt = [p.grad for module in self.experts for p in module.parameters()]
+        if grads := [dtensor.own_part(grad) for grad in dealt if grad is not None]:
+            torch._foreach_mul_(grads, 1 / self.mesh.shape.expert)
 
     def _compare_replicas(self) -> None:
         """Raises `RecipeError` for weights that no layer cuts and whose gradients differ between
@@ -229,6 +274,13 @@ class MeshEngine(FsdpEngine):
 
     def restore(self, reader: Reader) -> None:
         super().restore(InOrder(reader, self.fused, self.shapes) if self.fused.parts else reader)
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        with super().full_params(names) as module, ExitStack() as stack:
+            for experts in self.experts.values():
+                stack.enter_context(experts.undone())
+            yield module
 
     def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
         found = super().whole(name, parameter)

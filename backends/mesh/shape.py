@@ -34,8 +34,11 @@ class MeshOptions(ShardingOptions):
     are cut over them, too. Attention runs on whole sequences and a part of the heads each
     (https://arxiv.org/abs/2309.14509), or, where the heads do not divide, on keys and values that
     every rank gathers."""
+    expert: int = 1
+    """Of the ranks over which weights are cut (shard x context) so many deal the experts of a layer
+    among themselves, and send each other the tokens for them (`Parallel.experts`)."""
     tensor: int = 1
-    """Ranks over which single layers are cut (`Parallel.tensor`)."""
+    """Ranks over which single layers are cut (`Parallel.tensor`). Not with `expert`."""
     check: bool = True
     """Before the first update compute the loss of the beginning of a batch both in parts and whole,
     and that of a batch by layers that are cut and whole, and refuse to train where they differ. The
@@ -43,8 +46,14 @@ class MeshOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (*_FIXED, "shard"):
+        for name in (*_FIXED, "shard", "expert"):
             check_range(f"backend.{name}", getattr(self, name), 1)
+        if self.expert > 1 and self.tensor > 1:
+            raise SettingError(
+                f"backend.expert is {self.expert} and backend.tensor {self.tensor}: experts are "
+                "not dealt where layers are cut, whose ranks share their tokens. Set one of them "
+                "to 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,8 @@ class Shape:
     shard: int
     context: int
     tensor: int
+    expert: int = 1
+    """Of shard x context."""
 
     @classmethod
     def of(cls, options: MeshOptions, size: int) -> Shape:
@@ -62,7 +73,8 @@ class Shape:
         fixed = {name: getattr(options, name) for name in _FIXED}
         needed = math.prod(fixed.values()) * (options.shard or 1)
         if size % needed == 0 and options.shard in (None, size // math.prod(fixed.values())):
-            return cls(shard=size // math.prod(fixed.values()), **fixed)
+            shard = size // math.prod(fixed.values())
+            return cls(shard=shard, expert=options.expert, **fixed)
         asked = " x ".join(f"{name} {number}" for name, number in fixed.items())
         if options.shard is not None:
             asked += f" x shard {options.shard}"
@@ -74,6 +86,21 @@ class Shape:
             f"backend: {asked} {rule}, and there are {size}: start {nearest} (--nproc), or change "
             "one of backend." + ", backend.".join((*_FIXED, "shard"))
         )
+
+    @property
+    def num_cut(self) -> int:
+        """The ranks over which weights are cut."""
+        return self.shard * self.context
+
+    def __post_init__(self) -> None:
+        if self.num_cut % self.expert:
+            fits = [n for n in range(1, self.num_cut + 1) if self.num_cut % n == 0]
+            nearest = min(fits, key=lambda n: abs(n - self.expert))
+            raise SettingError(
+                f"backend.expert is {self.expert}, and must divide the {self.num_cut} ranks that "
+                f"weights are cut over (shard {self.shard} x context {self.context}): set "
+                f"backend.expert={nearest}, or start other ranks"
+            )
 
     def world(self, world: World) -> World:
         """Who this rank is among readers and feeders: ranks along `tensor` are one feeder, feeders
@@ -95,7 +122,7 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.shape = shape
-        sizes = shape.replicate, shape.shard * shape.context, shape.tensor
+        sizes = shape.replicate, shape.num_cut, shape.tensor
         names = "replicate", "shard", "tensor"
         self._root = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         self.tensor: Any = self._root["tensor"]
@@ -104,6 +131,17 @@ class Mesh:
         """Over which weights are."""
         if shape.replicate > 1:
             self.sharded = self._root["replicate", "shard"]
+        self.expert: Any = None
+        """Over which experts are dealt; None: every rank has all."""
+        self.experts_sharded: Any = None
+        """Over which those of one rank are cut."""
+        if shape.expert > 1:
+            sizes = shape.replicate, shape.num_cut // shape.expert, shape.expert
+            names = "replicate", "shard", "expert"
+            dealt = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            self.expert, self.experts_sharded = dealt["expert"], dealt["shard"]
+            if shape.replicate > 1:
+                self.experts_sharded = dealt["replicate", "shard"]
         size, inner = dist.get_world_size(), shape.tensor
         self.context = None if shape.context == 1 else _group(size, shape.context, inner)
         """Of those that share sequences; None: nobody does."""

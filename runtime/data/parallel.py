@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -31,6 +31,13 @@ class Parallel:
     """For patterns of `column` layers that are several in one, of equal sizes one after the other
     (queries, keys and values; gate and up): how many."""
 
+    experts: Sequence[str] = ()
+    """Patterns of modules that hold the experts of a mixture, of which each rank of an
+    expert-parallel driver gets its part. Their weights are stacked, one row of dimension 0 for each
+    expert, and they are called with tokens (N, D), the indices of the experts that each goes to
+    (N, K), and what their answers weigh (N, K), and return (N, D), whatever order the tokens are
+    in."""
+
     sequence: Mapping[str, int] = field(default_factory=dict)
     """For names of a batch, which is a mapping: the dimension that is the sequence, along which a
     context-parallel driver cuts. The loss must be a sum over positions."""
@@ -44,6 +51,10 @@ class Parallel:
             if how not in get_args(TensorCut):
                 known = ", ".join(get_args(TensorCut))
                 raise RecipeError(f"Parallel.tensor[{pattern!r}] is {how!r}; it may be {known}")
+        if isinstance(self.experts, str):
+            raise RecipeError(
+                f"Parallel.experts is {self.experts!r}; it must be a list: [{self.experts!r}]"
+            )
         for pattern, parts in self.fused.items():
             if parts < 2:
                 raise RecipeError(f"Parallel.fused[{pattern!r}] is {parts}; it must be at least 2")

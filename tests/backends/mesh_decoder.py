@@ -230,15 +230,6 @@ def train(
     """A job: the curve, what an evaluation says, and the weights at the end."""
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
-    logged: list[tuple[float, float]] = []
-    measured: list[float] = []
-
-    def observe(event: object) -> None:
-        if isinstance(event, Logged):
-            logged.append((event.loss, event.grad_norm))
-        elif isinstance(event, Evaluated):
-            measured.append(event.metrics["loss"])
-
     parallel = PLANS[plan]
     if changes:
         parallel = dataclasses.replace(parallel, **changes)
@@ -250,11 +241,6 @@ def train(
         count_items=count_items,
         parallel=parallel,
     )
-    chosen = {
-        "steps": steps, "global_batch": 12, "micro_batch": 3, "log_every": 1, "max_grad_norm": 1.0,
-        "optimizer.lr": 1e-2, "schedule.name": "constant", "evaluate.every": 3, "seed": 5,
-        **(settings or {}),
-    }  # fmt: skip
 
     def finish(module: nn.Module) -> dict[str, Tensor]:
         assert type(module) is Decoder
@@ -264,15 +250,42 @@ def train(
         state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         return {**state, "logits": logits.cpu()}
 
-    result = bench.fit(recipe, chosen, observers=[observe], finish=finish, out=out, resume=resume)
+    chosen = {"steps": steps, **(settings or {})}
+    return observed(bench, recipe, chosen, finish=finish, out=out, resume=resume)
+
+
+def observed(
+    bench: Bench, recipe: Recipe, settings: Mapping[str, Any], **arguments: Any
+) -> dict[str, Any]:
+    """Of a run: loss and norm of each step, what an evaluation says, the weights at the end."""
+    logged: list[tuple[float, float]] = []
+    measured: list[float] = []
+
+    def observe(event: object) -> None:
+        if isinstance(event, Logged):
+            logged.append((event.loss, event.grad_norm))
+        elif isinstance(event, Evaluated):
+            measured.append(event.metrics["loss"])
+
+    chosen = {
+        "global_batch": 12, "micro_batch": 3, "log_every": 1, "max_grad_norm": 1.0,
+        "optimizer.lr": 1e-2, "schedule.name": "constant", "evaluate.every": 3, "seed": 5,
+        **settings,
+    }  # fmt: skip
+    result = bench.fit(recipe, chosen, observers=[observe], **arguments)
     return {"curve": logged, "measured": measured, "weights": result.finish}
 
 
 def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
     """A job: what this rank would write after it has read that checkpoint."""
+    return parts_of(bench, Recipe(model=Decoder, loss=loss, parallel=PARALLEL), source)
+
+
+def parts_of(bench: Bench, recipe: Recipe, source: str) -> Sequence[dict[str, Any]]:
+    """Likewise, by a recipe."""
     from drivetrain.checkpoint import CheckpointReader
 
-    recipe = Recipe(model=Decoder, loss=loss, parallel=PARALLEL, optimizer=adamw)
+    recipe = dataclasses.replace(recipe, optimizer=adamw)
     with bench.open() as session:
         engine = session.prepare(recipe)
         engine.restore(CheckpointReader(source))

@@ -1,0 +1,259 @@
+"""What expert parallelism is tried on: a small decoder whose layers are mixtures of experts.
+
+Of six experts the last two are never chosen, so that on three ranks one is given no token; their
+width (15) and their number divide by nothing that is convenient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mesh_decoder import (
+    HEADS,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Sequences,
+    count_items,
+    observed,
+    parts_of,
+    turn,
+)
+from mesh_decoder import loss as cross_entropy
+from torch import Tensor, nn
+
+from drivetrain import Parallel, Recipe
+from drivetrain.backends.mesh import driver, experts
+from drivetrain.conformance.bench import Bench
+
+EXPERTS, CHOSEN, HIDDEN = 6, 2, 15
+
+PARALLEL = Parallel(
+    experts=["layers.*.experts"], sequence={"tokens": 1, "targets": 1}, positions="positions"
+)
+
+
+class Experts(nn.Module):
+    """(N, D) tokens, (N, K) indices and weights to (N, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN) / WIDTH**0.5)
+        self.bias = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in indices.unique().tolist():
+            own, turn = (indices == expert).nonzero(as_tuple=True)
+            hidden = F.gelu(tokens[own] @ self.up[expert] + self.bias[expert])
+            answer = (hidden @ self.down[expert]) * weights[own, turn, None]
+            result = result.index_add(0, own, answer.to(result.dtype))
+        return result
+
+
+class Normalising(Experts):
+    """What others ask of an expert changes its answer."""
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(tokens - tokens.mean(0), indices, weights)
+
+
+class InGroups(Experts):
+    """By one product for each expert, on tokens in the order of experts."""
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        chosen = indices.flatten()
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self.num_experts).tolist()
+        groups = tokens[order // indices.shape[-1]].split(counts)
+        answers = [
+            F.gelu(group @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            for expert, group in enumerate(groups)
+        ]
+        weighed = torch.cat(answers) * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // indices.shape[-1], weighed)
+
+
+class Apart(nn.ModuleList):
+    """Experts that are modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        chosen = F.one_hot(indices, EXPERTS).to(weights.dtype) * weights[..., None]
+        answers = torch.stack([expert(tokens) for expert in self], 1)
+        return torch.einsum("ne,ned->nd", chosen.sum(1), answers)
+
+
+class Unweighted(Experts):
+    """Is called in another way."""
+
+    def forward(self, tokens: Tensor, indices: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(tokens, indices, torch.ones_like(indices, dtype=tokens.dtype))
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    kind.__name__: kind for kind in (Experts, InGroups, Normalising, Apart, Unweighted)
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = KINDS[kind]()
+        self.weighs = kind != "Unweighted"
+
+    def forward(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+        """What comes of it, and how far the router's numbers are from 0."""
+        query, key, value = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
+        turned = (turn(query, angles), turn(key, angles), value)
+        mixed = F.scaled_dot_product_attention(*turned, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        tokens = self.norm2(x).flatten(0, 1)
+        numbers = self.router(tokens).float()
+        never = torch.arange(EXPERTS, device=x.device) >= EXPERTS - 2
+        weights, indices = numbers.masked_fill(never, -1e9).softmax(-1).topk(CHOSEN)
+        given = (tokens, indices, weights / weights.sum(-1, keepdim=True))
+        answers = self.experts(*given[: 3 if self.weighs else 2])
+        return x + answers.unflatten(0, x.shape[:2]), numbers.logsumexp(-1).square().sum()
+
+
+class Mixture(nn.Module):
+    def __init__(self, kind: str = "Experts") -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        half = WIDTH // HEADS // 2
+        self.register_buffer("speeds", 100.0 ** (-torch.arange(half) / half))
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        angles = (positions[..., None] * self.speeds)[:, None]
+        x, far = self.embed(tokens), torch.zeros((), device=tokens.device)
+        for layer in self.layers:
+            x, more = layer(x, angles)
+            far = far + more
+        return self.head(self.norm(x)), far
+
+
+def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """With the router's own (https://arxiv.org/abs/2202.08906), a sum over tokens, too."""
+    far: list[Tensor] = []
+
+    def logits(*given: Any) -> Tensor:
+        found, more = module(*given)
+        far.append(more)
+        return found
+
+    return cross_entropy(logits, batch) + 1e-2 * far[0]  # type: ignore[arg-type]
+
+
+# --- faults, each of which makes this process forget one thing that experts need ------------------
+
+
+def averaged_as_others() -> None:
+    driver.MeshEngine._average_experts = lambda self: None  # type: ignore[method-assign]
+
+
+def answers_in_another_order() -> None:
+    exchange = experts._exchange
+    experts._exchange = lambda *given: exchange(*given).flip(0)
+
+
+def nothing_in_place_of_nothing() -> None:
+    def computed(self: Any, *given: Tensor) -> Tensor:
+        with self._own_weights():
+            found: Tensor = self._forward(*given)
+        return found
+
+    experts.Experts._compute = computed  # type: ignore[method-assign]
+
+
+FAULTS = {
+    "averaged as others": averaged_as_others,
+    "answers in another order": answers_in_another_order,
+    "nothing in place of nothing": nothing_in_place_of_nothing,
+}
+
+
+def train(
+    bench: Bench,
+    *,
+    steps: int = 4,
+    kind: str = "Experts",
+    settings: Mapping[str, Any] | None = None,
+    out: str | None = None,
+    resume: str | None = None,
+    fault: str = "",
+    **changes: Any,
+) -> dict[str, Any]:
+    """A job: the curve, what an evaluation says, and the weights at the end."""
+    if fault:  # for good: this process does nothing else afterwards
+        FAULTS[fault]()
+    recipe = Recipe(
+        model=lambda: Mixture(kind),
+        loss=loss,
+        train_data=Sequences(),
+        eval_data={"held out": Sequences(9)},
+        count_items=count_items,
+        parallel=dataclasses.replace(PARALLEL, **changes),
+    )
+
+    def finish(module: nn.Module) -> dict[str, Tensor]:
+        with torch.no_grad():
+            logits, _ = module(torch.arange(LENGTH)[None])
+        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        return {**state, "logits": logits.cpu()}
+
+    chosen = {"steps": steps, "micro_batch": 2, "evaluate.every": 2, **(settings or {})}
+    return observed(bench, recipe, chosen, finish=finish, out=out, resume=resume)
+
+
+def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
+    """A job: what this rank would write after it has read that checkpoint."""
+    return parts_of(bench, Recipe(model=Mixture, loss=loss, parallel=PARALLEL), source)
+
+
+def mixtral(bench: Bench, *, how: str) -> dict[str, Any]:
+    """A job: a small Mixtral, whose experts are computed by that implementation."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    def model() -> nn.Module:
+        config = MixtralConfig(
+            hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=32,
+            num_local_experts=4, num_experts_per_tok=2, experts_implementation=how,
+        )  # fmt: skip
+        built: nn.Module = MixtralForCausalLM(config)
+        return built
+
+    recipe = Recipe(
+        model=model,
+        loss=lambda module, batch: cross_entropy(
+            lambda tokens, _: module(input_ids=tokens).logits,  # type: ignore[arg-type]
+            batch,
+        ),
+        train_data=Sequences(),
+        count_items=count_items,
+        parallel=Parallel(experts=["model.layers.*.mlp.experts"]),
+    )
+
+    def finish(module: nn.Module) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+
+    return observed(bench, recipe, {"steps": 3, "evaluate.every": None}, finish=finish)

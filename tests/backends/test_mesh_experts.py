@@ -1,0 +1,222 @@
+"""Experts that are dealt over ranks learn as those of one process, or are refused by name."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_mixture import mixtral, parts, train
+
+from drivetrain import Parallel
+from drivetrain.backends.mesh.shape import MeshOptions, Shape
+from drivetrain.conformance.harness import WorkerFailure
+from drivetrain.conformance.state import assemble
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import RecipeError, SettingError
+
+
+@functools.cache
+def alone(**arguments: Any) -> dict[str, Any]:
+    """What one process makes of it."""
+    return Subject("cpu").run(train, **arguments)[0]
+
+
+def mesh(size: int, **dimensions: int) -> Subject:
+    return Subject("mesh", size, dimensions)
+
+
+def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions"),
+    [
+        (2, {"expert": 2}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (2, {}),
+                (2, {"expert": 2, "context": 2}),
+                (3, {"expert": 3}),
+                (4, {"expert": 2}),
+                (4, {"expert": 2, "shard": 4}),
+                (4, {"expert": 2, "replicate": 2}),
+                (4, {"expert": 2, "context": 2}),
+                (6, {"expert": 6}),
+                (6, {"expert": 2}),
+                (6, {"expert": 3}),
+                (8, {"expert": 2}),
+                (8, {"expert": 2, "context": 2, "replicate": 2}),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_experts_have_the_curve_of_one_process(size: int, dimensions: dict[str, int]) -> None:
+    """Losses, norms of the gradient, evaluations, weights, and what the whole module computes;
+    also on a rank whose experts are given no token."""
+    for seen in mesh(size, **dimensions).run(train):
+        assert_alike(seen, alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["Layer", "Experts"])
+def test_activations_are_recomputed(part: str) -> None:
+    """Tokens are sent again where their experts are computed again."""
+    settings = {"activation_checkpointing": [part]}
+    assert_alike(mesh(2, expert=2).run(train, settings=settings)[0], alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reshard_after_forward": False},
+        {"reshard_after_backward": False},
+        {"sync_each_microbatch": True},
+        {"cpu_offload": True},
+        {"optimizer_step": "whole"},
+        {"min_unit_params": 1},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any]) -> None:
+    for seen in Subject("mesh", 4, {"expert": 2, **options}).run(train):
+        assert_alike(seen, alone())
+
+
+@pytest.mark.slow
+def test_experts_may_compute_in_groups() -> None:
+    assert_alike(mesh(3, expert=3).run(train, kind="InGroups")[0], alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """The curve is that of one process, to the roundings of 2**-8 of a few hundred products."""
+    seen, _ = mesh(2, expert=2).run(train, settings={"precision": precision})
+    torch.testing.assert_close(seen["curve"], alone()["curve"], rtol=3e-2, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "fault"),
+    [
+        (2, "averaged as others"),
+        (2, "answers in another order"),
+        (3, "nothing in place of nothing"),
+    ],
+)
+def test_a_planted_fault_is_seen(size: int, fault: str) -> None:
+    """By the curve, the norm or the weights, or since the run does not come to its end."""
+
+    def run() -> None:
+        settings = {"timeout_seconds": 10}
+        first, *_ = mesh(size, expert=size).run(train, alone=True, fault=fault, settings=settings)
+        assert_alike(first, alone())
+
+    with pytest.raises((AssertionError, WorkerFailure)):
+        run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
+def test_a_mixture_of_transformers_is_dealt(how: str) -> None:
+    """Its experts are stacked, and called so."""
+    (one,) = Subject("cpu").run(mixtral, how="eager")
+    for seen in mesh(2, expert=2).run(mixtral, how=how):
+        assert_alike(seen, one)
+
+
+LAYOUTS = {
+    "cpu": Subject("cpu"),
+    "expert 2": mesh(2, expert=2),
+    "fsdp 2": Subject("fsdp", 2),
+    "expert 3": mesh(3, expert=3),
+    "expert 2 of 4": mesh(4, expert=2),
+}
+ALWAYS = [("cpu", "expert 2"), ("expert 2", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(one, two, marks=[] if (one, two) in ALWAYS else pytest.mark.slow)
+        for one in LAYOUTS
+        for two in LAYOUTS
+        if "expert" in one + two
+    ],
+)
+def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
+    """Weights and moments bit for bit, and the curve goes on."""
+    out = str(tmp_path / "run")
+    LAYOUTS[first].run(train, steps=2, out=out)
+    source = f"{out}/checkpoints/checkpoint-000002"
+    stored = assemble(Subject("cpu").run(parts, source=source))
+    read = assemble(LAYOUTS[then].run(parts, source=source))
+    for kind in ("weights", "optimizer"):
+        assert stored[kind].keys() == read[kind].keys()
+        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
+    resumed = LAYOUTS[then].run(train, resume=source)[0]
+    torch.testing.assert_close(resumed["curve"], alone()["curve"][2:], rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+def test_experts_that_no_rank_ever_held_whole(tmp_path: Path) -> None:
+    """They come from a checkpoint."""
+    out = str(tmp_path / "run")
+    Subject("cpu").run(train, steps=2, out=out)
+    source = f"{out}/checkpoints/checkpoint-000002"
+    on_meta = Subject("mesh", 4, {"expert": 2, "meta": True})
+    resumed = on_meta.run(train, resume=source)[0]
+    torch.testing.assert_close(resumed["curve"], alone()["curve"][2:], rtol=1e-5, atol=0)
+
+
+# --- what would be wrong in silence is refused ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments", "said"),
+    [
+        (2, {"kind": "Normalising"}, "Experts must treat each token by itself"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (2, {"experts": []}, "does not say which modules hold experts"),
+                (2, {"experts": ["blocks.*"]}, "'blocks.\\*', which fits no submodule"),
+                (2, {"experts": ["layers.*"]}, "they must be stacked"),
+                (2, {"kind": "Apart"}, "they must be stacked"),
+                (2, {"kind": "Unweighted"}, "were called with shapes"),
+                (4, {}, "backend.expert=4 does not divide the 6 experts .*expert=3 would do"),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_dealt_is_refused(size: int, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(size, expert=size).run(train, alone=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "said"),
+    [
+        ({"expert": 3}, 4, "must divide the 4 ranks .* set backend.expert=2"),
+        ({"expert": 4, "replicate": 2}, 4, "must divide the 2 ranks .* set backend.expert=2"),
+        ({"expert": 2, "tensor": 2}, 4, "backend.expert is 2 and backend.tensor 2"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(options: dict[str, int], size: int, said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        Shape.of(MeshOptions(**options), size)
+
+
+def test_experts_are_named_in_a_list() -> None:
+    with pytest.raises(RecipeError, match=r"must be a list: \['layers"):
+        Parallel(experts="layers.*.experts")
