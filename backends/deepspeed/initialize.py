@@ -40,8 +40,12 @@ def import_deepspeed(device: torch.device) -> None:
     # compiled operators of one environment crash in another, and their folder is shared by default
     folder = Path.home() / ".cache" / "torch_extensions" / Path(sys.prefix).as_posix().strip("/")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
-    with _without("mlflow"):  # of which only its tuner knows, and which takes a rank a second
+    hidden = sys.modules.setdefault("mlflow", cast(Any, None)) is None
+    try:  # only its tuner knows of mlflow, which takes a rank a second to import
         import deepspeed
+    finally:
+        if hidden:
+            del sys.modules["mlflow"]
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() != device.type:
@@ -55,19 +59,6 @@ def import_deepspeed(device: torch.device) -> None:
     from deepspeed.runtime import compiler
 
     compiler.compile = lambda: _compiled_when_called
-
-
-@contextmanager
-def _without(package: str) -> Iterator[None]:
-    """As if it were not installed, unless it is imported already."""
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
 
 
 def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
