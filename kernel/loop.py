@@ -73,6 +73,7 @@ class TrainLoop:
         self.recipe, self.session, self.engine = recipe, session, engine
         self.data, self.total_steps = data, ENDLESS if total_steps is None else total_steps
         self.policy, self.requests = policy, requests
+        self.stepper = Stepper(recipe, engine, session)
         self.progress = Progress()
         self.window = Window(self.progress)
         self._skipped_in_a_row = 0
@@ -102,10 +103,9 @@ class TrainLoop:
     def run(self) -> NextAction:
         """All remaining steps, or until the policy ends them; returns why they ended."""
         self.engine.module.train()
-        stepper = Stepper(self.recipe, self.engine, self.session)
         while self.progress.step < self.total_steps:
             first = self.progress.step
-            then = self._steps(stepper)
+            then = self._steps()
             if then is NextAction.NEXT_EPOCH:
                 if self.progress.position.samples:
                     self.progress.position = Position(self.progress.position.epoch + 1)
@@ -116,7 +116,7 @@ class TrainLoop:
                 return then
         return NextAction.FINISHED
 
-    def _steps(self, stepper: Stepper) -> NextAction:
+    def _steps(self) -> NextAction:
         """Steps from the position on, until the data ends or the policy wants something else."""
         progress = self.progress
         groups = self.data.groups(progress.position, self.total_steps - progress.step)
@@ -130,7 +130,7 @@ class TrainLoop:
         with closing(groups):  # type: ignore[type-var]
             for first in microbatches:
                 group, num_items = entered.popleft()
-                result = stepper(
+                result = self.stepper(
                     chain((first,), microbatches),
                     group.num_microbatches,
                     num_items,

@@ -25,6 +25,10 @@ __all__ = ["TrainerPolicy"]
 _LOG = logging.getLogger(__name__)
 
 
+class _AllStop(Exception):
+    """Every rank wanted to stop after the last step: the one that has begun is left out."""
+
+
 class TrainerPolicy:
     """`Recipe.step` and `LoopPolicy` of the kernel, told in callbacks, for one call of `train`."""
 
@@ -42,7 +46,7 @@ class TrainerPolicy:
         self.num_items: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
-        self.preempted = self._stepped = False
+        self.preempted = self._stepped = self._wants_to_stop = False
         self._measures_gradients = trainer._measures_gradients()
         self.optimizer = trainer._optimizer_there_is()
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
@@ -64,12 +68,21 @@ class TrainerPolicy:
         for hook in self._hooks:
             hook.remove()
 
+    def run(self, loop: TrainLoop) -> None:
+        """All steps, to the end or until ranks agree to stop."""
+        try:
+            loop.run()
+        except _AllStop:
+            self._end_epoch(loop, loop.progress.position.epoch)
+
     # --- inside a step ----------------------------------------------------------------------
 
     def step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
         """One microbatch by the Trainer's own `training_step`."""
         trainer = self.trainer
         if microstep.index == 0:
+            if self._wants_to_stop:
+                self._hear_who_stops()
             trainer.current_gradient_accumulation_steps = microstep.num_microbatches
             self.num_items = self._count(microstep)
             trainer.control = trainer.callback_handler.on_step_begin(
@@ -154,17 +167,25 @@ class TrainerPolicy:
         done = self.epochs.batches_done(group)
         state.epoch = group.position.epoch + done / self.epochs.batches_per_epoch
         trainer.control = trainer.callback_handler.on_step_end(trainer.args, state, trainer.control)
-        if loop.agreed(result)[Request.PREEMPT]:
+        agreed = loop.agreed(result)
+        if agreed[Request.PREEMPT]:
             self.preempted = trainer.control.should_save = trainer.control.should_training_stop = (
                 True
             )
         self.act(loop, group.position.epoch)
         control = trainer.control
         ended = group.next.epoch > group.position.epoch
+        alone = loop.session.world.size == 1 or state.global_step >= loop.total_steps
+        if agreed[Request.STOP]:
+            control.should_training_stop = True
+        elif control.should_training_stop and not (alone or ended or self.preempted):
+            self._wants_to_stop = True
+            loop.requests.ask(Request.STOP)
+            return NextAction.GO_ON  # to the next step's tally, which tells who wants to stop
         if ended or control.should_epoch_stop or control.should_training_stop:
-            trainer.control = trainer.callback_handler.on_epoch_end(trainer.args, state, control)
-            self.act(loop, group.position.epoch)
-            print_xla_metrics(trainer.args, trainer.driver_session)
+            self._end_epoch(loop, group.position.epoch)
+        if ended and not alone:
+            self._agree_at_epoch_end(loop)
         if trainer.control.should_training_stop:
             return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
         return (
@@ -172,6 +193,42 @@ class TrainerPolicy:
             if trainer.control.should_epoch_stop and not ended
             else NextAction.GO_ON
         )
+
+    def _hear_who_stops(self) -> None:
+        """Before the forward of the step after which some ranks were told to stop, by callbacks: a
+        rank alone cannot leave, since the others wait for it in this step. Raises `_AllStop`."""
+        self._wants_to_stop = False
+        loop = self.trainer._running()
+        world, stopping = loop.session.world, loop.stepper.sums()[1 + Request.STOP]
+        if stopping == world.size:
+            raise _AllStop
+        self._warn_of_others(loop, f"{stopping:.0f} of {world.size} ranks", loop.progress.step + 1)
+
+    def _agree_at_epoch_end(self, loop: TrainLoop) -> None:
+        control = self.trainer.control
+        stops = loop.session.exchange(control.should_training_stop)
+        if any(stops) and not all(stops):
+            which = ", ".join(str(rank) for rank, stop in enumerate(stops) if stop)
+            self._warn_of_others(loop, f"rank {which} of {len(stops)}", loop.progress.step)
+        control.should_training_stop = any(stops)
+
+    def _warn_of_others(self, loop: TrainLoop, who: str, last: int) -> None:
+        _LOG.warning(
+            "callbacks told %s to stop training after step %s (this is rank %s): all ranks stop, "
+            "after step %s. Set control.should_training_stop on every rank alike",
+            who,
+            loop.progress.step,
+            loop.session.world.rank,
+            last,
+        )
+
+    def _end_epoch(self, loop: TrainLoop, epoch: int) -> None:
+        trainer = self.trainer
+        trainer.control = trainer.callback_handler.on_epoch_end(
+            trainer.args, trainer.state, trainer.control
+        )
+        self.act(loop, epoch)
+        print_xla_metrics(trainer.args, trainer.driver_session)
 
     def act(self, loop: TrainLoop, epoch: int) -> None:
         """Log, evaluate and save, as the flags say."""

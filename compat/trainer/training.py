@@ -189,7 +189,7 @@ class TrainingMixin(BetweenStepsMixin):
             callbacks = self.callback_handler.callbacks
             signals = preempt_on_signals(requests) if waits_for_signals(callbacks) else None
             with signals or contextlib.nullcontext():
-                training.run()
+                policy.run(training)
             training.resolve_pending_outcome()
             return self._finalize_training(trial, length.num_train_samples, start_time)
         finally:

@@ -141,6 +141,29 @@ def test_a_signal_to_one_rank_saves_and_stops_all(found: Found) -> None:
     assert ranks[0]["resumed"] == ranks[0]["whole"] and len(ranks[0]["whole"]) == 6
 
 
+def test_all_ranks_stop_where_callbacks_of_all_say_so(found: Found) -> None:
+    first, second = (rank["stopped by all"] for rank in found["ours"])
+    assert first["events"] == second["events"] == ["step 0", "epoch's end 1", "train's end 1"]
+    assert first["saved"] == ["checkpoint-1"] and not first["told"]
+
+
+def test_all_ranks_stop_where_a_callback_of_one_says_so(found: Found) -> None:
+    """It hears in the next step that the others go on, and joins them in it."""
+    first, second = (rank["stopped by one"] for rank in found["ours"])
+    assert first["events"] == ["step 0", "step 1", "epoch's end 2", "train's end 2"]
+    assert first["events"] == second["events"] and first["losses"] == second["losses"]
+    assert first["saved"] == ["checkpoint-2"] and not first["told"]
+    (said,) = second["told"]
+    assert "after step 1" in said and "this is rank 1" in said and "after step 2" in said
+
+
+def test_at_an_epochs_end_ranks_stop_at_once(found: Found) -> None:
+    first, second = (rank["stopped by last"] for rank in found["ours"])
+    assert first["events"] == second["events"]
+    assert first["events"][-2:] == ["epoch's end 3", "train's end 3"]
+    assert all("rank 1 of 2" in rank["told"][0] for rank in (first, second))
+
+
 @pytest.mark.row(
     "X24", status="differs", note="the group is gone when the last Trainer of the process has ended"
 )

@@ -253,6 +253,42 @@ def preempted(library: Any, folder: Path) -> dict[str, Any]:
     }
 
 
+def stopped(folder: Path, ranks: tuple[int, ...], after: int) -> dict[str, Any]:
+    """Callbacks of these ranks stop training after that step; there are three an epoch."""
+    told, events = Lines(), []
+
+    class Stopper(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == after and args.process_index in ranks:
+                control.should_training_stop = True
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append(f"step {state.global_step}")
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append(f"epoch's end {state.global_step}")
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append(f"train's end {state.global_step}")
+
+    logging.getLogger("drivetrain").addHandler(told)
+    try:
+        asked = {"num_train_epochs": 2, "save_strategy": "epoch", "logging_steps": 1}
+        args = arguments(compat, folder, **asked)
+        trainer = made(
+            compat.Trainer, net(), args, train_dataset=points(12), callbacks=[Stopper()]
+        )
+        trainer.train()
+    finally:
+        logging.getLogger("drivetrain").removeHandler(told)
+    return {
+        "events": events,
+        "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
+        "told": [line for line in told.lines if "stop training" in line],
+        "losses": losses(trainer),
+    }
+
+
 def ended() -> list[bool]:
     """Whether there is a process group: once a Trainer has ended, and once all have."""
     seen = []
@@ -279,5 +315,7 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         found["small"] = cramped(at / "small", 0, **small)
         found["mixed"] = mixed(at / "mixed")
         found["preempted"] = preempted(lib, at / "preempted")
+        for name, ranks, after in (("all", (0, 1), 1), ("one", (1,), 1), ("last", (1,), 3)):
+            found[f"stopped by {name}"] = stopped(at / name, ranks, after)
     found["group"] = ended()
     return found
