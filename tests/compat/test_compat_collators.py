@@ -88,6 +88,19 @@ def test_labels_and_other_sequences_have_fillers_of_their_own() -> None:
     assert samples[1] == {"labels": [3], "types": [1]}
 
 
+def test_a_logger_of_a_users_own_is_told_once_which_columns_are_left_out() -> None:
+    """It may take nothing but a text."""
+    lines: list[str] = []
+    told = SimpleNamespace(info=lines.append)
+    collator = compat.RemoveColumnsCollator(
+        default_data_collator, ["x"], logger=told, model_name="Net", description="training"
+    )
+    for _ in range(2):
+        assert list(collator([{"x": 1, "spare": 2}, {"x": 3, "spare": 4}])) == ["x"]
+    (line,) = lines
+    assert "training data set" in line and "Net.forward" in line and "spare" in line
+
+
 def test_collators_of_transformers_have_their_names_here() -> None:
     for name in ("DataCollatorForSeq2Seq", "DataCollatorWithFlattening", "DefaultDataCollator"):
         assert getattr(compat, name) is getattr(transformers, name)

@@ -275,9 +275,7 @@ def stopped(folder: Path, ranks: tuple[int, ...], after: int) -> dict[str, Any]:
     try:
         asked = {"num_train_epochs": 2, "save_strategy": "epoch", "logging_steps": 1}
         args = arguments(compat, folder, **asked)
-        trainer = made(
-            compat.Trainer, net(), args, train_dataset=points(12), callbacks=[Stopper()]
-        )
+        trainer = made(compat.Trainer, net(), args, train_dataset=points(12), callbacks=[Stopper()])
         trainer.train()
     finally:
         logging.getLogger("drivetrain").removeHandler(told)
