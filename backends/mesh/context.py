@@ -9,7 +9,7 @@ this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -152,19 +152,18 @@ class SequenceParts:
             )
         self._checked = not plan.options.check
 
-    def of(
+    def part(
         self,
-        batches: Iterator[Batch],
+        batch: Batch,
         module: nn.Module,
         autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> Iterator[Batch]:
-        """Of each batch; the first is used to compare the losses of parts and whole."""
-        for batch in batches:
-            length = self._length(batch)
-            if not self._checked:
-                self._compare(batch, length, module, autocast)
-                self._checked = True
-            yield self._part(batch, length)
+    ) -> Batch:
+        """Of a batch; the first is used to compare the losses of parts and whole."""
+        length = self._length(batch)
+        if not self._checked:
+            self._compare(batch, length, module, autocast)
+            self._checked = True
+        return self._part(batch, length)
 
     def _length(self, batch: Batch) -> int:
         """Of its sequences. Raises `DataError` where it cannot be cut."""

@@ -94,12 +94,8 @@ class MeshSession(ProcessGroupSession):
         return self._engine
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        engine = self._engine
-        if engine is not None and engine.module.training:
-            if not engine.layers_compared:
-                batches = engine.compared(batches)
-            if engine.sequences is not None:
-                batches = engine.sequences.of(batches, engine.module, engine.autocast)
+        if self._engine is not None and self._engine.module.training:
+            batches = self._engine.fed(batches)
         return super().feed(batches)
 
 
@@ -116,8 +112,6 @@ class MeshEngine(FsdpEngine):
             self.sequences = SequenceParts(recipe, plan, mesh.context, world.device)
             self._attention = self.sequences.attention
         super().__init__(recipe, plan, world)
-        shapes = {name: tuple(p.shape) for name, p in self.module.named_parameters()}
-        self.shapes: Mapping[str, Sequence[int]] = shapes
         kinds = models.kinds_of(self.optimizer) if self.fused.parts else ()
         for kind in kinds:
             if dtensor.steps_parts(kind):
@@ -131,7 +125,7 @@ class MeshEngine(FsdpEngine):
             )
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
-        self.layers_compared = not (
+        self._layers_compared = not (
             max(mesh.shape.tensor, mesh.shape.expert) > 1
             and _options(plan).check
             and recipe.step is None
@@ -175,12 +169,15 @@ class MeshEngine(FsdpEngine):
         placement = self.experts[unit].placement(self.mesh.shape.num_cut // self.mesh.shape.expert)
         return sharding.shard(unit, self.plan, self.mesh.experts_sharded, ignored, placement)
 
-    def compared(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; the first is used to compare layers that are cut with whole ones."""
+    def fed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """What this rank trains on of each batch. By the first one layers that are cut are compared
+        with whole ones, and so are sequences."""
         for batch in batches:
-            if not self.layers_compared:
+            if not self._layers_compared:
                 self._compare_layers_with_whole(batch)
-                self.layers_compared = True
+                self._layers_compared = True
+            if self.sequences is not None:
+                batch = self.sequences.part(batch, self.module, self.autocast)
             yield batch
 
     @torch.no_grad()
@@ -270,10 +267,10 @@ class MeshEngine(FsdpEngine):
 
     def shards(self) -> Iterator[Piece]:
         for piece in super().shards():
-            yield from split(piece, self.fused, self.shapes)
+            yield from split(piece, self.fused)
 
     def restore(self, reader: Reader) -> None:
-        super().restore(InOrder(reader, self.fused, self.shapes) if self.fused.parts else reader)
+        super().restore(InOrder(reader, self.fused) if self.fused.parts else reader)
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:

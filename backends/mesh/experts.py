@@ -8,7 +8,6 @@ the experts, of which a rank has E / R. It computes nothing but its own, on the 
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...kernel.errors import RecipeError
 from ..common import models
 from ..process_group.collectives import keep_for_a_while
+from .matching import matching
 
 __all__ = ["Experts", "find_experts"]
 
@@ -168,13 +168,8 @@ def find_experts(module: nn.Module, patterns: Sequence[str], mesh: Any) -> list[
             "experts: give it parallel=drivetrain.Parallel(experts=[PATTERN, ...]), or set "
             "backend.expert=1"
         )
-    parts = {name: part for name, part in module.named_modules() if name}
-    found: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        fitting = fnmatch.filter(parts, pattern)
-        if not fitting:
-            raise RecipeError(f"Parallel.experts names {pattern!r}, which fits no submodule")
-        found.update({name: parts[name] for name in fitting})
+    chosen = matching(module, "experts", patterns)
+    found = {name: module.get_submodule(name) for _, name in chosen}
     tied = {name for group in models.tied_groups(module) for name in group}
     for name, part in found.items():
         _check(name, part, mesh.size(), found, tied)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...data.parallel import Parallel, TensorCut
 from ...kernel.errors import RecipeError
 from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
+from .matching import matching
 
 __all__ = ["Fused", "cut_layers"]
 
@@ -32,6 +33,8 @@ class Fused:
     num_ranks: int
     parts: dict[str, int] = field(default_factory=dict)
     """By FQN: how many are in one."""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By FQN: of the whole weight."""
 
     def reordered(self, name: str, whole: Tensor) -> Tensor:
         """As it lies in memory."""
@@ -45,10 +48,10 @@ class Fused:
         rows = whole.reshape(first, second, -1, *whole.shape[1:])
         return rows.transpose(0, 1).reshape(whole.shape).contiguous()
 
-    def is_of(self, name: str, shape: Sequence[int], shapes: Mapping[str, Sequence[int]]) -> str:
+    def is_of(self, name: str, shape: Sequence[int]) -> str:
         """The FQN of which a weight, or a tensor of an optimizer, has the rows; empty: of none."""
         fqn = name.split("/", maxsplit=1)[0]
-        return fqn if fqn in self.parts and tuple(shape) == tuple(shapes[fqn]) else ""
+        return fqn if self.shapes.get(fqn) == tuple(shape) else ""
 
     def runs(self, name: str, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, int, int]]:
         """The boxes of the model's own order that this box of memory holds, each with where it
@@ -75,10 +78,6 @@ class InOrder:
 
     inner: Reader
     fused: Fused
-    shapes: Mapping[str, Sequence[int]]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def names(self, kind: Kind) -> Sequence[str]:
         """See `Reader`."""
@@ -95,7 +94,7 @@ class InOrder:
         fqn = ""
         if kind != "state":
             shape = self.inner.info(kind, name).shape
-            fqn = self.fused.is_of(name, shape, self.shapes)
+            fqn = self.fused.is_of(name, shape)
         if not fqn:
             return self.inner.read(kind, name, region, out)
         if isinstance(region, Flat):
@@ -106,9 +105,9 @@ class InOrder:
         return joined if out is None else out.copy_(joined)
 
 
-def split(piece: Piece, fused: Fused, shapes: Mapping[str, Sequence[int]]) -> Iterator[Piece]:
+def split(piece: Piece, fused: Fused) -> Iterator[Piece]:
     """The piece as boxes of the model's own order."""
-    fqn = "" if piece.kind == "state" else fused.is_of(piece.name, piece.shape, shapes)
+    fqn = "" if piece.kind == "state" else fused.is_of(piece.name, piece.shape)
     if not fqn:
         yield piece
         return
@@ -124,19 +123,19 @@ def cut_layers(
     """Cut what the recipe names over the ranks of `mesh`. Raises `RecipeError`, before anything is
     changed, for a pattern that fits nothing or two things, and for what does not divide."""
     chosen, fused = _chosen(module, parallel), Fused(mesh.size())
-    for name, part in module.named_modules():
-        if several := _fitting(name, parallel.fused):
-            if chosen.get(name) != "column":
-                raise RecipeError(
-                    f"Parallel.fused names {name!r}, which Parallel.tensor does not cut by 'column'"
-                )
-            for key, _ in part.named_parameters(recurse=False):
-                fused.parts[f"{name}.{key}"] = parallel.fused[several]
+    for pattern, name in matching(module, "fused", parallel.fused):
+        if chosen.get(name) != "column":
+            raise RecipeError(
+                f"Parallel.fused names {name!r}, which Parallel.tensor does not cut by 'column'"
+            )
+        for key, _ in module.get_submodule(name).named_parameters(recurse=False):
+            fused.parts.setdefault(f"{name}.{key}", parallel.fused[pattern])
     for name, how in chosen.items():
         _check(name, how, module.get_submodule(name), mesh.size(), fused)
     with torch.no_grad():
         for name in fused.parts:
             weight = module.get_parameter(name)
+            fused.shapes[name] = tuple(weight.shape)
             weight.data = fused.reordered(name, weight)
     _parallelise(module, chosen, mesh)
     _tie_again(module, tied)
@@ -152,23 +151,15 @@ def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, str]:
             "it parallel=drivetrain.Parallel(tensor={PATTERN: 'column', ...}), or set "
             "backend.tensor=1"
         )
-    names = [name for name, _ in module.named_modules() if name]
-    found: dict[str, tuple[str, str]] = {}
-    for pattern, how in plan.items():
-        fitting = fnmatch.filter(names, pattern)
-        if not fitting:
-            raise RecipeError(f"Parallel.tensor names {pattern!r}, which fits no submodule")
-        for name in fitting:
-            other, before = found.setdefault(name, (pattern, how))
-            if before != how:
-                raise RecipeError(
-                    f"Parallel.tensor cuts {name!r} in two ways: {before!r} by {other!r}, and "
-                    f"{how!r} by {pattern!r}"
-                )
-    for pattern in parallel.fused:
-        if not fnmatch.filter(names, pattern):
-            raise RecipeError(f"Parallel.fused names {pattern!r}, which fits no submodule")
-    return {name: how for name, (_, how) in found.items()}
+    found: dict[str, str] = {}  # the pattern that fits each name first
+    for pattern, name in matching(module, "tensor", plan):
+        first = found.setdefault(name, pattern)
+        if plan[first] != plan[pattern]:
+            raise RecipeError(
+                f"Parallel.tensor cuts {name!r} in two ways: {plan[first]!r} by {first!r}, and "
+                f"{plan[pattern]!r} by {pattern!r}"
+            )
+    return {name: plan[pattern] for name, pattern in found.items()}
 
 
 def _brought(module: nn.Module) -> Mapping[str, TensorCut]:
@@ -194,10 +185,6 @@ _COUNTERPARTS: Mapping[str, TensorCut] = {
     "colwise_rep": "vocabulary",
     "embedding_rowwise": "vocabulary",
 }
-
-
-def _fitting(name: str, patterns: Mapping[str, int]) -> str:
-    return next((each for each in patterns if fnmatch.fnmatchcase(name, each)), "")
 
 
 def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> None:

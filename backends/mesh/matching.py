@@ -1,0 +1,25 @@
+"""Submodules, by patterns of their names."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from torch import nn
+
+from ...kernel.errors import RecipeError
+
+__all__ = ["matching"]
+
+
+def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
+    """Each pattern with each name that it fits, in this order. Raises `RecipeError` for a pattern
+    of that field of `Parallel` that fits none."""
+    names = [name for name, _ in module.named_modules() if name]
+    found = []
+    for pattern in patterns:
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise RecipeError(f"Parallel.{field} names {pattern!r}, which fits no submodule")
+        found += [(pattern, name) for name in fitting]
+    return found
