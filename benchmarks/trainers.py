@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sized
+from itertools import cycle
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,15 +53,49 @@ def _log(step: int, total: Tensor, every: int) -> None:
         print(json.dumps({"step": step, "loss": float(total) / every}))
 
 
+def _wrapped(module: nn.Module) -> Any:
+    """In DDP where there are several ranks."""
+    if WORLD == 1:
+        return module
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+
+
+def tuned(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+    """What one writes by hand who counts each call, and still looks at each norm."""
+    module, data = problem.model(), problem.data()
+    wrapped, optimizer, parameters = _wrapped(module), _optimizer(module), [*module.parameters()]
+    samples = cycle(range(RANK, len(cast(Sized, data)), WORLD))
+    weight, total = torch.tensor(1.0 / accumulation), torch.zeros(())
+    for step in range(1, steps + 1):
+        for index in range(accumulation):
+            batch = collate([data[next(samples)] for _ in range(problem.batch)])
+            last = index == accumulation - 1
+            with contextlib.nullcontext() if last or WORLD == 1 else wrapped.no_sync():
+                loss = wrapped(**batch)["loss"]
+                loss.backward(weight)
+            total += loss.detach()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+        if math.isfinite(told := float(norm)):
+            if told > CLIP:
+                torch._foreach_mul_(gradients, CLIP / (norm + 1e-6))
+            for group in optimizer.param_groups:
+                group["lr"] = RATE
+            optimizer.step()
+        for parameter in parameters:
+            parameter.grad = None
+        if step % problem.log_every == 0:
+            _log(step, total / accumulation, problem.log_every)
+            total = torch.zeros(())
+    return module
+
+
 def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     """What one writes by hand."""
     module = problem.model()
-    wrapped = module
-    if WORLD > 1:
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo")
-        wrapped = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
-    optimizer = _optimizer(module)
+    wrapped, optimizer = _wrapped(module), _optimizer(module)
     batches, total = _endless(_loader(problem, _sampler(problem))), torch.zeros(())
     for step in range(1, steps + 1):
         for index in range(accumulation):
@@ -252,6 +288,7 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 
 
 TRAINERS: dict[str, Callable[[Problem, int, int], nn.Module]] = {
+    "tuned": tuned,
     "raw": raw,
     "kernel": kernel,
     "kernel_saving": kernel_saving,
