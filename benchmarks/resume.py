@@ -51,8 +51,8 @@ class Stopwatch:
 Run = Callable[[Path, bool], float]
 
 
-def kernel(length: int) -> tuple[Run, Callable[[Path, int], None]]:
-    from drivetrain import CheckpointSettings, Recipe, Settings, fit
+def kernel(length: int, workers: int = 0) -> tuple[Run, Callable[[Path, int], None]]:
+    from drivetrain import CheckpointSettings, DataSettings, Recipe, Settings, fit
     from drivetrain.kernel.events import Request, StepEnded
 
     recipe = Recipe(Mlp, lambda m, b: m(**b)["loss"] * BATCH, Many(length), collate=collate)
@@ -67,7 +67,10 @@ def kernel(length: int) -> tuple[Run, Callable[[Path, int], None]]:
             return None
 
         settings = Settings(
-            epochs=2, global_batch=BATCH, checkpoint=CheckpointSettings(at_end=not resume)
+            epochs=2,
+            global_batch=BATCH,
+            data=DataSettings(workers=workers),
+            checkpoint=CheckpointSettings(at_end=not resume),
         )
         source = "auto" if resume else None
         fit(recipe, settings, backend="cpu", out=folder, resume=source, observers=[observe])
@@ -152,6 +155,7 @@ CANDIDATES: dict[str, Callable[[], tuple[Run, Callable[[Path, int], None], int]]
     for name, make, length in (
         ("kernel", kernel, 10**6),
         ("kernel", kernel, 10**9),
+        ("kernel_workers", partial(kernel, workers=2), 10**6),
         ("compat", compat, 10**6),
         ("hugging_face", hugging_face, 10**6),
     )
@@ -181,6 +185,7 @@ BENCHMARKS = [
         {
             "kernel_1e6": "drivetrain kernel, 10⁶ samples",
             "kernel_1e9": "drivetrain kernel, 10⁹ samples",
+            "kernel_workers_1e6": "drivetrain kernel, 10⁶ samples, two workers",
             "compat_1e6": "drivetrain compat, 10⁶ samples",
             "hugging_face_1e6": "HF Trainer, 10⁶ samples",
         },
