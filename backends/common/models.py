@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,24 +76,27 @@ def recompute_activations(
             f"name ({', '.join(classes)}) or a pattern of names such as 'blocks.*'"
         )
     for part in chosen:
-        # the forward is replaced, not the module, so that parameter names stay as they are
-        part.forward = _recomputed(part, run or _checkpoint)
+        # the forward is replaced, not the module, so that parameter names stay as they are; by a
+        # `partial`, so that a deep copy of the module has one of its own
+        has_buffers = any(True for _ in part.buffers())
+        part.forward = partial(_recomputed, part, part.forward, run or _checkpoint, has_buffers)
 
 
 def _checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _recomputed(part: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    forward = part.forward
-    has_buffers = any(True for _ in part.buffers())
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return run(_counted_once(part, forward) if has_buffers else forward, *args, **kwargs)
-
-    return recomputed
+def _recomputed(
+    part: nn.Module,
+    forward: Callable[..., Any],
+    run: Callable[..., Any],
+    has_buffers: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return run(_counted_once(part, forward) if has_buffers else forward, *args, **kwargs)
 
 
 def _counted_once(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

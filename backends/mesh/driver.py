@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -139,18 +139,10 @@ class MeshEngine(FsdpEngine):
         if self.mesh.expert is not None:  # what recomputes experts sends them their tokens again
             found = find_experts(module, self.parallel.experts, self.mesh.expert)
             self.experts = {each.module: each for each in found}
-        run = None if self.sequences is None else self._recomputed
+        run = None if self.mesh.context is None else _recomputing(self.mesh.context)
         for pattern in self.plan.activation_checkpointing:
             models.recompute_activations(module, pattern, run)
         return module
-
-    def _recomputed(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Attention is over whole sequences the second time, too, in whichever thread that is."""
-
-        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-            return nullcontext(), WholeAttention(self.mesh.context)
-
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def choose_units(self) -> list[nn.Module]:
         inside = {part for module in self.experts for part in module.modules()}
@@ -287,6 +279,18 @@ class MeshEngine(FsdpEngine):
         if name in self.fused.parts:
             whole = self.fused.reordered(name, whole)
         return super().own_of(name, parameter, whole)
+
+
+def _recomputing(group: Any) -> Callable[..., Any]:
+    """Attention is over whole sequences the second time, too, in whichever thread that is."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), WholeAttention(group)
+
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run
 
 
 def _options(plan: Plan) -> MeshOptions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
@@ -367,6 +368,19 @@ def test_compile_and_recomputed_activations_give_the_same_curve() -> None:
     assert losses(fit(what, checkpointed)[1]) == losses(plain)
     with pytest.raises(RecipeError, match="pattern 'Blok' matches no submodule"):
         fit(what, dataclasses.replace(SHORT, activation_checkpointing=("Blok",)))
+
+
+def test_a_copy_of_a_model_that_recomputes_has_weights_of_its_own() -> None:
+    def finish(module: nn.Module) -> list[bool]:
+        copied, inputs = copy.deepcopy(module), next(iter(Pairs(1)))[0]
+        with torch.no_grad():
+            for parameter in copied.parameters():
+                parameter.zero_()
+        with torch.enable_grad():
+            return [bool(each(inputs).any()) for each in (module, copied)]
+
+    checkpointed = dataclasses.replace(SHORT, activation_checkpointing=("Linear",))
+    assert fit(recipe(), checkpointed, finish=finish)[0].finish == [True, False]
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.02)])
