@@ -96,10 +96,10 @@ def test_another_driver_goes_on_amid_the_turns(
     """Each from what the one before it saved after a turn more: the turns of two models, of which
     one learns twice as often, by optimizers of their own."""
     request.getfixturevalue("environment_of_all")
-    first, expected = law_1_turns.by_hand()
-    saved = Subject("cpu").run(law_1_turns.run, out=str(tmp_path / "cpu"))[0]
+    first, expected, _ = law_1_turns.by_hand()
+    saved, _ = Subject("cpu").run(law_1_turns.run, out=str(tmp_path / "cpu"))[0]
     for step, driver in enumerate(DRIVERS, 1):
         source = str(law_1_turns.checkpoint(saved, step))
-        saved = driver.run(law_1_turns.run, out=str(tmp_path / str(step)), resume=source)[0]
+        saved, _ = driver.run(law_1_turns.run, out=str(tmp_path / str(step)), resume=source)[0]
         end = law_1_turns.state_of(saved, law_1_turns.STEPS)["weights"]
         require_near(end, first, expected, off=1e-5)
