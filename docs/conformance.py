@@ -1,11 +1,11 @@
 """Prove all drivers but `xpu` and write the results to docs/conformance: a page over drivers and
-laws, and the matrix of who resumes whom.
+laws, the matrix of who resumes whom, and the one of layouts.
 
     python docs/conformance.py [WORD ...]
 
 Words choose by what occurs in the name of a world, such as `xla` or `ddp:2`, by default all;
-`matrix` is the matrix. It takes about half an hour on two cores, in an environment of these
-drivers, which uv makes at first.
+`matrix` is the matrix of drivers, `layouts` the one of all ways to cut a model. It takes about half
+an hour on two cores, in an environment of these drivers, which uv makes at first.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def commands() -> dict[str, list[str]]:
     matrix = [python_of_all(), "-m", "drivetrain.conformance.matrix", *report, *WORLDS]
     return {
         "matrix": matrix,
+        "layouts": [sys.executable, str(ROOT / "tests" / "backends" / "layouts.py"), str(FOLDER)],
         **{world: [*suite(world), *report] for world in WORLDS if ":3" not in world},
     }
 

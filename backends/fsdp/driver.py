@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,14 @@ from ..process_group.buffers import Buffers
 from ..process_group.carried import Carried
 from ..process_group.collectives import keep_for_a_while, naming_collectives, refusing_together
 from ..process_group.layers_used import LayersUsed
+from ..process_group.peers import Peers
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
     num_launched,
     probe_devices,
 )
-from . import dtensor, meta_init, sharding, wrap_units
-from .owner_step import OwnerStep, kept_of
+from . import dtensor, how_to_step, meta_init, sharding, wrap_units
 from .sharding import FsdpOptions
 
 __all__ = ["FsdpOptions", "driver"]
@@ -113,14 +114,15 @@ class FsdpEngine:
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.options = options = sharding.options_of(plan)
-        self.plan, self.world = plan, world
+        self.plan, self.world, self.peers = plan, world, self.peers_in(world)
         self.home = torch.device("cpu") if options.cpu_offload else world.device
         with meta_init.parameters_on_meta() if options.meta else models.NO_CONTEXT:
             self.module = models.with_synced_batch_norm(
                 self.build_model(recipe), options.sync_batch_norm, world.device, "fsdp"
             )
         if options.from_rank_0:
-            self._take_from_rank_0()
+            with self._named("taking over the weights of rank 0"):
+                meta_init.take_from_rank_0(self.module)
         self.uninitialised = any(p.is_meta for p in self.module.parameters())
         self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
@@ -131,26 +133,42 @@ class FsdpEngine:
                 unit.forward = torch.compile(unit.forward, **plan.compile_options)
         mesh = self.cut_layers()
         whole = sharding.carried_whole(self.module, units)
-        ignored = set(whole.values())
+        ignored = {*whole.values(), *self.elsewhere.values()}
         self.units = [self.shard(unit, mesh, ignored) for unit in (*units, self.module)]
         if self.uninitialised:
             meta_init.materialise(self.module, self.home)
-        self.replicas = [
-            dtensor.num_replicas(p, world.size) if isinstance(p, DTensor) else 0
-            for p in self.module.parameters()
-        ]
+        self.replicas = [self.num_replicas(*named) for named in self.module.named_parameters()]
         """Of each parameter: how many ranks hold this part; 0: it is whole on all."""
-        self.carried = Carried(self._to_device(whole), world)
-        self.buffers = Buffers(self.module, world, options.sync_buffers)
+        self.carried = Carried(self._to_device(whole), self.peers, world.device)
+        self.buffers = Buffers(self.module, self.peers, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
-        self.layers = LayersUsed(world)
+        self.layers = self.notes()
         self._watch_layers()
         self.optimizer = models.build_optimizer(recipe, self.module)
         self.state = OptimizerState(self.optimizer, self.module, Averages(dtensor.own_part))
-        self.stepper = self._stepper()
+        self.state.elsewhere = self.elsewhere.keys()
+        self.stepper = how_to_step.choose(
+            self.optimizer, options.optimizer_step, self.module, world.device
+        )
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
+
+    elsewhere: Mapping[str, nn.Parameter] = MappingProxyType({})
+    """By FQN what stands for weights that none of `peers` holds."""
+
+    def peers_in(self, world: World) -> Peers:
+        """The ranks that hold this part of the model together."""
+        return Peers(world.rank, world.size)
+
+    def notes(self) -> LayersUsed:
+        """Of the layers that ranks use."""
+        return LayersUsed(self.world)
+
+    def num_replicas(self, name: str, parameter: nn.Parameter) -> int:
+        """How many ranks hold this part of it; 0: it is whole on all."""
+        size = self.world.size
+        return dtensor.num_replicas(parameter, size) if isinstance(parameter, DTensor) else 0
 
     def build_model(self, recipe: Recipe) -> nn.Module:
         """Whole, where the recipe puts it."""
@@ -179,10 +197,10 @@ class FsdpEngine:
                 self.layers.watch_gathered(name, part, bool(self.options.reshard_after_forward))
             elif not self.plan.compile and name and any(p.requires_grad for p in own):
                 self.layers.watch_inside(name, part)
-        carried = {id(parameter) for parameter in self.carried.parameters}
+        others = {id(p) for p in (*self.carried.parameters, *self.elsewhere.values())}
         self._absent = [
             self.layers.kind(f"no gradient of {name!r}")
-            if parameter.requires_grad and id(parameter) not in carried
+            if parameter.requires_grad and id(parameter) not in others
             else None
             for name, parameter in self.module.named_parameters()
         ]
@@ -193,38 +211,6 @@ class FsdpEngine:
         for parameter in parameters:
             parameter.data = parameter.data.to(self.world.device)
         return parameters
-
-    def _stepper(self) -> torch.optim.Optimizer:
-        """Several optimizers in one step each in its own way."""
-        several: Any = self.optimizer
-        if len(kinds := models.kinds_of(several)) == 1:
-            return self._stepper_of(*kinds)
-        for name, kind in several.optimizers.items():
-            several.step_by[name] = self._stepper_of(kind).step
-        return cast(torch.optim.Optimizer, several)
-
-    def _stepper_of(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        how = self.options.optimizer_step
-        if how == "auto" and dtensor.steps_parts(optimizer):
-            how = "parts"
-        elif how == "auto" and dtensor.steps_tensors(optimizer):
-            how = "tensors"
-        elif how == "auto":
-            _LOG.warning(
-                "%s is not known to treat each tensor by itself: every rank gathers the whole "
-                "model, gradients and state for each update. Where it does, set "
-                "backend.optimizer_step=tensors; where each element, parts",
-                type(optimizer).__name__,
-            )
-        if how == "parts":
-            by_kind = dtensor.StepByKind(optimizer)
-            several = len(by_kind.meshes) > 1
-            return cast(torch.optim.Optimizer, by_kind) if several else optimizer
-        cut_once = all(map(dtensor.is_cut_once, self.module.parameters()))
-        if how == "tensors" and kept_of(optimizer) is not None and cut_once:
-            return cast(torch.optim.Optimizer, OwnerStep(optimizer, self.world.device))
-        stepper = dtensor.WholeStep(optimizer, self.world.device, apart=how == "tensors")
-        return cast(torch.optim.Optimizer, stepper)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -249,7 +235,8 @@ class FsdpEngine:
             stepping.backward(loss, weight, self.loss_scale)
 
     def unused(self) -> Sequence[str]:
-        return models.without_gradient(self.module)
+        found = models.without_gradient(self.module)
+        return [name for name in found if name not in self.elsewhere]
 
     def update(self) -> Outcome:
         parameters = list(self.module.parameters())
@@ -294,15 +281,15 @@ class FsdpEngine:
         self._initialise()
         self._let_go()
         yield from self.buffers.own_pieces()
-        yield from model_state.buffer_pieces(self.module, self.world.rank)
+        yield from model_state.buffer_pieces(self.module, self.peers.rank)
         yield from dtensor.pieces(
             {
                 "weights": model_state.named_parameters(self.module),
                 "optimizer": self.state.tensors(),
                 "state": model_state.scale_tensors(self.loss_scale),
             },
-            self.world.rank,
-            self.world.size,
+            self.peers.rank,
+            self.peers.size,
         )
 
     def restore(self, reader: Reader) -> None:
@@ -314,7 +301,8 @@ class FsdpEngine:
             scale = model_state.read_scale(reader, self.loss_scale)
         with model_state.overwriting():
             self.state.load(state)
-            for name, tensor in weights.items():
+            for name in weights.keys() - self.elsewhere.keys():
+                tensor = weights[name]
                 dtensor.own_part(tensor).copy_(dtensor.read_weight(reader, name, tensor))
         model_state.load_scale(scale, self.loss_scale)
         self.buffers.restore_own(reader)
@@ -345,7 +333,7 @@ class FsdpEngine:
                 data = self.whole(name, parameter)
                 full[parameter] = nn.Parameter(data, parameter.requires_grad)
         wrappers = ("torch.distributed.fsdp", "torch.distributed.tensor")
-        own_hooks = (*wrappers, Buffers.__module__, LayersUsed.__module__)
+        own_hooks = (*wrappers, __name__.removesuffix(".fsdp.driver"))
         with (
             self.buffers.of_rank_0(),
             meta_init.replaced(self.module, full),
@@ -361,12 +349,6 @@ class FsdpEngine:
         """This rank's part of what `whole` gives."""
         return dtensor.take_own(whole, parameter)
 
-    def _take_from_rank_0(self) -> None:
-        meta_init.materialise(self.module, torch.device("cpu"))
-        with self._named("taking over the weights of rank 0"), torch.no_grad():
-            for tensor in (*self.module.parameters(), *self.module.buffers()):
-                dist.broadcast(tensor, src=0)
-
     def _let_go(self) -> None:
         """Register the parts again: after an evaluation the root still has its whole weights."""
         for unit in self.units:
@@ -379,8 +361,8 @@ class FsdpEngine:
         names = {parameter: name for name, parameter in self.module.named_parameters()}
 
         def keep(parameter: nn.Parameter, whole: Tensor) -> None:
-            part = self.own_of(names[parameter], parameter, whole)
-            dtensor.own_part(parameter).copy_(part)
+            if (name := names[parameter]) not in self.elsewhere:
+                dtensor.own_part(parameter).copy_(self.own_of(name, parameter, whole))
 
         missing = meta_init.initialise(self.module, self.plan.seed, keep)
         if missing:

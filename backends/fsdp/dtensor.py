@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
 from ..common import model_state
+from .counted import first_step
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -198,6 +199,7 @@ class StepByKind:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
+        self._stepped = False
         self.meshes: list[Any] = []
         """Over which parameters are cut, each once; None: what every rank holds whole."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -213,7 +215,11 @@ class StepByKind:
                     group["params"] = [
                         p for p in parameters if getattr(p, "device_mesh", None) == mesh
                     ]
-                self.optimizer.step()
+                if self._stepped:
+                    self.optimizer.step()
+                else:
+                    first_step(self.optimizer, "parts")
+                self._stepped = True
         finally:
             for group, parameters in all_of_it:
                 group["params"] = parameters
@@ -233,6 +239,7 @@ class WholeStep:
         self, optimizer: torch.optim.Optimizer, device: torch.device, apart: bool = False
     ) -> None:
         self.optimizer, self.device, self.apart = optimizer, device, apart
+        self._stepped = False
 
     def step(self) -> None:
         """As the optimizer's own."""
@@ -259,7 +266,11 @@ class WholeStep:
                     stand_ins[parameter] = self._stand_in(parameter)
             group["params"] = [stand_ins.get(p, p) for p in parameters]
         self.optimizer.param_groups = [group for group, _ in turn]
-        self.optimizer.step()
+        if self.apart and not self._stepped:
+            first_step(self.optimizer, "tensors")
+        else:
+            self.optimizer.step()
+        self._stepped = True
         for parameter, stand_in in stand_ins.items():
             with torch.no_grad():
                 own_part(parameter).copy_(take_own(stand_in.detach(), parameter))

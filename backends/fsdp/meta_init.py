@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -52,6 +53,14 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             if parameter.is_meta
         },
     )
+
+
+@torch.no_grad()
+def take_from_rank_0(module: nn.Module) -> None:
+    """All weights and buffers, into memory of the host."""
+    materialise(module, torch.device("cpu"))
+    for tensor in (*module.parameters(), *module.buffers()):
+        dist.broadcast(tensor, src=0)
 
 
 def replace(

@@ -32,7 +32,7 @@ def choose_units(
     elif min_params is not None:
         chosen = _large(root, min_params)
     else:
-        chosen = _repeated(root) or _large(root, DEFAULT_MIN_PARAMS)
+        chosen = repeated(root) or _large(root, DEFAULT_MIN_PARAMS)
     while shared := _shared(root, chosen):
         if patterns:
             weights = "; ".join(
@@ -73,7 +73,7 @@ def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.M
     return chosen
 
 
-def _repeated(part: nn.Module) -> list[nn.Module]:
+def repeated(part: nn.Module) -> list[nn.Module]:
     """Outermost children of one class, themselves made of modules, in a list of modules."""
     if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
         classes = Counter(type(child) for child in part.children())
@@ -84,7 +84,7 @@ def _repeated(part: nn.Module) -> list[nn.Module]:
         ]
         if blocks:
             return [block for block in blocks if any(True for _ in block.parameters())]
-    return [unit for child in part.children() for unit in _repeated(child)]
+    return [unit for child in part.children() for unit in repeated(child)]
 
 
 def _large(root: nn.Module, min_params: int) -> list[nn.Module]:

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ...kernel.contract import World
 from ...kernel.errors import SettingError
+from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ..fsdp.sharding import ShardingOptions
+from ..process_group.peers import Peers
 
-__all__ = ["Mesh", "MeshOptions", "Shape"]
+__all__ = ["Mesh", "MeshOptions", "Shape", "options_of"]
 
-_FIXED = ("replicate", "context", "tensor")
+_FIXED = ("pipeline", "replicate", "context", "tensor")
 
 
 @dataclass(frozen=True)
 class MeshOptions(ShardingOptions):
     """How many ranks there are along each dimension of the mesh. Ranks count through `tensor`
-    first, which should stay within a machine, then `context`, `shard` and `replicate`."""
+    first, which should stay within a machine, then `context`, `shard`, `replicate`, `pipeline`."""
 
     replicate: int = 1
     """Groups of ranks that hold the same parts and see different samples."""
@@ -39,9 +41,22 @@ class MeshOptions(ShardingOptions):
     among themselves, and send each other the tokens for them (`Parallel.experts`)."""
     tensor: int = 1
     """Ranks over which single layers are cut (`Parallel.tensor`). Not with `expert`."""
+    pipeline: int = 1
+    """Ranks, or meshes of them, that have one part of the model's blocks each (`Parallel.stages`),
+    and hand activations on. What is in flight are the microbatches of an update: so many times as
+    many should an update have (`micro_batch`). Not with `tensor`, `context` or `expert`."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """In which order a pipeline's ranks compute. `gpipe` (https://arxiv.org/abs/1811.06965): all
+    forwards, then all backwards. `1f1b` (https://arxiv.org/abs/1806.03377): backwards as soon as
+    may be, so that no rank keeps more than `pipeline` activations. `interleaved`
+    (https://arxiv.org/abs/2104.04473): likewise, with several stages on each rank, which wait
+    less and talk more."""
+    stages_per_rank: int | None = None
+    """Of `interleaved`; 2 by default. The other schedules have one."""
     check: bool = True
     """Before the first update compute the loss of the beginning of a batch both in parts and whole,
-    and that of a batch by layers that are cut and whole, and refuse to train where they differ. The
+    and that of a batch by layers that are cut, or stages, and whole, and refuse to train where they
+    differ. The
     second gathers the whole model, and is left out of one with more than 500 million parameters."""
 
     def __post_init__(self) -> None:
@@ -54,6 +69,39 @@ class MeshOptions(ShardingOptions):
                 "not dealt where layers are cut, whose ranks share their tokens. Set one of them "
                 "to 1"
             )
+        self._check_pipeline()
+
+    def _check_pipeline(self) -> None:
+        check_range("backend.stages_per_rank", self.stages_per_rank, 1)
+        interleaved = self.schedule == "interleaved"
+        if self.stages_per_rank is not None and (self.stages_per_rank > 1) is not interleaved:
+            raise SettingError(
+                f"backend.stages_per_rank is {self.stages_per_rank} and backend.schedule "
+                f"{self.schedule}: interleaved has 2 or more stages on a rank, the others have 1. "
+                f"Set backend.schedule={'1f1b' if interleaved else 'interleaved'}, or leave "
+                "backend.stages_per_rank out"
+            )
+        if self.pipeline == 1:
+            return
+        for name in ("tensor", "context", "expert"):
+            if (size := getattr(self, name)) > 1:
+                raise SettingError(
+                    f"backend.pipeline is {self.pipeline} and backend.{name} {size}: stages are "
+                    "made of whole layers, sequences and experts so far. Set one of them to 1; "
+                    "shard and replicate go with either"
+                )
+        for name, wanted in (("sync_buffers", True), ("sync_batch_norm", False)):
+            if getattr(self, name) is not wanted:
+                raise SettingError(
+                    f"backend.pipeline is {self.pipeline} and backend.{name} {not wanted}: buffers "
+                    f"of a stage are those of its first rank. Set backend.{name}={wanted}"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline; 1 without."""
+        several = self.stages_per_rank or 2 if self.schedule == "interleaved" else 1
+        return self.pipeline * several if self.pipeline > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -66,6 +114,7 @@ class Shape:
     tensor: int
     expert: int = 1
     """Of shard x context."""
+    pipeline: int = 1
 
     @classmethod
     def of(cls, options: MeshOptions, size: int) -> Shape:
@@ -103,14 +152,15 @@ class Shape:
             )
 
     def world(self, world: World) -> World:
-        """Who this rank is among readers and feeders: ranks along `tensor` are one feeder, feeders
-        along `context` one reader."""
+        """Who this rank is among readers and feeders: ranks along `tensor` and `pipeline` are one
+        feeder, feeders along `context` one reader."""
+        of_stage = world.size // self.pipeline
         return World(
             world.rank,
             world.size,
             world.device,
-            feeder_index=world.rank // self.tensor,
-            num_feeders=world.size // self.tensor,
+            feeder_index=world.rank % of_stage // self.tensor,
+            num_feeders=of_stage // self.tensor,
             feeders_per_reader=self.context,
         )
 
@@ -122,8 +172,10 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.shape = shape
-        sizes = shape.replicate, shape.num_cut, shape.tensor
-        names = "replicate", "shard", "tensor"
+        sizes: tuple[int, ...] = (shape.replicate, shape.num_cut, shape.tensor)
+        names: tuple[str, ...] = ("replicate", "shard", "tensor")
+        if shape.pipeline > 1:
+            sizes, names = (shape.pipeline, *sizes), ("pipeline", *names)
         self._root = init_device_mesh(device.type, sizes, mesh_dim_names=names)
         self.tensor: Any = self._root["tensor"]
         """Over which layers are cut."""
@@ -136,17 +188,32 @@ class Mesh:
         self.experts_sharded: Any = None
         """Over which those of one rank are cut."""
         if shape.expert > 1:
-            sizes = shape.replicate, shape.num_cut // shape.expert, shape.expert
-            names = "replicate", "shard", "expert"
-            dealt = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            dealt = init_device_mesh(
+                device.type,
+                (shape.replicate, shape.num_cut // shape.expert, shape.expert),
+                mesh_dim_names=("replicate", "shard", "expert"),
+            )
             self.expert, self.experts_sharded = dealt["expert"], dealt["shard"]
             if shape.replicate > 1:
                 self.experts_sharded = dealt["replicate", "shard"]
         size, inner = dist.get_world_size(), shape.tensor
+        of_stage = size // shape.pipeline
         self.context = None if shape.context == 1 else _group(size, shape.context, inner)
         """Of those that share sequences; None: nobody does."""
-        self.feeders = None if inner == 1 else _group(size, size // inner, inner)
+        alone = inner == shape.pipeline == 1
+        self.feeders = None if alone else _group(size, of_stage // inner, inner)
         """One of each feeder; None: all ranks are feeders."""
+        self.stage = Peers(dist.get_rank(), size)
+        """The ranks that have the same layers."""
+        if shape.pipeline > 1:
+            rank = dist.get_rank()
+            group = _group(size, of_stage, 1)
+            self.stage = Peers(rank % of_stage, of_stage, rank - rank % of_stage, group)
+
+    @property
+    def pipeline(self) -> Any:
+        """Along which stages hand on: one rank of each."""
+        return self._root["pipeline"]
 
 
 def _group(size: int, length: int, stride: int) -> Any:
@@ -159,3 +226,8 @@ def _group(size: int, length: int, stride: int) -> Any:
     ]
     own, _ = dist.new_subgroups_by_enumeration(ranks)
     return own
+
+
+def options_of(plan: Plan) -> MeshOptions:
+    """Those of the plan, or the defaults."""
+    return plan.options or MeshOptions()

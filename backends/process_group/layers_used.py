@@ -50,10 +50,16 @@ class Turn(NamedTuple):
 
 
 class LayersUsed:
-    """This rank's notes, in turns: one ends whenever ranks compare them."""
+    """This rank's notes, in turns: one ends whenever ranks compare them. Where ranks are in `parts`
+    of neighbours, stages of a pipeline, only those of one must use the same layers."""
 
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
+    def __init__(self, world: World, parts: int = 1) -> None:
+        self.rank, self.size = world.rank, world.size // parts
+        part, place = divmod(self.rank, self.size)
+        self.ranks = range(part * self.size, (part + 1) * self.size)
+        # of a part whose ranks all tell the same the sum is 0; no two parts make up for each other
+        self._factor = 1 if parts == 1 else (part + 1) * (1 if place else 1 - self.size)
+        self._apart = parts > 1
         self.board: SharedMemorySum | None = None
         """Where ranks see each other's notes; None where they cannot."""
         self._names = ["the backward"]
@@ -120,7 +126,7 @@ class LayersUsed:
     def _differs(self) -> bool:
         assert self.board is not None
         start, mine = self._start(self._turn), self.board.rooms[self.rank]
-        for room in self.board.rooms:
+        for room in (self.board.rooms[rank] for rank in self.ranks):
             turn, count = _HEAD.unpack_from(room, start)
             notes = slice(start + _HEAD.size, self._place(start, min(count, len(self._notes))))
             if turn == self._turn and room[notes] != mine[notes]:
@@ -129,8 +135,9 @@ class LayersUsed:
 
     def end_turn(self) -> Turn:
         """What was noted in it is to be compared."""
-        short = zlib.crc32(self._notes.tobytes()) & 0xFFFFF
-        ended = Turn(self._turn, float(short), float(short * short))
+        short = zlib.crc32(self._notes.tobytes()) & 0xFFFF
+        factor = self._factor
+        ended = Turn(self._turn, float(factor * short), float(factor * short * short))
         self._turn, self._ended, self._notes = self._turn + 1, self._notes, array("I")
         self._gathered.clear()
         self._inside.clear()
@@ -142,7 +149,8 @@ class LayersUsed:
 
     def require_same(self, turn: int, shorts: float, squares: float) -> None:
         """From the sums of that turn's numbers. Raises `RecipeError`, on all ranks or none."""
-        if self.size * squares != shorts * shorts:
+        same = not (shorts or squares) if self._apart else self.size * squares == shorts * shorts
+        if not same:
             raise RecipeError(self._refusal(turn, ended=True))
 
     def compare(self) -> None:
@@ -161,9 +169,10 @@ class LayersUsed:
     def difference(self, turn: int, ended: bool = False) -> str:
         """Where ranks part first, in words; nothing where that is not seen. `ended`: they will note
         nothing more in that turn."""
-        shown = [self._shown(rank, turn) for rank in range(self.size)]
+        shown = [self._shown(rank, turn) for rank in self.ranks]
         for place, noted in enumerate(zip_longest(*shown)):
-            used = {r: kind for r, kind in enumerate(noted) if ended or kind is not None}
+            told = zip(self.ranks, noted, strict=True)
+            used = {rank: kind for rank, kind in told if ended or kind is not None}
             if len(set(used.values())) > 1:
                 before = f"after {self._names[shown[0][place - 1]]} " if place else ""
                 return f"{before}{self._who_used_what(used)}"

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from drivetrain import Parallel, Recipe
 from drivetrain.backends.fsdp import dtensor
-from drivetrain.backends.mesh import context, layers
+from drivetrain.backends.fsdp.driver import FsdpDriver
+from drivetrain.backends.mesh import context, flights, layers, line, pipeline
+from drivetrain.backends.mesh.driver import MeshDriver
 from drivetrain.backends.process_group.session import ProcessGroupSession
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.state import pieces
@@ -112,7 +114,18 @@ def mean(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss(module, batch) / len(batch["targets"].flatten())
 
 
-LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean)}
+def twice(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    return (loss(module, batch) + loss(module, batch)) / 2
+
+
+def step_of_twice(module: nn.Module, batch: Mapping[str, Tensor], microstep: Any) -> Tensor:
+    with microstep.autocast():
+        summed = twice(module, batch)
+    done: Tensor = microstep.backward(summed, microstep.num_feeders / microstep.num_items())
+    return done
+
+
+LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean, twice)}
 
 
 def count_items(batch: Mapping[str, Tensor]) -> int:
@@ -200,7 +213,39 @@ def in_another_order() -> None:
     dtensor.own_box = walked
 
 
+def divided_by_microbatches() -> None:
+    fly = flights.FlyingEngine._fly
+    flights.FlyingEngine._fly = lambda self, queue, weight: fly(  # type: ignore[method-assign]
+        self, queue, weight / len(queue)
+    )
+
+
+def tied_apart() -> None:
+    pipeline.PipelineEngine._add_up_tied = lambda self: None  # type: ignore[method-assign]
+
+
+def tied_counted_by_each() -> None:
+    pipeline.PipelineEngine._places_of = lambda self, name: [0]  # type: ignore[method-assign]
+
+
+def stale_rows() -> None:
+    def shorter(self: Any, rank: int) -> Tensor:
+        found = take(self, rank)
+        held = kept.setdefault(found.dim(), found.clone())
+        held[: len(found)] = found[: len(held)]
+        return held.clone()
+
+    kept: dict[int, Tensor] = {}
+    take = line.Line.take
+    line.Line.take = shorter  # type: ignore[method-assign]
+    MeshDriver.capabilities = FsdpDriver.capabilities  # type: ignore[method-assign]
+
+
 FAULTS = {
+    "divided by microbatches": divided_by_microbatches,
+    "tied weights apart": tied_apart,
+    "tied weights counted by each": tied_counted_by_each,
+    "stale rows": stale_rows,
     "weights untied": untied,
     "several in one cut as one": cut_as_one,
     "one divisor for all norms": one_divisor,
@@ -219,8 +264,10 @@ def train(
     steps: int = 6,
     plan: str = "plain",
     heads: int = HEADS,
+    layers: int = 2,
     length: int = LENGTH,
     lossy: str = "loss",
+    own_step: bool = False,
     settings: Mapping[str, Any] | None = None,
     out: str | None = None,
     resume: str | None = None,
@@ -234,12 +281,13 @@ def train(
     if changes:
         parallel = dataclasses.replace(parallel, **changes)
     recipe = Recipe(
-        model=lambda: Decoder(heads),
+        model=lambda: Decoder(heads, layers),
         loss=LOSSES[lossy],
         train_data=Sequences(length=length),
         eval_data={"held out": Sequences(9, length)},
         count_items=count_items,
         parallel=parallel,
+        step=step_of_twice if own_step else None,
     )
 
     def finish(module: nn.Module) -> dict[str, Tensor]:

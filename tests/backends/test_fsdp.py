@@ -264,6 +264,17 @@ def train_mixed(bench: Bench, *, source: str | None, folder: str) -> dict[str, A
         return {"taken": taken, "figures": figures, "path": str(path)}
 
 
+def count(bench: Bench) -> str:
+    """How an optimizer that counts in its groups is refused."""
+    with bench.open(precision="fp32") as session:
+        engine = session.prepare(recipe(optimizer_called("Counting"), Mixed))
+        try:
+            step(session, engine, 0)
+        except RecipeError as error:
+            return str(error)
+    return "taken"
+
+
 class Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -521,6 +532,13 @@ def test_dtypes_may_differ_in_a_model(options: dict[str, Any], tmp_path: Path) -
         if source:
             same_bits(whole(actual, "taken"), read_all(CheckpointReader(source)))
         source, expected_source = expected[0]["path"], actual[0]["path"]
+
+
+@pytest.mark.parametrize("how", ["parts", "tensors"])
+def test_who_counts_in_groups_is_called_once_a_step(how: str) -> None:
+    """Asked to be called more often, for the parts that are cut alike or for each tensor."""
+    for told in Subject("fsdp", 2, {"optimizer_step": how}).run(count):
+        assert "Counting changes k, started, weight_sum in its parameter groups" in told
 
 
 def test_ties_stay_in_one_unit() -> None:

@@ -22,7 +22,7 @@ NEWEST = ("cpu", "ddp:2", "fsdp:2")
 """Drivers that run on the newest torch as well as on 2.8."""
 
 RING = ("cpu", "ddp:2", "fsdp:2", "deepspeed:2,stage=3", "xla", "ipex")
-"""Each driver once: in each run each resumes the one before it; all pairs are slow."""
+"""Each driver once, on the newest torch that it runs on: each resumes the one before it."""
 
 CROSSINGS = [
     (reader, writer, training)
@@ -67,6 +67,7 @@ def all_saved(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.pairwise([*RING, RING[0]])])
+@pytest.mark.slow
 def test_each_driver_resumes_the_one_before(writer: str, reader: str) -> None:
     """On the newest torch that either runs on."""
     old = {"xla", "ipex"}
@@ -95,6 +96,7 @@ def test_checkpoints_cross_between_versions_of_torch(other: str, driver: str) ->
     crossing(saved(other, "AdamW"), subject(driver, newest=True))
 
 
+@pytest.mark.slow
 def test_the_page_shows_every_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = {name: TRAININGS[name] for name in ("AdamW", "AdamW in bf16")}
     monkeypatch.setattr(matrix, "TRAININGS", shown)

@@ -112,9 +112,8 @@ def feed_shapes(bench: Bench, *, sizes: list[int]) -> str:
 # --- what is special --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "subject", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"]
-)
+@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
+@pytest.mark.slow
 def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
     (seen,) = subject.run(train_and_count, numbers=[1, 2, 3, 1, 2, 3, 4, 1])
     warm = seen["counts"][2]

@@ -1,0 +1,37 @@
+"""An optimizer that counts in its groups must be called once a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...checkpoint.optimizer_entries import copied, same
+from ...kernel.errors import RecipeError
+
+__all__ = ["first_step"]
+
+
+def first_step(optimizer: torch.optim.Optimizer, how: str) -> None:
+    """The first call of an optimizer that is called several times a step: what it counts in its
+    groups would go on with each. Raises `RecipeError`, naming that. `how`: the value of
+    `backend.optimizer_step`."""
+    groups = list(optimizer.param_groups)
+    before = [_entries(group) for group in groups]
+    optimizer.step()
+    counted = {
+        key
+        for group, then in zip(groups, before, strict=True)
+        for key, value in _entries(group).items()
+        if key not in then or not same(value, then[key])
+    }
+    if counted:
+        raise RecipeError(
+            f"the optimizer {type(optimizer).__name__} changes {', '.join(sorted(counted))} in its "
+            f"parameter groups, and backend.optimizer_step={how} calls it several times a step: "
+            "leave that at auto, or set whole"
+        )
+
+
+def _entries(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}

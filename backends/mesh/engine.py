@@ -1,0 +1,236 @@
+"""The engine of the driver `mesh`: layers are cut, experts dealt, sequences taken in parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from ...data.parallel import Parallel
+from ...kernel.contract import Outcome, World
+from ...kernel.errors import CapabilityRefused, RecipeError
+from ...kernel.plan import Plan
+from ...kernel.recipe import Batch, Recipe
+from ...kernel.shards import Piece, Reader
+from ..common import models, prefetch
+from ..fsdp import dtensor, sharding
+from ..fsdp.driver import FsdpEngine
+from ..process_group.collectives import keep_for_a_while
+from .comparing import alike, evaluating
+from .context import SequenceParts, WholeAttention
+from .experts import Experts, find_experts
+from .layers import Fused, InOrder, cut_layers, split
+from .shape import Mesh, options_of
+
+__all__ = ["MeshEngine"]
+
+_MOST_COMPARED = 500_000_000
+"""Parameters of a model that is gathered to compare its layers."""
+
+
+class MeshEngine(FsdpEngine):
+    """`FsdpEngine` over a part of the mesh, of layers that are cut over the rest."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
+        self.mesh, self.parallel = mesh, recipe.parallel or Parallel()
+        self.fused = Fused(mesh.shape.tensor)
+        self.experts: Mapping[nn.Module, Experts] = {}
+        self.sequences: SequenceParts | None = None
+        self._attention: AbstractContextManager[Any] = nullcontext()
+        if mesh.context is not None:
+            self.sequences = SequenceParts(recipe, plan, mesh.context, world.device)
+            self._attention = self.sequences.attention
+        super().__init__(recipe, plan, world)
+        kinds = models.kinds_of(self.optimizer) if self.fused.parts else ()
+        for kind in kinds:
+            if dtensor.steps_parts(kind):
+                continue
+            raise CapabilityRefused(
+                f"the optimizer {type(kind).__name__} with Parallel.fused",
+                "mesh",
+                "it treats a matrix as more than its elements, and in memory the rows of these "
+                "weights lie in another order. Take one like torch.optim.AdamW, or cut these "
+                "layers by 'vocabulary'",
+            )
+        self._replicas_compared = mesh.shape.tensor == 1
+        self.recipe = recipe
+        self._layers_compared = not (
+            max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1
+            and options_of(plan).check
+            and recipe.step is None
+            and not hasattr(recipe.loss, "of_update")
+            and self.num_parameters <= _MOST_COMPARED
+        )
+
+    def build_model(self, recipe: Recipe) -> nn.Module:
+        plan = dataclasses.replace(self.plan, activation_checkpointing=())
+        module = models.build_model(recipe, plan, None)
+        if self.mesh.expert is not None:  # what recomputes experts sends them their tokens again
+            found = find_experts(module, self.parallel.experts, self.mesh.expert)
+            self.experts = {each.module: each for each in found}
+        run = None if self.mesh.context is None else _recomputing(self.mesh.context)
+        for pattern in self.plan.activation_checkpointing:
+            models.recompute_activations(module, pattern, run)
+        return module
+
+    def choose_units(self) -> list[nn.Module]:
+        inside = {part for module in self.experts for part in module.modules()}
+        return [*self.experts, *(unit for unit in super().choose_units() if unit not in inside)]
+
+    def cut_layers(self) -> Any:
+        if self.mesh.shape.tensor > 1:
+            self.fused = cut_layers(self.module, self.parallel, self.mesh.tensor, self.tied)
+        for experts in self.experts.values():
+            experts.cut()
+        return self.mesh.sharded
+
+    def shard(self, unit: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
+        if unit not in self.experts:
+            return super().shard(unit, mesh, ignored)
+        placement = self.experts[unit].placement(self.mesh.shape.num_cut // self.mesh.shape.expert)
+        return sharding.shard(unit, self.plan, self.mesh.experts_sharded, ignored, placement)
+
+    def fed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """What this rank trains on of each batch. By the first one layers that are cut are compared
+        with whole ones, and so are sequences."""
+        for batch in batches:
+            if not self._layers_compared:
+                self._compare_layers_with_whole(batch)
+                self._layers_compared = True
+            if self.sequences is not None:
+                batch = self.sequences.part(batch, self.module, self.autocast)
+            yield batch
+
+    @torch.no_grad()
+    def _compare_layers_with_whole(self, batch: Batch) -> None:
+        """Raises `RecipeError` where they compute another loss."""
+        batch = prefetch.move(batch, self.world.device)
+        with evaluating(self.module):
+            with self.autocast():
+                cut = float(self.recipe.loss(self.module, batch))
+            with self.full_params() as module, self._autocast():
+                whole = float(self.recipe.loss(module, batch))
+        for seen, expected in self._of_all_ranks(cut, whole):
+            if alike(seen, expected, self.plan):
+                continue
+            found = (
+                f"the loss of the first batch is {seen:.6g}, and by whole layers it is "
+                f"{expected:.6g} (in evaluation mode)"
+            )
+            if self.experts:
+                raise RecipeError(
+                    f"with backend.expert={self.mesh.shape.expert} {found}. "
+                    "Experts must treat each token by itself, whoever else goes to them, and find "
+                    "their number by their weights or by their module's num_experts"
+                )
+            if self.mesh.shape.pipeline > 1:
+                raise RecipeError(
+                    f"with backend.pipeline={self.mesh.shape.pipeline} {found}. From stage to "
+                    "stage goes the first argument of a block, and nothing else: neither what "
+                    "blocks keep for the loss, nor what passes them by. Name other blocks in "
+                    "Parallel.stages"
+                )
+            raise RecipeError(
+                f"with backend.tensor={self.mesh.shape.tensor} {found}. Layers "
+                "that are several in one, such as queries, keys and values, must be named in "
+                "Parallel.fused, and what lies between 'column' and 'row' must take as many heads "
+                "or units as it is given"
+            )
+
+    def _of_all_ranks(self, *values: float) -> list[list[float]]:
+        """So that all refuse, or none."""
+        own = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        told = [torch.empty_like(own) for _ in range(self.world.size)]
+        with self._named("comparing losses"):
+            dist.all_gather(told, keep_for_a_while(own))
+        return [each.tolist() for each in told]
+
+    @contextmanager
+    def microbatch(self, last: bool) -> Iterator[None]:
+        with super().microbatch(last), self._attention:
+            yield
+
+    def update(self) -> Outcome:
+        if not self._replicas_compared:
+            self._compare_replicas()
+            self._replicas_compared = True
+        self._average_experts()
+        return super().update()
+
+    def _average_experts(self) -> None:
+        """Their gradients are of the tokens of all ranks that they are dealt over, and were divided
+        by the number of those that hold the same."""
+        dealt = [p.grad for module in self.experts for p in module.parameters()]
+        if grads := [dtensor.own_part(grad) for grad in dealt if grad is not None]:
+            torch._foreach_mul_(grads, 1 / self.mesh.shape.expert)
+
+    def _compare_replicas(self) -> None:
+        """Raises `RecipeError` for weights that no layer cuts and whose gradients differ between
+        ranks that hold the same: one that was used on a part of the positions, or of the hidden
+        units, without being named. They would drift apart."""
+        names, sums = [], []
+        for name, parameter in self.module.named_parameters():
+            cut = isinstance(parameter, DTensor) and "tensor" in (
+                parameter.device_mesh.mesh_dim_names or ()
+            )
+            if not cut and parameter.grad is not None:
+                names.append(name)
+                sums.append(dtensor.own_part(parameter.grad).double().abs().sum())
+        if not sums:
+            return
+        own = torch.stack(sums).to(self.world.device)
+        most, least = own.clone(), own.clone()
+        group = self.mesh.tensor.get_group()
+        with self._named("comparing gradients of what no layer cuts"):
+            dist.all_reduce(keep_for_a_while(most), dist.ReduceOp.MAX, group=group)
+            dist.all_reduce(keep_for_a_while(least), dist.ReduceOp.MIN, group=group)
+        differ = ((most - least) > 1e-3 * most).tolist()
+        if named := [name for name, differs in zip(names, differ, strict=True) if differs]:
+            raise RecipeError(
+                f"gradients of {', '.join(named[:10])} differ between ranks that hold the same: "
+                "these weights are used on parts of positions or of hidden units. Name their "
+                "modules in Parallel.tensor ('sequence' for what is computed between 'row' and "
+                "'column'), or set backend.tensor=1"
+            )
+
+    def shards(self) -> Iterator[Piece]:
+        for piece in super().shards():
+            yield from split(piece, self.fused)
+
+    def restore(self, reader: Reader) -> None:
+        super().restore(InOrder(reader, self.fused) if self.fused.parts else reader)
+
+    @contextmanager
+    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
+        with super().full_params(names) as module, ExitStack() as stack:
+            for experts in self.experts.values():
+                stack.enter_context(experts.undone())
+            yield module
+
+    def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
+        found = super().whole(name, parameter)
+        return self.fused.in_order(name, found) if name in self.fused.parts else found
+
+    def own_of(self, name: str, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        if name in self.fused.parts:
+            whole = self.fused.reordered(name, whole)
+        return super().own_of(name, parameter, whole)
+
+
+def _recomputing(group: Any) -> Callable[..., Any]:
+    """Attention is over whole sequences the second time, too, in whichever thread that is."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), WholeAttention(group)
+
+    def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    return run

@@ -1,0 +1,40 @@
+"""Ranks that cannot go on: all of them together, or some, whose reason the others hear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from drivetrain.backends.process_group.stall_watch import Watch
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Watch, Watch]]:
+    """Two ranks in one process, of which each waits a fifth of a second for the other."""
+    store = dist.HashStore()
+    first, second = (Watch(store, store, rank, 2, 0.6, 60.0) for rank in (0, 1))
+    for each in (first, second):
+        each.start()
+    yield first, second
+    for each in (first, second):
+        each.stop()
+
+
+def test_where_all_give_up_they_may_go_on_together(pair: tuple[Watch, Watch]) -> None:
+    with ThreadPoolExecutor() as threads:
+        for _ in range(3):
+            assert list(threads.map(lambda each: each.give_up("no memory"), pair)) == [True, True]
+    assert [each.verdict for each in pair] == ["", ""]
+
+
+def test_where_one_does_the_others_hear_why(pair: tuple[Watch, Watch]) -> None:
+    """It hears nothing of itself, which would end it, and cannot take it back."""
+    first, second = pair
+    assert not first.give_up("rank 0 has no memory")
+    time.sleep(0.2)
+    assert (second.verdict, second.stalled) == ("rank 0 has no memory", [0])
+    assert first.verdict == "" and not first.give_up("once more")

@@ -1,0 +1,311 @@
+"""Pipelines of the mesh driver: the curve of one process, checkpoints of any layout, refusals."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mesh_decoder import parts, train
+from torch import nn
+
+from drivetrain.backends.mesh.driver import driver
+from drivetrain.backends.mesh.shape import MeshOptions, Shape
+from drivetrain.backends.mesh.stages import StageForward, Stages
+from drivetrain.conformance import Case, cases
+from drivetrain.conformance.harness import WorkerFailure
+from drivetrain.conformance.state import assemble
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import CapabilityRefused, RecipeError, SettingError
+from drivetrain.kernel.plan import Plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c)) for c in cases("mesh", options={"pipeline": 2})]
+)
+def test_laws(case: Case) -> None:
+    case.check()
+
+
+@functools.cache
+def alone(layers: int = 2, **settings: Any) -> dict[str, Any]:
+    """What one process makes of it."""
+    return Subject("cpu").run(train, layers=layers, settings=settings)[0]
+
+
+def mesh(size: int, **dimensions: Any) -> Subject:
+    return Subject("mesh", size, dimensions)
+
+
+# processes, dimensions, blocks of the model
+PIPELINES: list[tuple[int, dict[str, Any], int]] = [
+    (2, {"pipeline": 2}, 2),
+    (4, {"pipeline": 2}, 2),
+]
+MORE: list[tuple[int, dict[str, Any], int]] = [
+    (2, {"pipeline": 2, "schedule": "gpipe"}, 3),
+    (2, {"pipeline": 2, "schedule": "interleaved"}, 4),
+    (2, {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 3}, 6),
+    (3, {"pipeline": 3}, 4),
+    (4, {"pipeline": 4}, 5),
+    (4, {"pipeline": 2, "replicate": 2}, 2),
+    (4, {"pipeline": 2, "schedule": "interleaved"}, 4),
+    (4, {"pipeline": 2, "reshard_after_forward": False}, 2),
+    (6, {"pipeline": 3}, 3),
+    (8, {"pipeline": 4, "replicate": 2}, 4),
+    (8, {"pipeline": 2, "replicate": 2}, 2),
+]
+
+
+def named(size: int, dimensions: dict[str, Any], layers: int) -> str:
+    return " ".join([str(size), *(f"{k}={v}" for k, v in dimensions.items()), f"of {layers}"])
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions", "layers"),
+    [
+        *(pytest.param(*each, id=named(*each)) for each in PIPELINES),
+        *(pytest.param(*each, id=named(*each), marks=pytest.mark.slow) for each in MORE),
+    ],
+)
+def test_a_pipeline_has_the_curve_of_one_process(
+    size: int, dimensions: dict[str, Any], layers: int
+) -> None:
+    """Losses, norms of the gradient, evaluations, weights, and what the whole module computes."""
+    expected = alone(layers)
+    for seen in mesh(size, **dimensions).run(train, layers=layers):
+        assert_alike(seen, expected)
+
+
+def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
+    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"micro_batch": 5},  # 5, 5 and 2 samples
+        {"micro_batch": 12},  # one for two stages
+        {"activation_checkpointing": ["Block"]},
+        {"backend.meta": True, "micro_batch": 4},
+    ],
+    ids=str,
+)
+def test_any_microbatches(settings: dict[str, Any]) -> None:
+    told = {name: value for name, value in settings.items() if not name.startswith("backend.")}
+    options = {n.removeprefix("backend."): v for n, v in settings.items() if n not in told}
+    if options:  # it begins with other weights
+        expected = mesh(2, **options).run(train, settings=told)[0]
+    else:
+        expected = alone(**{k: v for k, v in told.items() if k == "micro_batch"})
+    for seen in mesh(2, pipeline=2, **options).run(train, settings=told):
+        assert_alike(seen, expected)
+
+
+@pytest.mark.slow
+def test_a_step_of_ones_own_may_call_the_module_twice() -> None:
+    """One microbatch after the other."""
+    for seen in mesh(4, pipeline=2).run(train, own_step=True):
+        assert_alike(seen, alone())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision(precision: str) -> None:
+    """To the roundings of 2**-8 of a few hundred products."""
+    (seen, _), expected = mesh(2, pipeline=2).run(train, settings={"precision": precision}), alone()
+    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=2e-2, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "divided by microbatches",
+        "tied weights apart",
+        "tied weights counted by each",
+        "stale rows",
+        "losses reduced over all ranks",
+        "each rank reads its own samples",
+        "items counted by each rank",
+    ],
+)
+def test_a_planted_fault_is_seen(fault: str) -> None:
+    """By the curve, the norm or the weights, or since the run does not come to its end."""
+
+    def run() -> None:
+        settings = {"micro_batch": 5}
+        seen = mesh(2, pipeline=2).run(train, alone=True, settings=settings, fault=fault)
+        for each in seen:
+            assert_alike(each, alone(micro_batch=5))
+
+    with pytest.raises((AssertionError, WorkerFailure)):
+        run()
+
+
+LAYOUTS = {
+    "cpu": Subject("cpu"),
+    "fsdp 2": Subject("fsdp", 2),
+    "tensor 2": mesh(2, tensor=2),
+    "pipeline 2": mesh(2, pipeline=2),
+    "pipeline 2 x shard 2": mesh(4, pipeline=2),
+}
+PAIRS = [
+    ("pipeline 2", "cpu"),
+    ("cpu", "pipeline 2"),
+    ("pipeline 2", "fsdp 2"),
+    ("fsdp 2", "pipeline 2"),
+    ("pipeline 2", "pipeline 2"),
+    ("pipeline 2 x shard 2", "tensor 2"),
+    ("tensor 2", "pipeline 2 x shard 2"),
+    ("pipeline 2 x shard 2", "pipeline 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [pytest.param(*each, marks=[] if each == PAIRS[0] else pytest.mark.slow) for each in PAIRS],
+)
+def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
+    """Weights and moments bit for bit, and the curve goes on."""
+    out = str(tmp_path / "run")
+    LAYOUTS[first].run(train, steps=3, out=out)
+    source = f"{out}/checkpoints/checkpoint-000003"
+    stored = assemble(Subject("cpu").run(parts, source=source))
+    read = assemble(LAYOUTS[then].run(parts, source=source))
+    for kind in ("weights", "optimizer"):
+        assert stored[kind].keys() == read[kind].keys()
+        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
+    resumed = LAYOUTS[then].run(train, resume=source)[0]
+    torch.testing.assert_close(resumed["curve"], alone()["curve"][3:], rtol=1e-5, atol=0)
+
+
+# --- what would be wrong in silence is refused ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tensor": 2}, "backend.pipeline is 2 and backend.tensor 2"),
+        ({"context": 2}, "backend.pipeline is 2 and backend.context 2"),
+        ({"expert": 2}, "backend.pipeline is 2 and backend.expert 2"),
+        ({"sync_buffers": False}, "Set backend.sync_buffers=True"),
+        ({"sync_batch_norm": True}, "Set backend.sync_batch_norm=False"),
+        ({"stages_per_rank": 2}, "Set backend.schedule=interleaved"),
+        ({"stages_per_rank": 1, "schedule": "interleaved"}, "Set backend.schedule=1f1b"),
+        ({"stages_per_rank": 0}, "backend.stages_per_rank"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_a_pipeline_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingError, match=said):
+        MeshOptions(pipeline=2, **options)
+
+
+def test_ranks_that_a_pipeline_does_not_divide_are_refused() -> None:
+    with pytest.raises(SettingError, match=r"pipeline 3 .* a multiple of 3 ranks, and there are 4"):
+        Shape.of(MeshOptions(pipeline=3), 4)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "number", "said"),
+    [
+        (["layers.*"], 2, "Parallel.stages names 'layers.*', which fits no submodule"),
+        (["0"], 2, r"names 1: set backend.pipeline so that there are at most 1"),
+        ([], 2, "the model has no repeated ones"),
+    ],
+)
+def test_blocks_that_are_too_few_are_refused(patterns: list[str], number: int, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        Stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), patterns, number)
+
+
+def test_blocks_are_dealt_by_their_weights() -> None:
+    """The costliest stage costs least; what is in no block counts for the block before it."""
+    model = nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in [(1, 8), (8, 1), (1, 2)]))
+    model.append(nn.Linear(2, 40, bias=False))
+    assert Stages(model, ["[012]"], 2).starts == [0, 2]
+    assert Stages(model, ["[012]"], 3).starts == [0, 1, 2]
+    assert Stages(model, ["?"], 2).of == {
+        "0.weight": 0, "1.weight": 0, "2.weight": 0, "3.weight": 1,
+    }  # fmt: skip
+
+
+class Row(nn.Module):
+    """Calls its blocks in some order."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.order = order
+
+    def forward(self, x: Any) -> Any:
+        for index in self.order:
+            x = self.blocks[int(index)](x)
+        return x
+
+
+class Pair(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), x
+
+
+@pytest.mark.parametrize(
+    ("order", "stage", "said"),
+    [
+        ("01", 1, "has not called 'blocks.2'"),
+        ("021", 1, "has called 'blocks.2' where 'blocks.1' was due"),
+        ("0112", 1, "has called 'blocks.1' where 'blocks.2' was due"),
+        ("01220", 1, "has called 'blocks.2' where the end was due"),
+        ("0", 0, "has not called 'blocks.1'"),
+    ],
+)
+def test_blocks_must_be_called_in_their_order(order: str, stage: int, said: str) -> None:
+    module = Row(order)
+    stages = Stages(module, ["blocks.?"], 2)
+    assert stages.starts == [0, 1]
+    run = StageForward(module, stages, [stage]).run
+    with pytest.raises(RecipeError, match=said):
+        run(stage, torch.ones(1, 2), module.forward, torch.ones(1, 2))
+
+
+def test_a_stage_hands_tensors_on() -> None:
+    module = Row("012")
+    module.blocks[0] = Pair(2, 2)
+    stages = Stages(module, ["blocks.?"], 2)
+    with pytest.raises(RecipeError, match=r"'blocks.0' returns tuple: between stages goes one"):
+        StageForward(module, stages, [0]).run(0, None, module.forward, torch.ones(1, 2))
+
+
+def test_an_old_torch_is_refused_before_a_process_group_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(CapabilityRefused, match=r"torch 2.8.0, .* or set backend.pipeline=1"),
+        driver.open(Plan(options=MeshOptions(pipeline=2))),
+    ):
+        pass
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"lossy": "twice"}, "recipe.loss calls the module more than once"),
+        ({"stages": ["blocks.*.norm1"]}, "the loss of the first batch is"),
+        ({"stages": ["blocks.*.up"]}, "failed on its way to 'blocks.1.up', where a stage begins"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_dealt_is_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(2, pipeline=2).run(train, alone=True, **arguments)
