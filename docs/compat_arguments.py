@@ -8,6 +8,7 @@ Each argument is given a value that is not its default, on each driver in turn, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,10 +193,13 @@ def shipped() -> list[str]:
     return [d.name for d in drivers if type(d).__module__.startswith("drivetrain.backends.")]
 
 
-def rows() -> Iterator[tuple[dataclasses.Field[Any], dict[str, str]]]:
+@functools.cache
+def rows() -> tuple[tuple[dataclasses.Field[Any], dict[str, str]], ...]:
     """Each argument, and what each driver answers."""
-    for item in dataclasses.fields(Seq2SeqTrainingArguments):
-        yield item, {driver: answer(driver, item) for driver in shipped()}
+    return tuple(
+        (item, {driver: answer(driver, item) for driver in shipped()})
+        for item in dataclasses.fields(Seq2SeqTrainingArguments)
+    )
 
 
 def page() -> str:

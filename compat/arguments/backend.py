@@ -120,7 +120,11 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
 
 
 def ranks_of_a_layer(args: Any) -> int:
-    """How many ranks share each layer, and the samples that they see."""
+    """How many ranks share each layer, and the samples that they see: the session knows, where one
+    is open."""
+    session = getattr(args, "_driver_session", None)
+    if session is not None and (world := session.open_world) is not None:
+        return int(world.size // world.num_readers)
     return int(chosen(args).options.get("tensor", 1))
 
 

@@ -78,6 +78,11 @@ class DriverSession:
         return self.session.world
 
     @property
+    def open_world(self) -> World | None:
+        """`world`, where the session is up already."""
+        return None if self._session is None else self._session.world
+
+    @property
     def engine(self) -> Engine:
         """The engine of the wrapped model; `prepare` must have been called."""
         return self.wrapped().engine
@@ -116,6 +121,15 @@ class DriverSession:
                 cast(WatchesRanks, self._session).watch(_warn_of_late)
             self._plan = plan
         return self._session
+
+    def give_up(self, why: str) -> bool:
+        """See `WatchesRanks`; True where nobody hears it."""
+        session, plan = self._session, self._plan
+        if session is None or plan is None or session.world.size == 1:
+            return True
+        if not self.driver.capabilities(plan).stall_seconds:
+            return True
+        return cast(WatchesRanks, session).give_up(why)
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
         """The kernel's recipe for a model that exists."""

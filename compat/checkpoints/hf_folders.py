@@ -91,8 +91,15 @@ def optimizer_tensors(
             f"{[len(g) for g in here]}: resume with the model and the optimizer that wrote it, or "
             "delete its optimizer.pt to start the optimizer anew"
         )
+    numbers = list(chain(*there))
+    of_nobody = [key for key in state["state"] if isinstance(key, int) and key not in numbers]
+    if of_nobody or len({*map(repr, numbers)}) < len(numbers):
+        raise CheckpointDamaged(
+            f"{OPTIMIZER_NAME}: its groups hold the parameters {numbers!r:.80}, and its state is "
+            f"that of {list(state['state'])!r:.80}"
+        )
     tensors: dict[str, Tensor] = {}
-    for number, name in zip(chain(*there), chain(*here), strict=True):
+    for number, name in zip(numbers, chain(*here), strict=True):
         for key, value in state["state"].get(number, {}).items():
             if name is None:
                 raise CheckpointMismatch(

@@ -14,12 +14,12 @@ from ...checkpoint import CheckpointReader, load_rng, own_random_state, read_man
 from ...checkpoint.manifest import MANIFEST
 from ...data.indexed import length_of
 from ...kernel.batches import Position
-from ...kernel.errors import CheckpointMismatch, printable
+from ...kernel.errors import printable
 from ...kernel.loop import TrainLoop
 from ...trainer.resume import differences
 from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
-from ..names import TRAINER_STATE_NAME
+from ..names import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from ..optim.layerwise import LayerWiseDummyOptimizer
 from ..optim.parameters import hyper_parameters
 from ..optim.schedules import restore_schedule
@@ -29,6 +29,7 @@ from ..trainer.overrides import is_overridden
 from ..trainer.parts import TrainerParts
 from . import hf_folders
 from .edited import edited_weights
+from .fitting import check_groups, check_schedule, refuse_part_of_optimizer
 from .json_state import from_plain
 from .model_files import (
     adapters_in,
@@ -322,24 +323,33 @@ class ResumingMixin(TrainerParts):
         folder = Path(checkpoint)
         if (folder / MANIFEST).is_file():
             state = from_plain(read_manifest(folder).state)
-            _refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
+            refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
             if self._training is None or is_overridden(type(self), "_load_optimizer_and_scheduler"):
                 stored = CheckpointReader(folder)
                 reader = OverlayReader(stored, self._weights_beside(stored))
                 self.driver_session.engine.restore(reader)
             groups, schedule = state.get("optimizer_groups", []), state.get("scheduler")
+            self._check_fitting(groups, schedule, folder / MANIFEST, folder / MANIFEST)
         else:
             saved = hf_folders.saved_optimizer(folder)
             if isinstance(self.optimizer, LayerWiseDummyOptimizer):
-                _refuse_part_of_optimizer(folder, ["the moments of each parameter"])
+                refuse_part_of_optimizer(folder, ["the moments of each parameter"])
             if saved is None:
                 _LOG.warning("%s holds no optimizer: it starts anew", folder)
                 return
-            self._restore_their_optimizer(folder, saved)
             groups, schedule = saved["param_groups"], hf_folders.read_schedule(folder)
+            self._check_fitting(groups, schedule, folder / OPTIMIZER_NAME, folder / SCHEDULER_NAME)
+            self._restore_their_optimizer(folder, saved)
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
             restore_schedule(self.lr_scheduler, schedule)
+
+    def _check_fitting(self, groups: Any, schedule: Any, first: Path, second: Path) -> None:
+        """Raises `CheckpointDamaged`, naming the first file for groups of the optimizer that are
+        none, the second for a schedule."""
+        check_groups(groups, self._optimizer_there_is().param_groups, str(first))
+        if self.lr_scheduler is not None and schedule is not None:
+            check_schedule(schedule, self.lr_scheduler, str(second))
 
     def _restore_their_optimizer(self, folder: Path, saved: dict[str, Any]) -> None:
         prepared, optimizer = self.driver_session.prepared, self._optimizer_there_is()
@@ -388,13 +398,3 @@ class ResumingMixin(TrainerParts):
                 )
         else:
             hf_folders.load_random_state(folder, session.world.rank, session.world.size)
-
-
-def _refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
-    """Raises `CheckpointMismatch` where something of the optimizer is not in the checkpoint."""
-    if unsaved:
-        raise CheckpointMismatch(
-            f"{folder} cannot be resumed from: it lacks {', '.join(unsaved)} of its optimizer, and "
-            "training would not go on as it was. Load its weights, by from_pretrained or "
-            "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
-        )

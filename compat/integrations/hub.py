@@ -87,7 +87,7 @@ class HubMixin(TrainerParts):
             return
         made = _api().create_repo(
             self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
-            token=token or self.args.hub_token,
+            token=self.args.hub_token if token is None else token,
             private=self.args.hub_private_repo if private is None else private,
             exist_ok=True,
         )
@@ -110,7 +110,7 @@ class HubMixin(TrainerParts):
         (blocking) or a future of it. `kwargs` go to `create_model_card`.
         """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        token = token or self.args.hub_token
+        token = self.args.hub_token if token is None else token
         if self.hub_model_id is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)

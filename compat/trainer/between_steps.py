@@ -94,13 +94,18 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         try:
             metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
         except RuntimeError as error:
-            if not (self.args.auto_find_batch_size and ran_out(error)):
+            if not ran_out(error):
+                raise
+            args, step = self.args, self.state.global_step
+            to_do = f"reduce per_device_eval_batch_size ({args.per_device_eval_batch_size})"
+            found = f"rank {args.process_index} ran out of memory in the evaluation after step"
+            self.driver_session.give_up(f"{found} {step}: {to_do}")
+            if not args.auto_find_batch_size:
                 raise
             raise RuntimeError(
                 # in words by which nobody takes it for one of training's
                 "evaluation met an out-of-memory error, and auto_find_batch_size changes the batch "
-                f"size of training only: reduce per_device_eval_batch_size "
-                f"({self.args.per_device_eval_batch_size})"
+                f"size of training only: {to_do}"
             ) from error
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         schedule: Any = self.lr_scheduler

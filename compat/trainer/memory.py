@@ -1,13 +1,15 @@
-"""The memory of each phase of a Trainer, which transformers measures where it is asked for."""
+"""The memory of each phase of a Trainer, which transformers measures where it is asked for; and
+what to do where it runs out."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
+from ...kernel.errors import OutOfMemory, ran_out
 from ..theirs import theirs
 
-__all__ = ["memory_tracker"]
+__all__ = ["lacks_memory", "memory_tracker", "smaller_batch", "what_to_do"]
 
 
 class _Nothing:
@@ -27,3 +29,46 @@ def memory_tracker(skip_memory_metrics: bool) -> Any:
     if importlib.util.find_spec("psutil") is None:
         raise ImportError("skip_memory_metrics=False measures by psutil: pip install psutil")
     return theirs("trainer_utils", "TrainerMemoryTracker")()
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """True for an error of memory that ran out, in the update too."""
+    return ran_out(error) or isinstance(error, OutOfMemory)
+
+
+def what_to_do(args: Any, batch_size: int) -> str:
+    """Where a step on batches of that size did not fit into memory."""
+    to_do = [
+        "recompute activations (gradient_checkpointing=True)",
+        "shard the model (backend='fsdp')",
+    ]
+    if (less := _largest_part(batch_size)) is not None:
+        accumulation = args.gradient_accumulation_steps * batch_size // less
+        to_do.insert(
+            0,
+            f"start again with per_device_train_batch_size={less} and "
+            f"gradient_accumulation_steps={accumulation}, which keeps the global batch",
+        )
+    if not args.auto_find_batch_size:
+        to_do.append("let batches shrink where all ranks run out (auto_find_batch_size=True)")
+    return ", or ".join(to_do)
+
+
+def smaller_batch(batch_size: int, error: BaseException) -> int:
+    """The largest batch of at most half the size that divides it.
+
+    Raises RuntimeError when even one sample does not fit.
+    """
+    less = _largest_part(batch_size)
+    if less is None:
+        raise RuntimeError(
+            "out of memory with a batch of one sample: no executable batch size is left. Recompute "
+            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or cut "
+            "the samples shorter"
+        ) from error
+    return less
+
+
+def _largest_part(batch_size: int) -> int | None:
+    sizes = range(batch_size // 2, 0, -1)
+    return next((size for size in sizes if batch_size % size == 0), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -75,7 +75,9 @@ class Seq2SeqTrainer(Trainer):
         try:
             config.validate(strict=True)
         except ValueError as error:
-            raise ValueError(f"{error}\n\nFix these in the generation_config to train.") from error
+            raise ValueError(
+                f"{error}\n\nThis is of generation_config. Fix these issues to train your model."
+            ) from error
         return config
 
     # --- evaluate and predict -----------------------------------------------------------------
@@ -112,7 +114,7 @@ class Seq2SeqTrainer(Trainer):
         if given.get("num_beams") is None:
             given["num_beams"] = args.generation_num_beams
         self.gather_function = self.accelerator.gather
-        self._gen_kwargs = {name: value for name, value in given.items() if value is not None}
+        self._gen_kwargs = _asked(given)
 
     def prediction_step(
         self,
@@ -129,7 +131,8 @@ class Seq2SeqTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         has_labels = "labels" in inputs
         inputs = self._prepare_inputs(inputs)
-        tokens = self._generated(inputs, gen_kwargs or dict(getattr(self, "_gen_kwargs", {})))
+        given = gen_kwargs or getattr(self, "_gen_kwargs", {})
+        tokens = self._generated(inputs, _asked(given))
         config = self._filling_config()
         loss = self._loss_beside(model, inputs) if has_labels else None
         if self.args.prediction_loss_only:
@@ -205,3 +208,8 @@ class Seq2SeqTrainer(Trainer):
         filled = tensor.new_full((len(tensor), max_length), padding)
         filled[:, : tensor.shape[-1]] = tensor
         return filled
+
+
+def _asked(gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """None asks for nothing: the generation config of the model says it."""
+    return {name: value for name, value in gen_kwargs.items() if value is not None}

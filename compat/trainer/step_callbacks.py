@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernel.batches import Group
+from ...kernel.batches import Group, Position
 from ...kernel.contract import Outcome
 from ...kernel.events import Request, StepSkipped
 from ...kernel.loop import NextAction, TrainLoop
@@ -25,8 +25,9 @@ __all__ = ["TrainerPolicy"]
 _LOG = logging.getLogger(__name__)
 
 
-class _AllStop(Exception):
-    """Every rank wanted to stop after the last step: the one that has begun is left out."""
+class _AllLeave(Exception):
+    """Every rank wanted to leave the epoch after the last step: the one that has begun is left
+    out."""
 
 
 class TrainerPolicy:
@@ -46,7 +47,9 @@ class TrainerPolicy:
         self.num_items: Tensor | None = None
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
-        self.preempted = self._stepped = self._wants_to_stop = False
+        self.preempted = self._stepped = False
+        self._asked: tuple[bool, bool] | None = None
+        """To leave the epoch and training, by callbacks of this rank; None: nothing was asked."""
         self._measures_gradients = trainer._measures_gradients()
         self.optimizer = trainer._optimizer_there_is()
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
@@ -70,10 +73,15 @@ class TrainerPolicy:
 
     def run(self, loop: TrainLoop) -> None:
         """All steps, to the end or until ranks agree to stop."""
-        try:
-            loop.run()
-        except _AllStop:
-            self._end_epoch(loop, loop.progress.position.epoch)
+        while True:
+            try:
+                loop.run()
+                return
+            except _AllLeave:
+                epoch = loop.progress.position.epoch
+            if self._leave_epoch(loop, epoch) is not NextAction.NEXT_EPOCH:
+                return
+            loop.progress.position = Position(epoch + 1)
 
     # --- inside a step ----------------------------------------------------------------------
 
@@ -81,8 +89,8 @@ class TrainerPolicy:
         """One microbatch by the Trainer's own `training_step`."""
         trainer = self.trainer
         if microstep.index == 0:
-            if self._wants_to_stop:
-                self._hear_who_stops()
+            if self._asked:
+                self._hear_who_leaves()
             trainer.current_gradient_accumulation_steps = microstep.num_microbatches
             self.num_items = self._count(microstep)
             trainer.control = trainer.callback_handler.on_step_begin(
@@ -173,54 +181,65 @@ class TrainerPolicy:
                 True
             )
         self.act(loop, group.position.epoch)
-        control = trainer.control
+        wanted = self._wanted()
         ended = group.next.epoch > group.position.epoch
-        alone = loop.session.world.size == 1 or state.global_step >= loop.total_steps
-        if agreed[Request.STOP]:
-            control.should_training_stop = True
-        elif control.should_training_stop and not (alone or ended or self.preempted):
-            self._wants_to_stop = True
-            loop.requests.ask(Request.STOP)
-            return NextAction.GO_ON  # to the next step's tally, which tells who wants to stop
-        if ended or control.should_epoch_stop or control.should_training_stop:
-            self._end_epoch(loop, group.position.epoch)
-        if ended and not alone:
-            self._agree_at_epoch_end(loop)
-        if trainer.control.should_training_stop:
-            return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
-        return (
-            NextAction.NEXT_EPOCH
-            if trainer.control.should_epoch_stop and not ended
-            else NextAction.GO_ON
-        )
+        if not (ended or agreed[Request.STOP]):
+            if not any(wanted):
+                return NextAction.GO_ON
+            if not self._decides_alone(loop):
+                self._asked = wanted
+                loop.requests.ask(Request.STOP)  # the next step's tally tells who wants to leave
+                return NextAction.GO_ON
+        then = self._leave_epoch(loop, group.position.epoch)
+        return NextAction.GO_ON if ended and then is NextAction.NEXT_EPOCH else then
 
-    def _hear_who_stops(self) -> None:
-        """Before the forward of the step after which some ranks were told to stop, by callbacks: a
-        rank alone cannot leave, since the others wait for it in this step. Raises `_AllStop`."""
-        self._wants_to_stop = False
-        loop = self.trainer._running()
-        world, stopping = loop.session.world, loop.stepper.sums()[1 + Request.STOP]
-        if stopping == world.size:
-            raise _AllStop
-        self._warn_of_others(loop, f"{stopping:.0f} of {world.size} ranks", loop.progress.step + 1)
+    # --- the end of an epoch, on which ranks agree ---------------------------------------------
 
-    def _agree_at_epoch_end(self, loop: TrainLoop) -> None:
+    def _wanted(self) -> tuple[bool, bool]:
+        """To leave the epoch, and training, by the flags that callbacks set."""
         control = self.trainer.control
-        stops = loop.session.exchange(control.should_training_stop)
-        if any(stops) and not all(stops):
-            which = ", ".join(str(rank) for rank, stop in enumerate(stops) if stop)
-            self._warn_of_others(loop, f"rank {which} of {len(stops)}", loop.progress.step)
-        control.should_training_stop = any(stops)
+        return bool(control.should_epoch_stop), bool(control.should_training_stop)
 
-    def _warn_of_others(self, loop: TrainLoop, who: str, last: int) -> None:
-        _LOG.warning(
-            "callbacks told %s to stop training after step %s (this is rank %s): all ranks stop, "
-            "after step %s. Set control.should_training_stop on every rank alike",
-            who,
-            loop.progress.step,
-            loop.session.world.rank,
-            last,
-        )
+    def _decides_alone(self, loop: TrainLoop) -> bool:
+        """There is nobody to agree with, or all know already."""
+        last = loop.progress.step >= loop.total_steps
+        return loop.session.world.size == 1 or last or self.preempted
+
+    def _hear_who_leaves(self) -> None:
+        """Before the forward of the step after which this rank wanted to leave the epoch: it cannot
+        alone, since others wait for it in this step. Raises `_AllLeave`."""
+        loop = self.trainer._running()
+        if loop.stepper.sums()[1 + Request.STOP] == loop.session.world.size:
+            raise _AllLeave
+
+    def _leave_epoch(self, loop: TrainLoop, epoch: int) -> NextAction:
+        """Its end, on all ranks; whether another one follows."""
+        self._end_epoch(loop, epoch)
+        if not self._decides_alone(loop):
+            self._agree(loop)
+        self.epochs.counts.clear()  # of a group that was read ahead
+        if self.trainer.control.should_training_stop:
+            return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
+        return NextAction.NEXT_EPOCH
+
+    def _agree(self, loop: TrainLoop) -> None:
+        """Training stops where one rank wants it. Warns where not all wanted what all then do."""
+        asked, self._asked = self._asked or (False, False), None
+        mine = [now or before for now, before in zip(self._wanted(), asked, strict=True)]
+        ranks = loop.session.exchange(mine)
+        for flag, wanted in zip(("epoch", "training"), zip(*ranks, strict=True), strict=True):
+            if any(wanted) and not all(wanted):
+                which = ", ".join(str(rank) for rank, each in enumerate(wanted) if each)
+                _LOG.warning(
+                    "callbacks told rank %s of %s alone to stop %s: it ends on all ranks, after "
+                    "step %s. Set control.should_%s_stop on every rank alike",
+                    which,
+                    len(wanted),
+                    "the epoch" if flag == "epoch" else flag,
+                    loop.progress.step,
+                    flag,
+                )
+        self.trainer.control.should_training_stop = any(training for _, training in ranks)
 
     def _end_epoch(self, loop: TrainLoop, epoch: int) -> None:
         trainer = self.trainer

@@ -150,10 +150,19 @@ class Trainer(TrainingMixin):
         return not (self.is_model_parallel or half or self.driver_session.is_sharded())
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Move a model; one that lies where it was loaded to stays."""
-        if getattr(model, "hf_device_map", None) or getattr(model, "is_quantized", False):
+        """Move a model; one that lies where its map of devices has put it stays, and one that
+        bitsandbytes has quantized, which cannot be moved.
+        """
+        if getattr(model, "hf_device_map", None) is not None:
+            _LOG.warning(
+                "the model stays where its device_map has put it (%s), and is not moved to %s",
+                ", ".join(map(str, set(model.hf_device_map.values()))) or "nowhere",
+                device,
+            )
             return
-        move_model(model, device)
+        method = getattr(model, "quantization_method", None)
+        if getattr(method, "value", method) != "bitsandbytes":
+            move_model(model, device)
 
     def _look_at_model(self) -> None:
         inner = unwrap_peft(self.model)

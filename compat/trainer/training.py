@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...kernel.batches import Position
-from ...kernel.errors import ran_out
+from ...kernel.errors import OutOfMemory
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
 from ...trainer.late_ranks import flight_records_kept
@@ -31,6 +31,7 @@ from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
 from .between_steps import BetweenStepsMixin
 from .epochs import Epochs, RunLength
+from .memory import lacks_memory, smaller_batch, what_to_do
 from .overrides import refuse_uncalled
 from .step_callbacks import TrainerPolicy
 
@@ -109,18 +110,9 @@ class TrainingMixin(BetweenStepsMixin):
                     return self._inner_training_loop(
                         batch_size=self._train_batch_size, args=args, **kwargs
                     )
-                except RuntimeError as error:
-                    if not args.auto_find_batch_size or not ran_out(error):
-                        raise
-                    size, factor = _smaller_batch(self._train_batch_size, error)
-                    _LOG.warning(
-                        "out of memory with batches of %s: going on with %s, and %s times as many "
-                        "an update, so that the global batch stays%s",
-                        self._train_batch_size,
-                        size,
-                        factor,
-                        _waiting(args, size, factor),
-                    )
+                except Exception as error:
+                    size = self._batch_size_after(error)
+                factor = self._train_batch_size // size
                 self._interrupted = self._training
                 self.model.zero_grad()
                 self._train_batch_size = size
@@ -130,6 +122,29 @@ class TrainingMixin(BetweenStepsMixin):
             args.gradient_accumulation_steps = accumulation
             if not args.auto_find_batch_size:
                 self._train_batch_size = batch_size
+
+    def _batch_size_after(self, error: Exception) -> int:
+        """With what to go on after this error, which is raised again unless memory ran out on all
+        ranks: the others would wait for this one in vain, and say so when they give up."""
+        if not lacks_memory(error):
+            raise error
+        args, size, step = self.args, self._train_batch_size, self.state.global_step + 1
+        found = f"rank {args.process_index} ran out of memory in step {step} with batches of {size}"
+        cause = str(error).partition("\n")[0]
+        told = f"{found} ({cause}): {what_to_do(args, size)}"
+        together = self.driver_session.give_up(told)
+        if not args.auto_find_batch_size or isinstance(error, OutOfMemory):
+            raise error
+        if not together:
+            raise OutOfMemory(told) from error
+        less = smaller_batch(size, error)
+        _LOG.warning(
+            "%s: going on with %s, and %s times as many an update, so that the global batch stays",
+            found,
+            less,
+            size // less,
+        )
+        return less
 
     def _build_anew(self, trial: Any) -> None:
         """A model that has seen nothing, and no optimizer or schedule."""
@@ -368,30 +383,3 @@ def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | 
     if kwargs:
         raise TypeError(f"train() got unexpected keyword arguments: {', '.join(kwargs)}")
     return resume
-
-
-def _waiting(args: Any, size: int, factor: int) -> str:
-    """A note for a run of several ranks: nobody can ask the others, who may be in the step."""
-    if args.world_size == 1:
-        return ""
-    accumulation = args.gradient_accumulation_steps * factor
-    return (
-        f" on rank {args.process_index}. A rank that had room would wait for it in vain: if the "
-        f"run ends so, start it again with per_device_train_batch_size={size} and "
-        f"gradient_accumulation_steps={accumulation}"
-    )
-
-
-def _smaller_batch(batch_size: int, error: BaseException) -> tuple[int, int]:
-    """The largest batch of at most half the size that divides it, and how many make up one of it.
-
-    Raises RuntimeError when even one sample does not fit.
-    """
-    if batch_size == 1:
-        raise RuntimeError(
-            "out of memory with a batch of one sample: no executable batch size is left. Recompute "
-            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or cut "
-            "the samples shorter"
-        ) from error
-    size = next(n for n in range(batch_size // 2, 0, -1) if batch_size % n == 0)
-    return size, batch_size // size

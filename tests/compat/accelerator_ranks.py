@@ -52,7 +52,9 @@ def main(out: str) -> None:
     assert backend.chosen(args).driver == "ddp"
     plan = backend.planned(args)
     with find_driver("ddp").open(plan) as session:
-        own = SimpleNamespace(session=session, world=session.world, prepared=None)
+        own = SimpleNamespace(
+            session=session, world=session.world, open_world=session.world, prepared=None
+        )
         args._driver_session = own
         made: Any = SimpleNamespace(args=args, driver_session=own, model=None, _microstep=None)
         ours: Any = Accelerator(made)

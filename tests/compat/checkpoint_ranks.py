@@ -47,9 +47,9 @@ class Overriding(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
-def overridden(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A whole run of that, and one that is resumed."""
-    side = Side(Overriding, TrainingArguments, folder)
+def continued(kind: type[Trainer], folder: Path, **changes: Any) -> dict[str, Any]:
+    """A whole run of that Trainer, and one that is resumed."""
+    side = Side(kind, TrainingArguments, folder)
     whole = side.trainer(train_dataset=samples(24), **changes)
     whole.train()
     again = side.trainer(train_dataset=samples(24), **{**changes, "save_strategy": "no"})
@@ -83,16 +83,6 @@ def edited(folder: Path, **changes: Any) -> dict[str, Any]:
         "weights": {name: each.tolist() for name, each in whole.items()},
         "resumed": losses(again),
     }
-
-
-def looped(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A whole run of a loop that was copied from HF, and one that is resumed."""
-    side = Side(CopiedLoop, TrainingArguments, folder)
-    whole = side.trainer(train_dataset=samples(24), **changes)
-    whole.train()
-    again = side.trainer(train_dataset=samples(24), **{**changes, "save_strategy": "no"})
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    return {"losses": losses(whole), "resumed": losses(again)}
 
 
 class Speaks(TrainerCallback):
@@ -157,7 +147,7 @@ def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     plain = side.trainer(train_dataset=samples(24), **every_step)
     plain.train()
     found["plain"] = losses(plain)
-    found["overridden"] = overridden(folder / "overridden", **saving)
+    found["overridden"] = continued(Overriding, folder / "overridden", **saving)
     found["edited"] = edited(folder / "edited", **saving)
     written = side.trainer(
         train_dataset=samples(24),
@@ -168,7 +158,7 @@ def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     again.train(resume_from_checkpoint=str(folder / "hf" / "checkpoint-2"))
     found["from hf"] = losses(again)
     if bench.backend != "deepspeed":
-        found["looped"] = looped(folder / "looped", **saving)
+        found["looped"] = continued(CopiedLoop, folder / "looped", **saving)
     found["spoken"] = spoken(folder / "spoken", **driver)
     found["smoothed"] = smoothed(folder / "smoothed", **driver)
     from_theirs = side.trainer(train_dataset=samples(24), **{**saving, "save_strategy": "no"})

@@ -31,7 +31,9 @@ def trainer() -> Any:
     """What the facade looks at of a Trainer, on one CPU process."""
     args = TrainingArguments("o", use_cpu=True)
     with find_driver("cpu").open(backend.planned(args)) as session:
-        own = SimpleNamespace(session=session, world=session.world, prepared=None)
+        own = SimpleNamespace(
+            session=session, world=session.world, open_world=session.world, prepared=None
+        )
         yield SimpleNamespace(args=args, driver_session=own, model=None, _microstep=None)
 
 

@@ -406,6 +406,9 @@ def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> Non
     trainer = Trainer(nn.Linear(1, 1), args)
     assert trainer.accelerator.parallelism_config is alone
     assert trainer.get_tp_size() == trainer.get_cp_size() == trainer.get_sp_size() == 1
+    assert trainer.driver_session.world.size == 1
+    ranks.delattr(backend, "chosen")
+    assert trainer.get_tp_size() == 1, "the session knows"
 
 
 @pytest.mark.row(

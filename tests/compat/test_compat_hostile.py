@@ -151,6 +151,56 @@ def test_a_schedule_of_something_else_is_named(folder: Path, what: str) -> None:
     assert "scheduler.pt" in resume(folder)
 
 
+def in_optimizer(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    return lambda folder: altered(folder / "optimizer.pt", change)
+
+
+def in_schedule(**changes: Any) -> Callable[[Path], None]:
+    return lambda folder: altered(folder / "scheduler.pt", lambda state: state.update(changes))
+
+
+def altered(path: Path, change: Callable[[Any], object]) -> None:
+    state = torch.load(path, weights_only=True)
+    change(state)
+    torch.save(state, path)
+
+
+def in_group(**changes: Any) -> Callable[[Path], None]:
+    return in_optimizer(lambda state: state["param_groups"][0].update(changes))
+
+
+def without(parameters: int) -> Callable[[Any], object]:
+    """Groups that hold another in the place of each parameter."""
+
+    def change(state: Any) -> None:
+        for group in state["param_groups"]:
+            group["params"] = [parameters] * len(group["params"])
+
+    return change
+
+
+FITTING_NOTHING: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a rate that is a word": (in_group(lr="x"), "'lr' of the optimizer's group 0 is 'x'"),
+    "betas that are none": (in_group(betas=None), "'betas' of the optimizer's group 0 is None"),
+    "one beta": (in_group(betas=(0.9,)), "'betas' of the optimizer's group 0"),
+    "state of nobody": (in_optimizer(lambda state: state["state"].update({99: {}})), "99"),
+    "groups of one parameter": (in_optimizer(without(0)), "its groups hold the parameters"),
+    "an epoch that is a word": (in_schedule(last_epoch="x"), "'last_epoch' of the schedule"),
+    "rates that are one": (in_schedule(base_lrs=3), "'base_lrs' of the schedule is 3"),
+    "a count that is none": (in_schedule(_step_count=None), "'_step_count' of the schedule"),
+}
+
+
+@pytest.mark.parametrize("what", FITTING_NOTHING)
+def test_what_does_not_fit_is_named_before_anything_is_changed(folder: Path, what: str) -> None:
+    """The files are whole, and hold an optimizer and a schedule; one entry is another thing."""
+    alter, told = FITTING_NOTHING[what]
+    alter(folder)
+    said = resume(folder)
+    assert said.startswith("CheckpointDamaged") and told in said
+    assert "optimizer.pt" in said or "scheduler.pt" in said
+
+
 def test_a_file_that_unpacks_to_more_than_it_is(folder: Path) -> None:
     whole = saved(OTHERS["a list"])
     with (

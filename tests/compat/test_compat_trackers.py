@@ -248,6 +248,7 @@ def test_mlflow_runs_on_files_and_unchanged(
 
 
 @pytest.mark.row("G16")
+@pytest.mark.slow
 def test_trackio_runs_on_files_and_unchanged(tmp_path: Path) -> None:
     """In a process of its own: trackio takes its folder from the environment when imported."""
     script = f"""

@@ -97,14 +97,13 @@ def test_lists_with_an_item_a_sample(found: Found) -> None:
     "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
 )
 def test_all_ranks_go_on_with_smaller_batches(found: Found) -> None:
-    """Where only one ran out the others would wait, and what it said before tells what to do."""
     small = found["ours"][0]["small"]
     assert len(small["losses"]) == 5 and small["told"] == []
     for number, rank in enumerate(found["ours"]):
         assert rank["cramped"]["losses"] == pytest.approx(small["losses"], rel=1e-5)
         (said,) = rank["cramped"]["told"]
-        assert f"on rank {number}" in said
-        assert "per_device_train_batch_size=1 and gradient_accumulation_steps=2" in said
+        assert f"rank {number} ran out of memory in step 3 with batches of 2" in said
+        assert "going on with 1, and 2 times as many" in said
 
 
 @pytest.mark.row("D1", "D4", "K12")
@@ -119,6 +118,13 @@ def test_tokens_in_a_mixture_are_dealt_out_and_resumed(found: Found, tmp_path: P
     assert first["rest"] == first["batches"][4:]
 
 
+@pytest.mark.row("D1", "D4", "E5")
+def test_tokens_by_themselves_are_trained_and_evaluated_on(found: Found, tmp_path: Path) -> None:
+    first, second = (rank["sharded"] for rank in found["ours"])
+    assert first == second and len(first) == 5 + 1
+    assert first == pytest.approx(trainer_ranks.sharded(tmp_path, batch=4), rel=1e-5)
+
+
 @pytest.mark.row("T6")
 def test_texts_that_fill_up_the_last_round_are_kept(found: Found) -> None:
     ours, theirs = (
@@ -126,6 +132,18 @@ def test_texts_that_fill_up_the_last_round_are_kept(found: Found) -> None:
     )
     assert ours == theirs and ours[0] == ours[1]
     assert len(ours[0]["labels"]) == len(ours[0]["texts"]) == 8
+
+
+@pytest.mark.row("B24")
+def test_each_rank_of_a_notebook_has_its_table(found: Found) -> None:
+    ours, theirs = ([rank["notebook"] for rank in found[library]] for library in ("ours", "theirs"))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["kinds"] == other["kinds"] and mine["kinds"][-1] == "NotebookProgressCallback"
+        assert mine["shown"] and other["shown"] and mine["again"] == other["again"]
+        (titles, *rows), (wanted, *others) = mine["table"], other["table"]
+        assert titles == wanted == ["Step", "Training Loss", "Validation Loss"]
+        for row, figures in zip(rows, others, strict=True):
+            assert row == pytest.approx(figures, rel=1e-5)
 
 
 @pytest.mark.row(
@@ -141,27 +159,53 @@ def test_a_signal_to_one_rank_saves_and_stops_all(found: Found) -> None:
     assert ranks[0]["resumed"] == ranks[0]["whole"] and len(ranks[0]["whole"]) == 6
 
 
-def test_all_ranks_stop_where_callbacks_of_all_say_so(found: Found) -> None:
-    first, second = (rank["stopped by all"] for rank in found["ours"])
-    assert first["events"] == second["events"] == ["step 0", "epoch's end 1", "train's end 1"]
-    assert first["saved"] == ["checkpoint-1"] and not first["told"]
+@pytest.mark.row("L12", "B17")
+@pytest.mark.parametrize("what", ["training by all", "epoch by all"])
+def test_all_ranks_stop_where_callbacks_of_all_say_so(found: Found, what: str) -> None:
+    ours, theirs = ([rank[what] for rank in found[library]] for library in ("ours", "theirs"))
+    end = ["train's end 1"]
+    if what == "epoch by all":
+        end = ["epoch", "step 1", "step 2", "step 3", "epoch's end 4", "train's end 4"]
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["events"] == other["events"] == ["epoch", "step 0", "epoch's end 1", *end]
+        assert mine["losses"] == pytest.approx(other["losses"], rel=1e-5)
+        assert mine["saved"] == other["saved"] and not mine["told"]
 
 
-def test_all_ranks_stop_where_a_callback_of_one_says_so(found: Found) -> None:
-    """It hears in the next step that the others go on, and joins them in it."""
-    first, second = (rank["stopped by one"] for rank in found["ours"])
-    assert first["events"] == ["step 0", "step 1", "epoch's end 2", "train's end 2"]
+@pytest.mark.parametrize(
+    ("what", "events", "told"),
+    [
+        ("training by one", "epoch/step 0/step 1/epoch's end 2", ["training"]),
+        (
+            "training at an epoch's end",
+            "epoch/step 0/step 1/step 2/epoch's end 3",
+            ["training"],
+        ),
+        (
+            "epoch by one",
+            "epoch/step 0/step 1/epoch's end 2/epoch/step 2/step 3/step 4/epoch's end 5",
+            ["epoch"],
+        ),
+        (
+            "epoch, and training later",
+            "epoch/step 0/step 1/epoch's end 2",
+            ["epoch", "training"],
+        ),
+        ("epoch and training at once", "epoch/step 0/epoch's end 1", ["epoch", "training"]),
+    ],
+)
+def test_all_ranks_stop_where_a_callback_of_one_says_so(
+    found: Found, what: str, events: str, told: list[str]
+) -> None:
+    """One hears in the next step whether the others go on, and if so joins them in it."""
+    first, second = (rank[what] for rank in found["ours"])
+    end = events.rpartition(" ")[2]
+    assert "/".join(first["events"]) == f"{events}/train's end {end}"
     assert first["events"] == second["events"] and first["losses"] == second["losses"]
-    assert first["saved"] == ["checkpoint-2"] and not first["told"]
-    (said,) = second["told"]
-    assert "after step 1" in said and "this is rank 1" in said and "after step 2" in said
-
-
-def test_at_an_epochs_end_ranks_stop_at_once(found: Found) -> None:
-    first, second = (rank["stopped by last"] for rank in found["ours"])
-    assert first["events"] == second["events"]
-    assert first["events"][-2:] == ["epoch's end 3", "train's end 3"]
-    assert all("rank 1 of 2" in rank["told"][0] for rank in (first, second))
+    assert first["saved"] and first["saved"] == second["saved"]
+    assert first["told"] == second["told"] and len(told) == len(first["told"])
+    for flag, line in zip(told, first["told"], strict=True):
+        assert f"Set control.should_{flag}_stop on every rank alike" in line
 
 
 @pytest.mark.row(

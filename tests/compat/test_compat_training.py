@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +263,26 @@ def test_where_a_run_ends_its_epoch_ends_too(
     assert folders[0] == folders[1] != []
 
 
+@pytest.mark.row("L12", "S9")
+def test_an_epoch_that_is_left_takes_the_counts_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where batches are fed ahead, as to GPUs, one that is read belongs to no update."""
+
+    def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+        return (each for each, _ in itertools.pairwise(itertools.chain(batches, [None])))
+
+    def make(library: Any, folder: Path) -> Any:
+        given = {"callbacks": [Ends("should_epoch_stop", 2)]}
+        asked = {"num_train_epochs": 2, "average_tokens_across_devices": False, "given": given}
+        made = trainer(library, folder, llama(), **asked)
+        if library is compat:
+            monkeypatch.setattr(made.driver_session.session, "feed", ahead)
+        return made
+
+    assert_same_runs(*both(tmp_path, make))
+
+
 @pytest.mark.row("L16")
 def test_the_device_cache_is_emptied_every_n_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -439,6 +461,17 @@ def test_a_model_is_wrapped_once_and_found_again(tmp_path: Path, library: Any) -
     assert made.accelerator.unwrap_model(nn.parallel.DataParallel(made.model)) is made.model
     made._move_model_to_device(made.model, torch.device("meta"))
     assert made.model.head.weight.device.type == "meta"
+
+
+@pytest.mark.row("W1")
+@pytest.mark.parametrize("places", [{}, {"": "cpu"}])
+def test_a_model_that_was_dealt_over_devices_stays(
+    tmp_path: Path, library: Any, places: dict[str, Any]
+) -> None:
+    made, model = trainer(library, tmp_path), net()
+    model.hf_device_map = places
+    made._move_model_to_device(model, torch.device("meta"))
+    assert model.head.weight.device.type == "cpu"
 
 
 @pytest.mark.row("R3", "R4", "K11", "K12")

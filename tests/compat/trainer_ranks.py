@@ -6,9 +6,12 @@ import json
 import logging
 import os
 import signal
+import sys
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from built_alike import ARGUMENTS
@@ -172,9 +175,9 @@ def mixed(folder: Path, batch: int = 2) -> dict[str, Any]:
     seen: list[Any] = []
 
     def collate(rows: list[Any]) -> Any:
-        ids = torch.stack([row["input_ids"] for row in rows])
-        seen.append(ids.tolist())
-        return {"input_ids": ids, "labels": ids}
+        batch = labelled(rows)
+        seen.append(batch["input_ids"].tolist())
+        return batch
 
     tokens = token_shards(folder / f"tokens-{os.environ.get('RANK')}")
     runs, batches = [], []
@@ -189,6 +192,23 @@ def mixed(folder: Path, batch: int = 2) -> dict[str, Any]:
         batches.append(list(seen))  # one is read ahead
     first, rest = batches
     return {"whole": runs[0], "resumed": runs[1], "batches": first[:8], "rest": rest[:4]}
+
+
+def sharded(folder: Path, batch: int = 2) -> list[float]:
+    """Losses of an epoch on tokens on disk, and of an evaluation on them."""
+    tokens = token_shards(folder / f"tokens-{os.environ.get('RANK')}")
+    given = {"train_dataset": tokens, "eval_dataset": tokens, "data_collator": labelled}
+    sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch * 5}
+    trainer = made(
+        compat.Trainer, llama(), arguments(compat, folder, num_train_epochs=1, **sizes), **given
+    )
+    trainer.train()
+    return [*losses(trainer), trainer.evaluate()["eval_loss"]]
+
+
+def labelled(rows: list[Any]) -> Any:
+    ids = torch.stack([row["input_ids"] for row in rows])
+    return {"input_ids": ids, "labels": ids}
 
 
 def cramped(folder: Path, shrink_at: int, **asked: Any) -> dict[str, Any]:
@@ -253,14 +273,21 @@ def preempted(library: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-def stopped(folder: Path, ranks: tuple[int, ...], after: int) -> dict[str, Any]:
-    """Callbacks of these ranks stop training after that step; there are three an epoch."""
+def stopped(
+    library: Any, folder: Path, after: dict[int, int], epoch: tuple[int, ...] = ()
+) -> dict[str, Any]:
+    """Callbacks stop training after these steps, by rank, or the epoch on those ranks of `epoch`;
+    there are three steps an epoch."""
     told, events = Lines(), []
 
     class Stopper(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == after and args.process_index in ranks:
-                control.should_training_stop = True
+            if state.global_step == after.get(args.process_index):
+                control.should_epoch_stop = args.process_index in epoch
+                control.should_training_stop = not control.should_epoch_stop
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            events.append("epoch")
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             events.append(f"step {state.global_step}")
@@ -274,17 +301,62 @@ def stopped(folder: Path, ranks: tuple[int, ...], after: int) -> dict[str, Any]:
     logging.getLogger("drivetrain").addHandler(told)
     try:
         asked = {"num_train_epochs": 2, "save_strategy": "epoch", "logging_steps": 1}
-        args = arguments(compat, folder, **asked)
-        trainer = made(compat.Trainer, net(), args, train_dataset=points(12), callbacks=[Stopper()])
+        args = arguments(library, folder, **asked, average_tokens_across_devices=False)
+        given = {"train_dataset": sentences(12), "callbacks": [Stopper()]}
+        trainer = made(library.Trainer, llama(), args, **given)
         trainer.train()
     finally:
         logging.getLogger("drivetrain").removeHandler(told)
     return {
         "events": events,
         "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
-        "told": [line for line in told.lines if "stop training" in line],
+        "told": [line for line in told.lines if "to stop" in line],
         "losses": losses(trainer),
     }
+
+
+STOPS_OF_SOME: list[tuple[str, dict[int, int], tuple[int, ...]]] = [
+    ("training by one", {1: 1}, ()),
+    ("training at an epoch's end", {1: 3}, ()),
+    ("epoch by one", {1: 1}, (1,)),
+    ("epoch, and training later", {0: 2, 1: 1}, (1,)),
+    ("epoch and training at once", {0: 1, 1: 1}, (1,)),
+]
+"""Not all ranks want the same: after which steps some do, and which want to end an epoch only."""
+
+
+class Table(TrainerCallback):
+    """The rows that the table of a notebook has after the last evaluation of a run."""
+
+    def __init__(self, notebook: Any) -> None:
+        self.notebook, self.rows = notebook, []
+
+    def on_evaluate(self, *event: Any, **kwargs: Any) -> None:
+        if self.notebook.training_tracker is not None:
+            self.rows = [list(row) for row in self.notebook.training_tracker.inner_table]
+
+
+def in_a_notebook(library: Any, folder: Path) -> dict[str, Any]:
+    """What each rank shows where IPython runs it, and the figures of an evaluation afterwards."""
+    shown: list[Any] = []
+    display = SimpleNamespace(HTML=str, display=lambda *given, **kwargs: shown.append(given))
+    shell = SimpleNamespace(config={"IPKernelApp": {}})
+    ipython = SimpleNamespace(display=display, get_ipython=lambda: shell)
+    with patch.dict(sys.modules, {"IPython": ipython, "IPython.display": display}):
+        asked = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "disable_tqdm": False}
+        given = {"train_dataset": points(), "eval_dataset": points(6)}
+        trainer = made(library.Trainer, net(), arguments(library, folder, **asked), **given)
+        if library is not compat:  # which looked when it was imported
+            from transformers.utils.notebook import NotebookProgressCallback
+
+            trainer.remove_callback(library.trainer_callback.ProgressCallback)
+            trainer.add_callback(NotebookProgressCallback)
+        kinds = [type(each).__name__ for each in trainer.callback_handler.callbacks]
+        table = Table(trainer.callback_handler.callbacks[-1])
+        trainer.add_callback(table)
+        trainer.train()
+        again = sorted(trainer.evaluate())
+    return {"kinds": kinds, "table": table.rows, "again": again, "shown": bool(shown)}
 
 
 def ended() -> list[bool]:
@@ -305,6 +377,9 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         "counting alone": counting(lib, at / "alone", False),
         "boxes": gathering(lib, at / "boxes", False),
         "generating": generating(library, at / "generating"),
+        "notebook": in_a_notebook(lib, at / "notebook"),
+        "training by all": stopped(lib, at / "training by all", {0: 1, 1: 1}),
+        "epoch by all": stopped(lib, at / "epoch by all", {0: 1, 1: 1}, (0, 1)),
     }
     if library == "ours":
         found["joined"] = gathering(lib, at / "joined", True, worded=True, times=2)
@@ -312,8 +387,9 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         small = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
         found["small"] = cramped(at / "small", 0, **small)
         found["mixed"] = mixed(at / "mixed")
+        found["sharded"] = sharded(at / "sharded")
         found["preempted"] = preempted(lib, at / "preempted")
-        for name, ranks, after in (("all", (0, 1), 1), ("one", (1,), 1), ("last", (1,), 3)):
-            found[f"stopped by {name}"] = stopped(at / name, ranks, after)
+        for name, after, epoch in STOPS_OF_SOME:
+            found[name] = stopped(lib, at / name, after, epoch)
     found["group"] = ended()
     return found

@@ -1,0 +1,46 @@
+"""A job for two processes: memory runs out on one of them alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import arguments, points
+from test_compat_memory_limits import Cramped, Shrink
+from torch import Tensor
+
+from drivetrain import compat
+from drivetrain.conformance.bench import Bench
+
+
+class CrampedEvaluation(Cramped):
+    """It has as little room when it is evaluated."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        if not self.training and len(x) > self.room:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. {len(x)} samples are too many")
+        return super().forward(x, labels)
+
+
+def alone(bench: Bench, *, folder: str, evaluates: bool, **asked: Any) -> None:
+    """Writes the error by which training ends on each rank."""
+    torch.manual_seed(1)
+    if evaluates:
+        asked |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
+    args = arguments(compat, folder, max_steps=5, stall_seconds=6, **asked)
+    model = CrampedEvaluation() if evaluates else Cramped()
+    callbacks = [Shrink(2, room=1)] if args.process_index == 1 else []
+    data = points(24)
+    trainer = compat.Trainer(
+        model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks
+    )
+    told = "it trained"
+    try:
+        trainer.train()
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    Path(folder, str(args.process_index)).write_text(told)
+    if args.process_index == 1:
+        os._exit(1)  # as an error ends it that nobody catches
