@@ -110,9 +110,7 @@ def test_a_second_one_to_the_launcher_stops_all(drive: Drive, recipe: Path, tmp_
     ran = drive("train", recipe, "--out=run", "--nproc=2", meanwhile=twice)
     assert time.monotonic() - began < 90
     assert ran.code not in (0, EXIT_PREEMPTED), json.dumps(ran.stderr)
-    for left in tmp_path.glob("pid-*"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(left.name.removeprefix("pid-")), 0)
+    none_lives_on([int(left.name.removeprefix("pid-")) for left in tmp_path.glob("pid-*")])
 
 
 NAP = """
@@ -144,12 +142,17 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(
     words = ["--out=run", "--nproc=2", "--backend=ddp", "--resume=auto", "--set=data.workers=2"]
     drive("train", recipe, *words, meanwhile=kill)
     pids += [int(path.name.split("-")[1]) for path in tmp_path.glob("pid-*")]
+    none_lives_on(pids)
+    (tmp_path / "asleep").unlink()
+    assert drive("train", recipe, *words).code == 0
+
+
+def none_lives_on(pids: list[int]) -> None:
+    """They are killed when their launcher ends: the kernel of the machine takes a moment for it."""
     deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]:
         assert time.monotonic() < deadline, f"{alive} live on"
         time.sleep(0.1)
-    (tmp_path / "asleep").unlink()
-    assert drive("train", recipe, *words).code == 0
 
 
 def children(process: int | None) -> list[int]:
