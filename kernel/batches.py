@@ -80,8 +80,7 @@ class Microbatch(NamedTuple):
     offset: int
     """Of its first sample, in the order of the epoch."""
     repeats: int = 1
-    """How often its samples stand in the batch, one round after the other: its items and losses
-    are so many times too many."""
+    """How often its samples stand in the batch, in rounds: so often count its items and losses."""
 
 
 class Groups(Protocol):

@@ -191,9 +191,14 @@ class WatchesRanks(Session, Protocol):
         what, in words. It is called in another thread."""
         ...
 
+    def give_up(self, why: str) -> bool:
+        """This rank cannot go on: True if all ranks say so, within seconds, and may go on together.
+        If not, it must end; so do the others, with `why` in words in their error."""
+        ...
+
 
 class Engine(Protocol):
-    """The model is wrapped. Every method is called by all ranks in the same order."""
+    """All ranks call each method, in one order. It may have a `step`, which is like a recipe's."""
 
     @property
     def module(self) -> nn.Module:
@@ -234,8 +239,7 @@ class Engine(Protocol):
         ...
 
     def unused(self) -> Sequence[str]:
-        """FQNs of parameters that require a gradient and got none on this rank. Called at most
-        once, right before the first update."""
+        """FQNs that require a gradient and got none on this rank; asked once, before an update."""
         ...
 
     def update(self) -> Outcome:

@@ -141,8 +141,7 @@ class TrainingDiverged(UsageError):
 
 
 class RecipeFailed(DrivetrainError):
-    """The recipe's file or function raised, which this error's `__cause__` is, or something that a
-    run calls called `sys.exit`."""
+    """The recipe's file or function raised (the `__cause__`), or what a run calls, `sys.exit`."""
 
 
 class DataFailed(DrivetrainError):

@@ -163,8 +163,7 @@ class TrainLoop:
     def _on_device(
         self, groups: Iterator[Group], entered: deque[tuple[Group, float]]
     ) -> Iterator[tuple[Batch, float]]:
-        """Every microbatch and what it weighs; `entered` tells of each group, and of this reader's
-        items in it, before its first."""
+        """Every microbatch and its weight; `entered` has each group, and its items, before."""
         world, count = self.session.world, self.recipe.count_items
         reader = world.num_readers, world.reader_index
         weights: deque[float] = deque()

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Microstep", "Recipe"]
+from .errors import RecipeError
 
+__all__ = ["Batch", "Microstep", "Recipe", "check_loss"]
 
 Batch = Any
 """What the collate function returns: a tensor, or a dict, list or tuple of batches."""
@@ -64,8 +65,7 @@ class Recipe:
     are added by the kernel."""
 
     summarise: Callable[[Mapping[str, Tensor]], Mapping[str, float]] | None = None
-    """Turns the sums over the whole data set (float64, on the host) into metrics; by default
-    `{"loss": loss / items}`."""
+    """Metrics of the sums over the whole data (float64, on the host); by default the mean loss."""
 
     step: Callable[[nn.Module, Batch, Microstep], Tensor] | None = None
     """Takes over forward and backward of a microbatch, for a loss that is normalised in another
@@ -76,8 +76,7 @@ class Recipe:
     """How drivers that cut layers and sequences may cut the model: a `drivetrain.Parallel`."""
 
     flops_per_item: float | None = None
-    """Floating point operations that training spends on one item (forward and backward), to
-    report the share of the machine's peak; None reports nothing."""
+    """FLOPs of forward and backward on one item, to report the share of the peak; None: none."""
 
 
 class Microstep(Protocol):
@@ -115,3 +114,22 @@ class Microstep(Protocol):
         """Adds the gradient of `weight * loss`, a scalar; returns it detached, and 0 for a
         microbatch that only keeps its feeder in step with the others."""
         ...
+
+
+def check_loss(loss: object) -> None:
+    """Raises `RecipeError` unless `loss` is a scalar that a gradient flows from."""
+    if not isinstance(loss, Tensor):
+        raise RecipeError(
+            f"recipe.loss returned {type(loss).__name__}; it must return a scalar tensor: the sum "
+            "of the loss over the items of the batch"
+        )
+    if loss.dim() != 0:
+        raise RecipeError(
+            f"recipe.loss returned a tensor of shape {tuple(loss.shape)}; it must return a scalar: "
+            "the sum of the loss over the items of the batch (use .sum() or reduction='sum')"
+        )
+    if not loss.requires_grad:
+        raise RecipeError(
+            "recipe.loss returned a tensor without a gradient; call the module that is passed in, "
+            "and do not detach its output"
+        )

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from .contract import Engine, Outcome, Session
-from .errors import CollectiveFailed, RecipeError, in_update, ran_out
-from .recipe import Batch, Recipe
+from .errors import CollectiveFailed, in_update, ran_out
+from .recipe import Batch, Recipe, check_loss
 
 __all__ = ["StepResult", "Stepper"]
 
@@ -40,7 +40,7 @@ class Stepper:
     def __init__(self, recipe: Recipe, engine: Engine, session: Session) -> None:
         self.engine = engine
         self.loss_of = getattr(recipe.loss, "of_update", lambda number: recipe.loss)
-        self.take_over = recipe.step
+        self.take_over = getattr(engine, "step", None) or recipe.step  # of a pipeline, say
         self.session, world = session, session.world
         self.num_feeders, self.counts_once = world.num_feeders, world.counts_once
         self._agreed: Callable[[], list[float]] = list
@@ -148,22 +148,3 @@ class _Microstep:
 
     def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
         return self.stepper.backward(loss, self.weight * weight)
-
-
-def check_loss(loss: object) -> None:
-    """Raises `RecipeError` unless `loss` is a scalar that a gradient flows from."""
-    if not isinstance(loss, Tensor):
-        raise RecipeError(
-            f"recipe.loss returned {type(loss).__name__}; it must return a scalar tensor: the sum "
-            "of the loss over the items of the batch"
-        )
-    if loss.dim() != 0:
-        raise RecipeError(
-            f"recipe.loss returned a tensor of shape {tuple(loss.shape)}; it must return a scalar: "
-            "the sum of the loss over the items of the batch (use .sum() or reduction='sum')"
-        )
-    if not loss.requires_grad:
-        raise RecipeError(
-            "recipe.loss returned a tensor without a gradient; call the module that is passed in, "
-            "and do not detach its output"
-        )

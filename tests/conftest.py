@@ -25,6 +25,8 @@ folders no file keeps one worker long at the end."""
 
 # several threads on a busy machine wait for each other longer than they compute
 os.environ["OMP_NUM_THREADS"] = "1"
+# of what XLA compiles most runs a few times: it need not be fast
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # hundreds of processes import the same: let the first one keep the bytecode
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

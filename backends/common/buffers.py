@@ -13,8 +13,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 def write_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy `values` into `tensors` without autograd noticing: a backward may follow that saved them
     and does not read their values."""
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
-        torch._foreach_copy_(list(tensors), list(values))
+    if tensors:
+        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+            torch._foreach_copy_(list(tensors), list(values))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ Drivers use `OptimizerState`, or its parts where the library keeps the state in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,13 +256,16 @@ class OptimizerState:
         self.names = [[names.get(p) for p in g["params"]] for g in optimizer.param_groups]
         self.numbers = GroupNumbers(self.names, optimizer.param_groups)
         self.averages = averages or Averages()
+        self.elsewhere: Collection[str] = ()
+        """FQNs of parameters whose state is another rank's matter."""
         self._built = {index: copied(state) for index, _, state in self._states()}
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters of all groups, by FQN."""
+        """The parameters of all groups that have their state here, by FQN."""
         names = (name for of_group in self.names for name in of_group)
-        return {name: self.parameters[name] for name in names if name is not None}
+        here = (name for name in names if name is not None and name not in self.elsewhere)
+        return {name: self.parameters[name] for name in here}
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, as stored."""

@@ -30,6 +30,7 @@ from ..common.optimizer_state import GroupNumbers
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
 from ..process_group.layers_used import LayersUsed
+from ..process_group.peers import Peers
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
@@ -179,7 +180,7 @@ class ZeroEngine:
                 config=config,
                 dist_init_required=False,
             )
-        self.buffers = Buffers(self.own, world)
+        self.buffers = Buffers(self.own, Peers(world.rank, world.size))
         self.buffers.take_before_forward(self.module)
         self.numbers = GroupNumbers(names, self.zero.param_groups)
         self.averages = ZeroAverages(self.zero, self.own)

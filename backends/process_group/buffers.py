@@ -1,4 +1,4 @@
-"""Buffers of a model that several ranks run: rank 0's are the model's.
+"""Buffers of a model that several ranks run: rank 0's, the first of these, are the model's.
 
 A forward in training changes some of them (running statistics, counts), on each rank by what that
 rank has seen.
@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...kernel.contract import World
 from ...kernel.shards import Piece, Reader
 from ..common import model_state
 from ..common.buffers import write_unseen
 from .collectives import keep_for_a_while, naming_collectives
+from .peers import Peers
 
 
 class Buffers:
     """Those of `module`. Unless `synchronised`, each rank goes on with its own, and saves them."""
 
-    def __init__(self, module: nn.Module, world: World, synchronised: bool = True) -> None:
-        self.rank, self.size = world.rank, world.size
+    def __init__(self, module: nn.Module, peers: Peers, synchronised: bool = True) -> None:
+        self.rank, self.size, self.peers = peers.rank, peers.size, peers
         self._module, self._synchronised = module, synchronised
         # looked up each time, since a module may put another tensor into the place of one
         self._places = [
@@ -85,12 +85,15 @@ class Buffers:
             for buffers in by_dtype.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
                 # as bytes: gloo does not know every dtype
-                dist.broadcast(keep_for_a_while(flat.view(torch.uint8)), src=0)
+                self._from_first(flat.view(torch.uint8))
                 if self.rank > 0:
                     parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                     write_unseen(
                         buffers, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
                     )
+
+    def _from_first(self, flat: Tensor) -> None:
+        dist.broadcast(keep_for_a_while(flat), src=self.peers.first, group=self.peers.group)
 
 
 _OWN = "buffers/"

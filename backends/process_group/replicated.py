@@ -25,6 +25,7 @@ from ..common import models
 from ..common.plain_engine import PlainEngine
 from .buffers import Buffers
 from .collectives import naming_collectives
+from .peers import Peers
 
 SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed cut it over ranks"
 
@@ -84,7 +85,7 @@ class DdpEngine(PlainEngine):
         self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
         arguments = self.options.arguments(self.takes_turns)
         self.module = _InOneOrder(self.own, self.options.static_graph, **arguments)
-        self.buffers = Buffers(self.own, world, self.options.sync_buffers)
+        self.buffers = Buffers(self.own, Peers(world.rank, world.size), self.options.sync_buffers)
         self.buffers.take_before_forward(self.module)
 
     def build_model(self, recipe: Recipe) -> nn.Module:

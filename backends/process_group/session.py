@@ -185,6 +185,9 @@ class ProcessGroupSession:
     def watch(self, tell: Callable[[int, float, str], None]) -> None:
         stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
 
+    def give_up(self, why: str) -> bool:
+        return stall_watch.give_up(why)
+
     def seed(self, value: int) -> None:
         seed_generators(value, devices=True)
 

@@ -30,7 +30,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +39,7 @@ from typing import Any
 import torch.distributed as dist
 
 from . import layers_used
+from .signs_of_life import Heartbeat, Late, processor_seconds
 
 BUSY = 0.02
 """Of the time: a process that uses less of a processor than this is idle."""
@@ -45,48 +47,6 @@ GRACE_SECONDS = 5.0
 """For a rank that has learnt of a stall to end by itself."""
 PATIENT_STEPS = 2
 """Steps before idling is judged."""
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """What a rank publishes of itself."""
-
-    beat: int
-    idle_seconds: float
-    steps: int
-    call: str
-    """The call that it waits in, or nothing."""
-    place: str
-    """The innermost frames of its main thread."""
-    own: bool = False
-    """It is in code of the user's: the innermost frame is of nothing that talks to other ranks."""
-
-    @property
-    def late(self) -> bool:
-        """It does not wait for anybody."""
-        return self.own or not self.call
-
-
-@dataclass(frozen=True)
-class Late:
-    """A rank that lives, and keeps others waiting."""
-
-    rank: int
-    seconds: float
-    """The time that others had waited for it when it was found."""
-    steps: int
-    place: str
-    by: int
-    """The rank that waits, and the call that it waits in."""
-    call: str
-
-    def __str__(self) -> str:
-        return f"it is at {self.place}, and rank {self.by} waits in {self.call!r}"
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Identifies an announcement: a late rank is announced once a step."""
-        return self.rank, self.steps
 
 
 def print_late(late: Late) -> None:
@@ -105,11 +65,17 @@ _TALKS = re.compile(
 
 class Watch:
     """Watches the other ranks for this one. `store`: of its own, for no call of it may wait for a
-    call of another thread.
+    call of another thread; `mains`: the same keys, for the main thread.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, stall_seconds: float, timeout_seconds: float
+        self,
+        store: Any,
+        mains: Any,
+        rank: int,
+        size: int,
+        stall_seconds: float,
+        timeout_seconds: float,
     ) -> None:
         self.rank, self.stall_seconds = rank, stall_seconds
         self.timeout_seconds = timeout_seconds
@@ -119,7 +85,8 @@ class Watch:
         """The report on the ranks that stall; empty while none does."""
         self.stalled: Sequence[int] = ()
         self._told_late: tuple[int, int] | None = None
-        self._store = store
+        self._store, self._mains = store, mains
+        self._gave_up, self._times_given_up = False, 0
         self._others = [other for other in range(size) if other != rank]
         self._since = 0.0
         self._call, self._patient, self._mixed = "", False, False
@@ -156,13 +123,34 @@ class Watch:
         """It is back in what it did before."""
         self._call, self._since, self._patient, self._mixed = before
 
+    def give_up(self, why: str) -> bool:
+        """See `WatchesRanks`. Called by the main thread."""
+        if self._gave_up:
+            return False
+        key, self._times_given_up = f"gave up/{self._times_given_up}", self._times_given_up + 1
+        with contextlib.suppress(RuntimeError):  # out of time
+            if self._mains.add(key, 1) == len(self._others) + 1:
+                self._mains.set(f"{key}/all", "1")
+            self._mains.wait([f"{key}/all"], timedelta(seconds=self.stall_seconds / 3))
+            return True
+        self._gave_up = True
+        with contextlib.suppress(RuntimeError):
+            self._mains.set("verdict", json.dumps({"stalled": [self.rank], "text": why}))
+        time.sleep(1.5 * self._pause)  # until the others have heard it: the store may go with us
+        return False
+
+    @property
+    def _pause(self) -> float:
+        """Seconds between two looks at the store."""
+        return min(self.stall_seconds / 10, 2.0)
+
     # --- the thread that talks --------------------------------------------------------------
 
     def _tell_and_look(self) -> None:
         try:
             for sign in self._signs():
                 self._tell(sign)
-                if self._store.check(["verdict"]):
+                if not self._gave_up and self._store.check(["verdict"]):
                     self._end(**json.loads(self._store.get("verdict")))
                 if self._store.check(["late"]):
                     self._hear_of_late(Late(**json.loads(self._store.get("late"))))
@@ -179,7 +167,7 @@ class Watch:
         worked = looked = time.monotonic()
         used = processor_seconds()
         for beat in itertools.count():
-            if self._stopped.wait(min(self.stall_seconds / 10, 2.0)):
+            if self._stopped.wait(self._pause):
                 return
             now, uses = time.monotonic(), processor_seconds()
             if abs(uses - used) > BUSY * (now - looked):  # less: a child has ended
@@ -300,20 +288,6 @@ class Watch:
         os._exit(1)
 
 
-def processor_seconds() -> float:
-    """Processor seconds used by this process and its living children; of this process alone where
-    the system does not count children."""
-    total = time.process_time()
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        ticks = os.sysconf("SC_CLK_TCK")
-        for listed in Path("/proc/self/task").glob("*/children"):
-            for child in listed.read_text().split():
-                # after the name, which may hold spaces: user and system time are 12th and 13th
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                total += (int(fields[11]) + int(fields[12])) / ticks
-    return total
-
-
 # --- one at a time --------------------------------------------------------------------------
 
 _open: list[Watch] = []
@@ -332,7 +306,8 @@ def watching(
         return
     prefix = f"drivetrain/watch {next(_num_watches)}"
     own: Any = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
-    watch = Watch(own, rank, size, stall_seconds, timeout_seconds)
+    main: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+    watch = Watch(own, main, rank, size, stall_seconds, timeout_seconds)
     _open.append(watch)
     watch.start()
     try:
@@ -384,6 +359,11 @@ def listen(tell: Callable[[Late], None]) -> None:
     """Call `tell` for late ranks from now on, in another thread, instead of printing them."""
     for watch in _open:
         watch.tell = tell
+
+
+def give_up(why: str) -> bool:
+    """See `WatchesRanks`; True where nobody is watched, since nobody would hear."""
+    return _open[-1].give_up(why) if _open else True
 
 
 def count_step() -> None:

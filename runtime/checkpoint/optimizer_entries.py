@@ -26,6 +26,7 @@ __all__ = [
     "nested",
     "same",
     "unsaved",
+    "unstorable",
 ]
 
 
@@ -118,11 +119,22 @@ def _number(name: str, stored: Tensor, kind: type) -> Any:
     return None if kind is type(None) else kind(value)
 
 
-def unsaved(optimizer: torch.optim.Optimizer) -> list[str]:
+def unstorable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the entries of a parameter group that a checkpoint cannot hold."""
+    given = ("params", "param_names")
+    return {k: copied(v) for k, v in group.items() if k not in given and not can_be_stored(v)}
+
+
+def unsaved(optimizer: torch.optim.Optimizer, built: Iterable[Mapping[str, Any]] = ()) -> list[str]:
     """The names of what an optimizer keeps and no checkpoint can hold: objects that are no tensors
-    or numbers, and state that is of no parameter."""
+    or numbers, and state that is of no parameter. `built`: of each group what was `unstorable` when
+    the optimizer was built; what is so still and has not changed is the recipe's."""
     states: dict[Any, Mapping[str, Any]] = dict(optimizer.state)
     found = {str(key) for key in states if not isinstance(key, Tensor)}
+    for group, before in zip(optimizer.param_groups, built, strict=False):
+        for key, value in unstorable(group).items():
+            if key not in before or not same(value, before[key]):
+                found.add(key)
     for parameter, state in states.items():
         if isinstance(parameter, Tensor):
             found |= {key for key, value in state.items() if not can_be_stored(value)}
@@ -140,9 +152,13 @@ def copied(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Both of one type, and equal, tensors element by element."""
+    """The same object; or both of one type, and equal, tensors element by element."""
+    if a is b:
+        return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
     if kind := _kind(a, _SEQUENCES):
         if not isinstance(b, kind) or len(a) != len(cast(Any, b)):
             return False

@@ -60,6 +60,9 @@ def read_records(path: Path) -> list[Record]:
         for line in lines:
             try:
                 record = json.loads(line)
+                if "\\ud" in line.lower():  # half a character, maybe, which no page can hold
+                    whole = json.dumps(record, ensure_ascii=False).encode(errors="replace")
+                    record = json.loads(whole)
             except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and _is_sound(record):

@@ -38,6 +38,13 @@ class Parallel:
     (N, K), and what their answers weigh (N, K), and return (N, D), whatever order the tokens are
     in."""
 
+    stages: Sequence[str] = ()
+    """Patterns of the blocks that a pipeline-parallel driver deals to its stages, in the model's
+    order; by default its repeated blocks. The model calls them in this order, each once, and what
+    it hands from one to the next is the first argument of a block, a tensor, and what a block
+    returns. What else it gives them it makes of its own input alone. What is not in a block belongs
+    to the one before it in the model's order, or to the first."""
+
     sequence: Mapping[str, int] = field(default_factory=dict)
     """For names of a batch, which is a mapping: the dimension that is the sequence, along which a
     context-parallel driver cuts. The loss must be a sum over positions."""
@@ -51,10 +58,11 @@ class Parallel:
             if how not in get_args(TensorCut):
                 known = ", ".join(get_args(TensorCut))
                 raise RecipeError(f"Parallel.tensor[{pattern!r}] is {how!r}; it may be {known}")
-        if isinstance(self.experts, str):
-            raise RecipeError(
-                f"Parallel.experts is {self.experts!r}; it must be a list: [{self.experts!r}]"
-            )
+        for field_name in ("experts", "stages"):
+            if isinstance(named := getattr(self, field_name), str):
+                raise RecipeError(
+                    f"Parallel.{field_name} is {named!r}; it must be a list: [{named!r}]"
+                )
         for pattern, parts in self.fused.items():
             if parts < 2:
                 raise RecipeError(f"Parallel.fused[{pattern!r}] is {parts}; it must be at least 2")

@@ -13,6 +13,7 @@ from ..checkpoint import read_small, storage_of
 from ..kernel import events
 from ..kernel.errors import OutputError, SettingError, UsageError
 from ..kernel.paths import Place
+from ..trainer.run_lock import NO_ROOM
 from ..trainer.start_checks import json_types
 from .libraries import LIBRARIES, Library, Start
 
@@ -30,7 +31,8 @@ class Tracker:
 
     Figures go out on rank 0, under `train/...`, `eval/<data set>/...` and `checkpoint/seconds`. A
     run that is resumed in its folder goes on with its curve; `name` is the folder's by default.
-    Where a library fails once it has started, training goes on, and `warn` is told once.
+    Where a library fails once it has started, or because a disk is full or read-only, training goes
+    on, and `warn` is told once.
 
     Raises `SettingError` for a name that is not in `TRACKERS`, `UsageError` where the library is
     not installed; and, in `fit`, what the library raises when it starts.
@@ -60,16 +62,24 @@ class Tracker:
             self._resumed = True
         elif isinstance(event, events.RunStarted):
             if event.world.rank == 0:
-                self._start(event)
+                try:
+                    self._start(event)
+                except OSError as error:
+                    if error.errno not in NO_ROOM:
+                        raise
+                    self._give_up(error)
         elif self._open:
             try:
                 self._take(event)
             except Exception as error:  # whatever: a curve is not worth a run
-                self._open = False
-                self.warn(
-                    f"the tracker {self.library!r} has failed, and gets nothing more of this run: "
-                    f"{type(error).__name__}: {error}"
-                )
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._open = False
+        self.warn(
+            f"the tracker {self.library!r} has failed, and gets nothing more of this run: "
+            f"{type(error).__name__}: {error}"
+        )
 
     def _start(self, event: events.RunStarted) -> None:
         known = {} if event.out is None else _identities(event.out)

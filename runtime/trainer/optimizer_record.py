@@ -3,6 +3,7 @@ changed when another run resumes."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from ..checkpoint import CheckpointReader, WithoutOptimizer
-from ..checkpoint.optimizer_entries import unsaved
+from ..checkpoint.optimizer_entries import unsaved, unstorable
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
 __all__ = ["OptimizerRecord"]
+
+_LOG = logging.getLogger(__name__)
 
 _Build = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -26,6 +29,9 @@ class OptimizerRecord:
     def __init__(self, build: _Build, of_recipe: bool, saved: bool) -> None:
         self._build, self._of_recipe, self._saved = build, of_recipe, saved
         self._bases: set[str] = set()
+        self._unstorable: list[dict[str, Any]] = []
+        self._attributes: dict[str, float] = {}
+        self._warned = False
         self.optimizer: torch.optim.Optimizer | None = None
         self.noted: dict[str, Any] = {}
         """Its name, the settings of its groups, and what it does not train; JSON types."""
@@ -38,6 +44,8 @@ class OptimizerRecord:
         self.optimizer = optimizer = self._build(pairs)
         if not hasattr(optimizer, "param_groups"):
             return optimizer  # the driver says what is wrong with it
+        self._unstorable = [unstorable(group) for group in optimizer.param_groups]
+        self._attributes = _attributes(optimizer)
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         kinds = getattr(optimizer, "optimizers", {"": optimizer}).values()
         self._bases = {base.__qualname__ for base in type(optimizer).__mro__}
@@ -57,13 +65,26 @@ class OptimizerRecord:
         return optimizer
 
     def refuse_unsaved(self) -> None:
-        """Raises `RecipeError`, naming it, for state that no checkpoint of this run can hold."""
-        if self._saved and self.optimizer is not None and (names := unsaved(self.optimizer)):
+        """Raises `RecipeError`, naming it, for state that no checkpoint of this run can hold.
+        Warns, once, of what the optimizer counts where nobody looks."""
+        if not self._saved or self.optimizer is None:
+            return
+        if names := unsaved(self.optimizer, self._unstorable):
             raise RecipeError(
                 f"the optimizer {type(self.optimizer).__name__} keeps {', '.join(names)}, which no "
                 "checkpoint can hold: it would not go on as it was. Tensors, numbers and None of a "
                 "parameter can be saved, and lists and tuples of these. Take another optimizer, or "
                 "train without a run folder (out)"
+            )
+        before, now = self._attributes, _attributes(self.optimizer)
+        if not self._warned and (aside := [name for name in now if now[name] != before.get(name)]):
+            self._warned = True
+            _LOG.warning(
+                "the optimizer %s counts in %s, attributes of its own, which no checkpoint holds: "
+                "a run that is resumed begins with those of a new one. What it keeps in its state "
+                "or its parameter groups is saved",
+                type(self.optimizer).__name__,
+                ", ".join(aside),
             )
 
     def is_another(self, stored: Any) -> bool:
@@ -120,6 +141,12 @@ class OptimizerRecord:
                 if (self._of_recipe or key == "parameters") and before.get(key, value) != value
             ]
         return told
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers that it keeps in public attributes; torch has private ones."""
+    numbers = {k: v for k, v in vars(optimizer).items() if type(v) in (int, float)}
+    return {name: value for name, value in numbers.items() if not name.startswith("_")}
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

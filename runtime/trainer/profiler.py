@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +53,7 @@ class Profiler:
     It profiles steps `first` up to, and without, `end`, on every rank, with shapes and memory: each
     rank writes `steps-10-12.rank-0.json.gz` into `folder`. Other steps cost nothing. A run that
     ends earlier writes the steps so far. `tell` is called on rank 0 with the files that were
-    written.
+    written, `warn` on any rank where one cannot be: training goes on.
     """
 
     def __init__(
@@ -122,9 +123,15 @@ class Profiler:
         self._end_step()
         taken.stop()
         last = min(self._done, self.end - 1)
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"steps-{self.first}-{last}.rank-{self._rank}.json.gz"
-        taken.export_chrome_trace(str(path))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            taken.export_chrome_trace(str(path))
+        except OSError as error:  # a trace is not worth a run
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self.warn(f"{path} cannot be written ({error.strerror or error}): there is no profile")
+            return
         if self.tell is not None and self._rank == 0:
             device, costliest = _costliest(taken.key_averages())
             self.tell(Profiled(self.first, last, path, device, costliest))

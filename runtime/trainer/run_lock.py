@@ -34,7 +34,7 @@ from ..kernel.errors import CheckpointDamaged, OutputError
 from ..kernel.paths import Place
 from .start_checks import on_rank_0
 
-__all__ = ["BEAT_SECONDS", "LOCK", "SILENT_SECONDS", "Holder", "RunLock"]
+__all__ = ["BEAT_SECONDS", "LOCK", "NO_ROOM", "SILENT_SECONDS", "Holder", "RunLock"]
 
 LOCK = ".run.lock"
 """In a run folder, while a run writes there."""
@@ -44,7 +44,8 @@ _LOOK_SECONDS = 1.0
 _SETTLE_SECONDS = 0.5
 """At a URL, where two runs may both seem to hold the lock, the wait until the last one is seen."""
 _MOST_BYTES = 1 << 16
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+"""Errors of a disk that is full, read-only or broken: no reason to end a run."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class RunLock:
                 return self._settled(), ""
             return self._look_at_other()
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            if error.errno not in NO_ROOM:
                 raise OutputError(
                     f"{self.folder} cannot be written: {error}; give another folder"
                 ) from error

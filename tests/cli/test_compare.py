@@ -42,6 +42,7 @@ def run_of(name: str, *records: dict[str, Any], **settings: Any) -> RunRecords:
     return RunRecords(name, [STARTED, *records], {"settings": entries, "backend": "cpu"})
 
 
+@pytest.mark.slow
 def test_runs_stand_beside_each_other(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     for rate in ("1e-3", "1e-2"):
         given = ("--set", f"optimizer.lr={rate}", "--out", f"runs/{rate}")

@@ -61,6 +61,7 @@ def recipe_path(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_estimate_holds_against_the_measured_peak(recipe_path: Path) -> None:
     (record,) = explain(recipe_path, ["cpu"], [], 1)
     run = subprocess.run(

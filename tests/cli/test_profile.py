@@ -75,6 +75,20 @@ def test_a_run_that_resumes_behind_it_says_so(drive: Drive, recipe: Path, tmp_pa
     assert spans(trace)[0] == ["step 7"]
 
 
+def test_a_trace_that_cannot_be_written_ends_no_run(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profile").symlink_to("/dev/full")
+    ran = drive(
+        "train", recipe, "--backend=cpu", "--profile=3:5", "--out=run", "--resume=auto", "--json"
+    )
+    assert ran.code == 0, ran.stderr
+    (told,) = [record["message"] for record in ran.records() if record["event"] == "warned"]
+    assert "steps-3-4.rank-0.json.gz cannot be written" in told
+    assert ran.records()[-1]["step"] == 6
+
+
 @pytest.mark.slow
 def test_each_rank_writes_its_own(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     ran = drive(

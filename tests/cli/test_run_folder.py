@@ -55,6 +55,14 @@ def test_the_page_is_made_whatever_the_history_holds(tmp_path: Path) -> None:
         render(history(read_records(path)), {}, Outcome("went on"))
 
 
+def test_half_a_character_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    named = {**EVALUATED, "name": "\ud800", "metrics": {"\ud800": 1.0, "\U0001f642": 2.0}}
+    path.write_text(json.dumps(named))
+    (record,) = read_records(path)
+    assert record == {**named, "name": "?", "metrics": {"?": 1.0, "\U0001f642": 2.0}}
+
+
 @pytest.mark.parametrize(
     "text",
     [

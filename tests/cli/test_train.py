@@ -123,6 +123,7 @@ def test_a_run_goes_on_without_its_recipe_being_named(
     assert other.records()[-1]["checkpoint"] == "other/checkpoints/checkpoint-000007"
 
 
+@pytest.mark.slow
 def test_the_printed_command_goes_on_with_the_run(
     drive: Drive, recipe: Path, shell: Drive, tmp_path: Path
 ) -> None:
@@ -197,6 +198,7 @@ def test_help_is_fast_and_names_the_exit_code(drive: Drive) -> None:
     assert "--set optimizer.lr=3e-4" in shown
 
 
+@pytest.mark.slow
 def test_a_run_is_tracked_and_its_resumed_one_goes_on(
     drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:

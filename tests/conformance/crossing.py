@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoint import CheckpointReader
 from ..kernel.errors import CapabilityRefused
+from ..kernel.recipe import Recipe
 from ..trainer.setting_values import override
 from ..trainer.settings import Settings
 from .bench import Bench
@@ -17,10 +18,7 @@ from .runs import run
 from .state import State, assemble, pieces, read_all
 from .subject import Subject
 
-__all__ = ["LOSS_BOUNDS", "TRAININGS", "Crossing", "Saved", "crossing", "refusal", "save", "title"]
-
-PROBLEM = "language"
-"""Tied weights, and items that are not samples."""
+__all__ = ["TRAININGS", "Crossing", "Saved", "Training", "crossing", "refusal", "save", "title"]
 
 SAMPLES = 22
 SAVED_AT = 4
@@ -35,22 +33,42 @@ SETTINGS: Mapping[str, Any] = {
     "optimizer.lr": 0.01,
 }
 
-TRAININGS: Mapping[str, Mapping[str, Any]] = {
-    "AdamW": {"optimizer.name": "torch.optim.AdamW"},
-    "SGD with momentum": {"optimizer.name": "torch.optim.SGD", "optimizer.args.momentum": 0.9},
-    "Adafactor": {"optimizer.name": "torch.optim.Adafactor"},
-    "AdamW in bf16": {"optimizer.name": "torch.optim.AdamW", "precision": "bf16"},
+
+@dataclass(frozen=True)
+class Training:
+    """What differs between the matrices."""
+
+    settings: Mapping[str, Any]
+    """By name."""
+    bound: float
+    """The largest relative deviation of each of the next ten losses."""
+    problem: str = "language"
+    """Tied weights, layers that are several in one, and items that are not samples."""
+
+
+CLOSE = 1e-6
+"""In float32 the same weights see the same samples, summed in another order: a few units of the
+last place, 6e-8, and ten updates enlarge them little."""
+CUT = 1e-5
+"""The same, where layers, sequences and experts are cut: each product is summed in another order
+too, and what is off by a unit can change which way an update of AdamW's goes."""
+ROUNDED = 2.0**-8
+"""In bf16 weights and moments are as equal, but each product is rounded to 8 bits, which is off by
+2**-8 at most, and each driver rounds others: what is cast once or twice, which kernel sums in which
+order. Rounding goes up as often as down and the loss is a mean over many items, so that the error
+of a single product is ample."""
+
+TRAININGS: Mapping[str, Training] = {
+    "AdamW": Training({"optimizer.name": "torch.optim.AdamW"}, CLOSE),
+    "SGD with momentum": Training(
+        {"optimizer.name": "torch.optim.SGD", "optimizer.args.momentum": 0.9}, CLOSE
+    ),
+    "Adafactor": Training({"optimizer.name": "torch.optim.Adafactor"}, CLOSE),
+    "AdamW in bf16": Training(
+        {"optimizer.name": "torch.optim.AdamW", "precision": "bf16"}, ROUNDED
+    ),
+    "AdamW, mixture of experts": Training({"optimizer.name": "torch.optim.AdamW"}, CUT, "mixture"),
 }
-"""What differs between the matrices: settings by name."""
-
-LOSS_BOUNDS: Mapping[str, float] = {"fp32": 1e-6, "bf16": 2.0**-8}
-"""The largest relative deviation of each of the next ten losses.
-
-In float32 the same weights see the same samples, summed in another order: a few units of the last
-place, 6e-8, and ten updates enlarge them little. In bf16 weights and moments are as equal, but
-each product is rounded to 8 bits, which is off by 2**-8 at most, and each driver rounds others:
-what is cast once or twice, which kernel sums in which order. Rounding goes up as often as down and
-the loss is a mean over many items, so that the error of a single product is ample."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +136,7 @@ def crossing(saved: Saved, reader: Subject) -> Crossing:
         seen, right = ([line[figure] for line in lines] for lines in (resumed, straight))
         require_same(f"{figure}, {what}", seen, right)
     actual, expected = ([line["loss"] for line in lines] for lines in (resumed, straight))
-    bound = LOSS_BOUNDS[_settings(training).precision]
-    require_close(f"losses, {what}", actual, expected, bound)
+    require_close(f"losses, {what}", actual, expected, TRAININGS[training].bound)
     off = [abs(a - e) / abs(e) for a, e in zip(actual, expected, strict=True)]
     return Crossing(saved.writer, title(reader), training, off[0], max(off))
 
@@ -127,15 +144,22 @@ def crossing(saved: Saved, reader: Subject) -> Crossing:
 def _run(
     subject: Subject, training: str, saving: Mapping[str, Any], **arguments: Any
 ) -> dict[str, Any]:
-    settings = {**SETTINGS, **TRAININGS[training], **saving}
-    ranks = subject.run(run, problem=PROBLEM, samples=SAMPLES, settings=settings, **arguments)
+    chosen = TRAININGS[training]
+    settings = {**SETTINGS, **chosen.settings, **saving}
+    ranks = subject.run(
+        run, problem=chosen.problem, samples=SAMPLES, settings=settings, **arguments
+    )
     steps = zip(*(rank["ids"] for rank in ranks), strict=True)
     ids = [sorted({index for part in step for index in part}) for step in steps]
     return {**ranks[0], "ids": ids}
 
 
 def _settings(training: str) -> Settings:
-    return override(Settings(), TRAININGS[training])
+    return override(Settings(), TRAININGS[training].settings)
+
+
+def _recipe(training: str, settings: Settings) -> Recipe:
+    return PROBLEMS[TRAININGS[training].problem].recipe(optimizer=settings.optimizer.build)
 
 
 # --- jobs, run on every rank ------------------------------------------------------------------
@@ -146,7 +170,7 @@ def declined(bench: Bench, *, training: str) -> str:
     settings = _settings(training)
     try:
         with bench.open(precision=settings.precision) as session:
-            session.prepare(PROBLEMS[PROBLEM].recipe(optimizer=settings.optimizer.build))
+            session.prepare(_recipe(training, settings))
     except CapabilityRefused as refused:
         return str(refused)
     return ""
@@ -156,7 +180,6 @@ def restored(bench: Bench, *, source: str, training: str) -> dict[str, Any]:
     """What each rank would write right after restoring, and whether ties hold."""
     settings = _settings(training)
     with bench.open(precision=settings.precision) as session:
-        recipe = PROBLEMS[PROBLEM].recipe(optimizer=settings.optimizer.build)
-        engine = session.prepare(recipe)
+        engine = session.prepare(_recipe(training, settings))
         engine.restore(CheckpointReader(source))
         return {"state": pieces(engine), "tied": len(engine.tied) == 1}

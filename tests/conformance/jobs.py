@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,13 +90,42 @@ def accumulate(
     total = torch.zeros((), device=session.world.device)
     for index, batch in enumerate(taken):
         with engine.microbatch(index == len(taken) - 1):
+            factor = factors[index] if counted[index] else 0.0
+            part = _Part(engine, index, len(taken), session.world.num_feeders, items, factor)
+            if (step := getattr(engine, "step", None)) is not None:
+                total += step(engine.module, batch, part) * items / part.num_feeders
+                continue
             with engine.autocast():
                 loss = problem.loss(engine.module, batch)
-            factor = factors[index] if counted[index] else 0.0
-            value = loss.detach()
-            engine.backward(loss, value.new_full((), factor * session.world.num_feeders / items))
-        total += value * factor
+            total += part.backward(loss, part.num_feeders / items) * items / part.num_feeders
     return float(session.reduce(total)) / items
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The `Microstep` of one microbatch, whose loss is multiplied by `factor`."""
+
+    engine: Engine
+    index: int
+    num_microbatches: int
+    num_feeders: int
+    items: float
+    factor: float
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.num_microbatches - 1
+
+    def num_items(self) -> float:
+        return self.items
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.engine.autocast()
+
+    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
+        factor = loss.detach().new_full((), self.factor * weight)
+        self.engine.backward(loss, factor)
+        return loss.detach() * factor
 
 
 def deal(group: Sequence[int], reader: int, readers: int, micro_batch: int | None) -> Dealt:

@@ -224,7 +224,7 @@ def train(
         problem = replace(
             PROBLEMS["regression"],
             model=lambda: model(updates, microbatch, [feeder]),
-            parallel=Parallel(tensor={"used.0": "column", "used.2": "row"}),
+            parallel=Parallel(tensor={"used.0": "column", "used.2": "row"}, stages=["used.?"]),
         )
         engine = session.prepare(problem.recipe(optimizer=build))
         engine.module.train()

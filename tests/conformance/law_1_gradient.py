@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..data.parallel import Parallel
-from ..kernel.errors import CapabilityRefused, RecipeError
+from ..kernel.errors import RecipeError
 from . import oracle
 from .bench import Bench
 from .cases import Refused, check
 from .jobs import accumulate, microbatches, optimizer_called
 from .judge import require, require_close, require_same_bits
 from .problems import PROBLEMS
-from .refusal import refuses_precision
+from .refusal import refuses_optimizer, refuses_precision
 from .rehearsal import rehearse
 from .runs import run
 from .subject import Subject
@@ -32,6 +32,15 @@ def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: in
     seen = rehearse(subject, problem, optimizer="SGD", micro_batch=micro_batch)
     seen.require_losses(1e-6)
     seen.require_weights(1e-6)
+
+
+@check()
+def experts_equal_one_process(subject: Subject) -> None:
+    """Of a mixture each expert learns of the tokens that the router sends it."""
+    seen = rehearse(subject, "mixture", optimizer="SGD", micro_batch=2, max_grad_norm=1.0)
+    seen.require_losses(1e-6)
+    seen.require_weights(1e-6)
+    require_close("norm of update", list(map(float, seen.norms)), seen.expected.norms, 1e-5)
 
 
 @check()
@@ -71,24 +80,11 @@ def clipped_adamw_equals_one_process(
 def an_optimizer_takes_one_step_a_step(subject: Subject, optimizer: str) -> Refused | None:
     """One that counts its steps, or sums over all parameters, is called once, and sees all of them;
     or it is refused by its name before the first step."""
-    for told in subject.run(preparing, optimizer=optimizer):
-        if told is not None:
-            require(optimizer in told, f"{optimizer} is refused without its name: {told}")
-            return Refused(told)
+    if refused := refuses_optimizer(subject, optimizer):
+        return refused
     seen = rehearse(subject, "regression", optimizer=optimizer, micro_batch=2)
     seen.require_losses(1e-6)
     seen.require_weights(1e-6)
-    return None
-
-
-def preparing(bench: Bench, *, optimizer: str) -> str | None:
-    """A job: how an optimizer is refused; None where it is taken."""
-    recipe = PROBLEMS["regression"].recipe(optimizer=optimizer_called(optimizer))
-    try:
-        with bench.open() as session:
-            session.prepare(recipe)
-    except CapabilityRefused as refusal:
-        return str(refusal)
     return None
 
 
@@ -169,7 +165,7 @@ class WithSpareParts(nn.Module):
 
 def with_spare_parts(bench: Bench) -> dict[str, Any]:
     """A job."""
-    cut = Parallel(tensor={"used.0": "column", "used.2": "row"})
+    cut = Parallel(tensor={"used.0": "column", "used.2": "row"}, stages=["used.?"])
     problem = replace(PROBLEMS["regression"], model=WithSpareParts, parallel=cut)
     with bench.open() as session:
         engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))

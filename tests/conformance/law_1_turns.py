@@ -19,12 +19,13 @@ from torch.nn.functional import softplus
 
 from ..checkpoint import CheckpointReader
 from ..data.parallel import Parallel
+from ..kernel.errors import CapabilityRefused
 from ..kernel.events import Logged
 from ..trainer.turns import Models, Turns
 from . import oracle
 from .bench import Bench
-from .cases import check
-from .judge import require_same_bits
+from .cases import Refused, check
+from .judge import require, require_same_bits
 from .law_1_groups import EPS, require_near
 from .problems import PROBLEMS, Sample, Samples
 from .state import read_all
@@ -80,10 +81,14 @@ LOSSES = {"critic": of_critic, "maker": of_maker}
 
 
 @check()
-def each_update_trains_its_own_models(subject: Subject) -> None:
-    """With an evaluation in between; resumed, too. A log tells the loss of each."""
+def each_update_trains_its_own_models(subject: Subject) -> Refused | None:
+    """With an evaluation in between; resumed, too. A log tells the loss of each. Or turns are
+    refused by name."""
     with tempfile.TemporaryDirectory() as folder:
         straight, logs = subject.run(run, out=f"{folder}/straight")[0]
+        if not logs:
+            require("Turns" in straight, f"turns are refused without their name: {straight}")
+            return Refused(straight)
         states = [state_of(straight, step) for step in range(1, STEPS + 1)]
         first, expected, losses = by_hand()
         require_near(states[-1]["weights"], first, expected, off=1e-5)
@@ -100,6 +105,7 @@ def each_update_trains_its_own_models(subject: Subject) -> None:
     require_losses(later, losses)
     for kind in ("weights", "optimizer") if subject.can("exact_resume") else ():
         require_same_bits(f"{kind}, resumed at {STOPPED_AT}", again[kind], states[-1][kind])
+    return None
 
 
 def require_losses(logs: list[tuple[int, dict[str, float]]], losses: list[float]) -> None:
@@ -116,7 +122,8 @@ def require_losses(logs: list[tuple[int, dict[str, float]]], losses: list[float]
 def run(
     bench: Bench, *, out: str, resume: str | None = None
 ) -> tuple[str, list[tuple[int, dict[str, float]]]]:
-    """A job: all steps; the last checkpoint, and each log's step and losses."""
+    """A job: all steps; the last checkpoint, and each log's step and losses. Where turns are
+    refused, in which words, and no logs."""
     logs: list[tuple[int, dict[str, float]]] = []
 
     def observe(event: Any) -> None:
@@ -132,7 +139,10 @@ def run(
         eval_data={"some": Samples("regression", 3)},
         parallel=Parallel(tensor={"*.0": "column", "*.2": "row"}),
     )
-    result = bench.fit(recipe, SETTINGS, out=out, resume=resume, observers=[observe])
+    try:
+        result = bench.fit(recipe, SETTINGS, out=out, resume=resume, observers=[observe])
+    except CapabilityRefused as refusal:
+        return str(refusal), []
     return str(result.checkpoint), logs
 
 

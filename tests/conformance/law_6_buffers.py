@@ -11,19 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from .bench import Bench
-from .cases import check
+from .cases import Refused, check
 from .jobs import accumulate, deal, microbatches, optimizer_called
 from .judge import require, require_same_bits
 from .problems import PROBLEMS, Normalised
+from .refusal import refuses_model
 from .rehearsal import rehearse
 from .state import assemble, pieces
 from .subject import Subject
 
 
 @check(micro_batch=(None, 2))
-def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int | None) -> None:
+def each_forward_begins_with_those_of_rank_0(
+    subject: Subject, micro_batch: int | None
+) -> Refused | None:
     """Each rank has seen other samples. Those that rank 0's last forward in training left are saved
     once, and shown on every rank."""
+    if refused := refuses_model(subject, "normalised"):
+        return refused
     ranks = subject.run(watch, micro_batch=micro_batch)
     first = ranks[0]
     for number, rank in enumerate(ranks):
@@ -36,22 +41,28 @@ def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int 
     require_same_bits("buffers that are saved, beside those of rank 0", saved, first["left"])
     moved = [not torch.equal(first["left"][name], first["seen"][0][name]) for name in saved]
     require(all(moved), "training has left buffers as they were")
+    return None
 
 
 @check()
-def one_process_normalises_as_plain_torch(subject: Subject) -> None:
+def one_process_normalises_as_plain_torch(subject: Subject) -> Refused | None:
     """Means, variances and counts are those of the samples of each batch."""
     one = subject.at(1)
+    if refused := refuses_model(one, "normalised"):
+        return refused
     seen = rehearse(one, "normalised", optimizer="SGD", steps=9, rates=[0.005] * 9)
     seen.require_losses(2e-6)
     seen.require_weights(2e-6)
+    return None
 
 
 @check()
-def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
+def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
     """Though they run twice where activations are recomputed."""
     if not subject.can("activation_checkpointing"):
-        return
+        return None
+    if refused := refuses_model(subject.at(1), "normalised"):
+        return refused
     seen = rehearse(
         subject.at(1),
         "normalised",
@@ -61,6 +72,7 @@ def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
         activation_checkpointing=("BatchNorm1d",),
     )
     seen.require_weights(2e-6)
+    return None
 
 
 class Watched(Normalised):

@@ -268,7 +268,9 @@ def weights_held(bench: Bench) -> int:
     """A job: elements of the parameters in this rank's memory."""
     with bench.open() as session:
         engine = session.prepare(PROBLEMS["language"].recipe(optimizer=optimizer_called("SGD")))
-        return sum(local(parameter).numel() for parameter in engine.module.parameters())
+        parts = [local(parameter) for parameter in engine.module.parameters()]
+        in_memory = (part.untyped_storage().nbytes() // part.element_size() for part in parts)
+        return sum(min(part.numel(), n) for part, n in zip(parts, in_memory, strict=True))
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from string import Template
 
-from .crossing import LOSS_BOUNDS, TRAININGS, Crossing, Saved, crossing, refusal, save, title
+from .crossing import TRAININGS, Crossing, Saved, crossing, refusal, save, title
 from .harness import WorkerFailure
 from .judge import LawBroken
 from .subject import Subject
 
-__all__ = ["crossings", "main", "parse_subject", "write_page"]
+__all__ = ["crossings", "main", "make_page", "parse_subject", "write_page"]
 
 
 def parse_subject(text: str, python: str | None = None) -> Subject:
@@ -31,12 +31,16 @@ def parse_subject(text: str, python: str | None = None) -> Subject:
     return Subject(name, int(processes) if processes else 1, chosen, python=python)
 
 
-def crossings(subjects: Sequence[Subject], folder: str) -> Iterator[Crossing]:
-    """All pairs in all trainings; checkpoints are kept in `folder` until the last is done."""
+def crossings(
+    subjects: Sequence[Subject], folder: str, trainings: Sequence[str] | None = None
+) -> Iterator[Crossing]:
+    """All pairs in these trainings, by default in all; checkpoints are kept in `folder` until the
+    last is done."""
+    trainings = [*TRAININGS] if trainings is None else trainings
     saved: dict[tuple[Subject, str], Saved] = {}
     refused: dict[tuple[Subject, str], str] = {}
     for number, writer in enumerate(subjects):
-        for training in TRAININGS:
+        for training in trainings:
             refused[writer, training] = refusal(writer, training)
             if not refused[writer, training]:
                 saved[writer, training] = save(writer, f"{folder}/{number} {training}", training)
@@ -52,16 +56,16 @@ def crossings(subjects: Sequence[Subject], folder: str) -> Iterator[Crossing]:
                 yield replace(found, error=str(broken))
 
 
-def write_page(folder: Path, found: Sequence[Crossing]) -> None:
-    """`matrix.csv`, and `matrix.html` with a heat map for each training."""
+def write_page(folder: Path, found: Sequence[Crossing], name: str = "matrix") -> None:
+    """`NAME.csv`, and `NAME.html` with a heat map for each training."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "matrix.csv").open("w", encoding="utf-8", newline="") as file:
+    with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [column.name for column in fields(Crossing)])
         table.writeheader()
         table.writerows(asdict(each) for each in found)
-    tables = "".join(_table(name, [c for c in found if c.training == name]) for name in TRAININGS)
+    tables = "".join(_table(each, [c for c in found if c.training == each]) for each in TRAININGS)
     template = Template((Path(__file__).parent / "matrix.html").read_text(encoding="utf-8"))
-    (folder / "matrix.html").write_text(template.substitute(tables=tables), encoding="utf-8")
+    (folder / f"{name}.html").write_text(template.substitute(tables=tables), encoding="utf-8")
 
 
 def _table(training: str, found: Sequence[Crossing]) -> str:
@@ -70,7 +74,7 @@ def _table(training: str, found: Sequence[Crossing]) -> str:
     names = dict.fromkeys(each.writer for each in found)
     by_pair = {(each.writer, each.reader): each for each in found}
     head = "".join(f"<th><span>{html.escape(name)}</span></th>" for name in names)
-    bound = LOSS_BOUNDS[TRAININGS[training].get("precision", "fp32")]
+    bound = TRAININGS[training].bound
     rows = "".join(
         f"<tr><th>{html.escape(writer)}</th>"
         + "".join(_cell(by_pair[writer, reader], bound) for reader in names)
@@ -102,13 +106,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--python", help="the interpreter of another environment, for all drivers")
     chosen = parser.parse_args(arguments)
     subjects = [parse_subject(text, chosen.python) for text in chosen.subjects]
+    return make_page(chosen.report, subjects)
+
+
+def make_page(
+    folder: Path,
+    subjects: Sequence[Subject],
+    name: str = "matrix",
+    trainings: Sequence[str] | None = None,
+) -> int:
+    """Try all pairs and write their page; 1 if one is broken."""
     found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for each in crossings(subjects, folder):
+    with tempfile.TemporaryDirectory() as checkpoints:
+        for each in crossings(subjects, checkpoints, trainings):
             found.append(each)
             outcome = each.error or each.refused or f"{each.ten_losses:.1e}"
             print(f"{each.training}: {each.writer} -> {each.reader}: {outcome}", flush=True)
-    write_page(chosen.report, found)
+    write_page(folder, found, name)
     return int(any(each.error for each in found))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from ..data.parallel import Parallel
 from ..kernel.recipe import Recipe
+from .decoders import LENGTH, VOCABULARY, WIDTH, LanguageModel, MixtureModel
 
 __all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate"]
 
@@ -145,51 +146,9 @@ def squared_error(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
     return {"loss": (at_least_float32(module(batch["x"])) - batch["y"]).square().sum()}
 
 
-# --- language: tied weights, items that are not samples ---------------------------------------
+# --- language, and a mixture of experts: tied weights, items that are not samples --------------
 
-VOCABULARY, LENGTH, WIDTH, HEADS = 29, 10, 16, 2
 IGNORED = -100
-
-
-class Block(nn.Module):
-    """Causal attention and an MLP, both residual, normalised before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
-            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
-        return y
-
-
-class LanguageModel(nn.Module):
-    """Two blocks between an embedding and a head that are one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(Block(), Block())
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        where = self.position if positions is None else self.position[positions]
-        hidden = self.blocks(self.embedding(tokens) + where)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
 
 
 def language_sample(generator: torch.Generator) -> Sample:
@@ -301,7 +260,7 @@ PROBLEMS: dict[str, Problem] = {
         regression_model,
         regression_sample,
         squared_error,
-        parallel=Parallel(tensor={"0": "column", "2": "row"}),
+        parallel=Parallel(tensor={"0": "column", "2": "row"}, stages=["?"]),
     ),
     "language": Problem(
         LanguageModel,
@@ -323,23 +282,42 @@ PROBLEMS: dict[str, Problem] = {
             positions="positions",
         ),
     ),
+    "mixture": Problem(
+        MixtureModel,
+        language_sample,
+        language_loss,
+        count_tokens,
+        trained_layer="MixtureBlock",
+        parallel=Parallel(
+            tensor={
+                "embedding": "vocabulary",
+                "head": "vocabulary",
+                "blocks.*.qkv": "column",
+                "blocks.*.out": "row",
+            },
+            fused={"blocks.*.qkv": 3},
+            sequence={"x": 1, "y": 1},
+            positions="positions",
+            experts=["blocks.*.experts"],
+        ),
+    ),
     "classification": Problem(
         classification_model,
         classification_sample,
         classification_measure,
-        parallel=Parallel(tensor={"3": "vocabulary"}),
+        parallel=Parallel(tensor={"3": "vocabulary"}, stages=["?"]),
     ),
     "dropout": Problem(
         Dropout,
         regression_sample,
         squared_error,
-        parallel=Parallel(tensor={"body.0": "vocabulary"}),
+        parallel=Parallel(tensor={"body.0": "vocabulary"}, stages=["body.?"]),
     ),
     "scaled": Problem(
         Scaled,
         regression_sample,
         squared_error,
-        parallel=Parallel(tensor={"body.0": "column", "body.2": "row"}),
+        parallel=Parallel(tensor={"body.0": "column", "body.2": "row"}, stages=["body.?"]),
     ),
     "normalised": Problem(
         Normalised,

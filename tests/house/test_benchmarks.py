@@ -27,6 +27,7 @@ def some(module: Any, *candidates: str) -> Any:
     return dataclasses.replace(step, candidates=dict.fromkeys(candidates, ""), blocks=2)
 
 
+@pytest.mark.slow
 def test_candidates_take_turns_and_do_the_same_work(benchmark_module: Callable[[str], Any]) -> None:
     benchmark, told = some(benchmark_module("steps"), "tuned", "kernel"), []
     record = benchmark.rounds(1, True, told.append)

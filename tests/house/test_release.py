@@ -133,6 +133,7 @@ Recipe(model=3, loss=4)
 """
 
 
+@pytest.mark.slow
 def test_a_user_s_file_is_checked_strictly(tmp_path: Path) -> None:
     """Every public name has a type, none is Any, and what is wrong is seen."""
     file, wrong = tmp_path / "user.py", tmp_path / "wrong.py"

@@ -157,6 +157,57 @@ class Strange(torch.optim.SGD):
             self.state["shared"]["norm"] = 1.0  # type: ignore[index]
 
 
+class Aside(torch.optim.SGD):
+    """Counts where torch's own `state_dict` does not look."""
+
+    calls, _steps = 0, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.calls, self._steps = self.calls + 1, self._steps + 1
+
+
+def test_what_an_optimizer_counts_aside_is_told(tmp_path: Path, caplog: Any) -> None:
+    def build(pairs: Named) -> torch.optim.Optimizer:
+        return Aside([p for _, p in pairs], lr=0.1)
+
+    train(tmp_path, steps=3, build=build)
+    (message,) = [r.getMessage() for r in caplog.records if "no checkpoint holds" in r.getMessage()]
+    assert "the optimizer Aside counts in calls, attributes of its own" in message
+
+
+class StrangeGroups(torch.optim.SGD):
+    """Keeps in its groups what no checkpoint can hold, beside what the recipe has put there."""
+
+    def __init__(self, params: Any, kept: Any) -> None:
+        super().__init__([{"params": params, "mode": "slow", "table": {"a": 1}}], lr=0.1)
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.kept(self.param_groups[0])
+
+
+KEPT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "projector": lambda group: group.update(projector=object()),
+    "mode": lambda group: group.update(mode="fast"),
+    "table": lambda group: group["table"].update(a=group["table"]["a"] + 1),
+}
+
+
+@pytest.mark.parametrize("named", KEPT)
+def test_what_cannot_be_saved_of_groups_is_refused_in_the_first_update(
+    named: str, tmp_path: Path
+) -> None:
+    def build(kept: Any) -> Callable[[Named], torch.optim.Optimizer]:
+        return lambda pairs: StrangeGroups([p for _, p in pairs], kept)
+
+    with pytest.raises(RecipeError, match=f"StrangeGroups keeps {named},"):
+        train(tmp_path / "a", steps=2, build=build(KEPT[named]))
+    assert not list(tmp_path.glob("a/checkpoints/checkpoint-*"))
+    train(tmp_path / "b", steps=2, build=build(lambda group: None))
+
+
 @pytest.mark.parametrize(("everywhere", "named"), [(False, "projector"), (True, "shared")])
 def test_what_cannot_be_saved_is_refused_in_the_first_update(
     everywhere: bool, named: str, tmp_path: Path

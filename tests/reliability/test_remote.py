@@ -256,9 +256,8 @@ def train_in_a_process(out: str, settings: Settings, environment: dict[str, str]
     run(Url(out), settings)
 
 
-@pytest.mark.parametrize(
-    "behind", [pytest.param(False, marks=pytest.mark.slow), True], ids=["still", "behind"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("behind", [False, True], ids=["still", "behind"])
 def test_kill_9_in_the_middle_of_an_upload(
     proxy: Proxy, whole: dict[str, Any], out: Url, behind: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -189,13 +190,30 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     tracker = Tracker("tensorboard", warn=told.append)
 
     def fail(*_: object) -> None:
-        raise OSError("no space left")
+        raise RuntimeError("its server is gone")
 
     monkeypatch.setattr("drivetrain.trackers.libraries.TensorBoard.log", fail)
     result = fit(recipe(), settings(3), backend="cpu", out=tmp_path, observers=[tracker])
     assert result.step == 3
     (message,) = told
-    assert "tensorboard" in message and "no space left" in message
+    assert "tensorboard" in message and "its server is gone" in message
+
+
+@pytest.mark.parametrize("call", ["log", "start"])
+def test_a_full_disk_ends_no_run(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where the library has yet to start: a scheduler resumes whatever the disk is like."""
+    told: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(f"drivetrain.trackers.libraries.TensorBoard.{call}", fail)
+    tracker = Tracker("tensorboard", warn=told.append)
+    assert fit(recipe(), settings(3), backend="cpu", out=tmp_path, observers=[tracker]).step == 3
+    (message,) = told
+    assert "tensorboard" in message and "No space left" in message
 
 
 def test_what_cannot_be_tracked_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""Small decoders: a plain one, and one whose layers are mixtures of experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+__all__ = ["LENGTH", "VOCABULARY", "WIDTH", "LanguageModel", "MixtureModel"]
+
+VOCABULARY, LENGTH, WIDTH, HEADS = 29, 10, 16, 2
+EXPERTS, CHOSEN = 4, 2
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, both residual, normalised before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class LanguageModel(nn.Module):
+    """Two blocks between an embedding and a head that are one parameter."""
+
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.Sequential(self.block(), self.block())
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        where = self.position if positions is None else self.position[positions]
+        hidden = self.blocks(self.embedding(tokens) + where)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+class Experts(nn.Module):
+    """Tokens (N, D), the experts (N, K) that each goes to and what they weigh, to (N, D)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / (2 * WIDTH) ** 0.5)
+
+    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):  # all tokens: on some devices shapes must not vary
+            share = torch.where(indices == expert, weights, 0.0).sum(-1, keepdim=True)
+            answer = functional.gelu(tokens @ self.up[expert]) @ self.down[expert]
+            result = result + (answer * share).to(result.dtype)
+        return result
+
+
+class MixtureBlock(nn.Module):
+    """Attention with as many heads as ranks may cut it over, and a mixture of experts."""
+
+    HEADS = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mixture_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, WIDTH // self.HEADS)).transpose(1, 2)
+            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        tokens = self.mixture_norm(x).flatten(0, 1)
+        weights, indices = self.router(tokens).float().softmax(-1).topk(CHOSEN)
+        weights = weights / weights.sum(-1, keepdim=True)
+        y: Tensor = x + self.experts(tokens, indices, weights).unflatten(0, x.shape[:2])
+        return y
+
+
+class MixtureModel(LanguageModel):
+    """The same around blocks that are mixtures."""
+
+    block = MixtureBlock
