@@ -60,6 +60,8 @@ class LayersUsed:
         # of a part whose ranks all tell the same the sum is 0; no two parts make up for each other
         self._factor = 1 if parts == 1 else (part + 1) * (1 if place else 1 - self.size)
         self._apart = parts > 1
+        most = parts * (parts + 1) * (self.size - 1) if self._apart else self.size
+        self._short_bits = min(20, (53 - most.bit_length()) // 2)  # 53: where floats are whole
         self.board: SharedMemorySum | None = None
         """Where ranks see each other's notes; None where they cannot."""
         self._names = ["the backward"]
@@ -135,7 +137,7 @@ class LayersUsed:
 
     def end_turn(self) -> Turn:
         """What was noted in it is to be compared."""
-        short = zlib.crc32(self._notes.tobytes()) & 0xFFFF
+        short = zlib.crc32(self._notes.tobytes()) & ((1 << self._short_bits) - 1)
         factor = self._factor
         ended = Turn(self._turn, float(factor * short), float(factor * short * short))
         self._turn, self._ended, self._notes = self._turn + 1, self._notes, array("I")
@@ -149,7 +151,9 @@ class LayersUsed:
 
     def require_same(self, turn: int, shorts: float, squares: float) -> None:
         """From the sums of that turn's numbers. Raises `RecipeError`, on all ranks or none."""
-        same = not (shorts or squares) if self._apart else self.size * squares == shorts * shorts
+        same = (
+            not (shorts or squares) if self._apart else self.size * int(squares) == int(shorts) ** 2
+        )
         if not same:
             raise RecipeError(self._refusal(turn, ended=True))
 
