@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from torch import distributed
+
 from ..errors import ArgumentError
 
-__all__ = ["AcceleratorConfig", "resolve_accumulation"]
+__all__ = ["AcceleratorConfig", "require_state", "resolve_accumulation"]
 
 
 @dataclass
@@ -34,7 +37,8 @@ class AcceleratorConfig:
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
     each batch, not once an update; accelerate's others change nothing, as with transformers."""
     use_configured_state: bool = False
-    """It changes nothing: a process group that was made before is joined in any case."""
+    """Of a process group, or of accelerate's state, that was made before, or of earlier arguments.
+    It is joined in any case; if True, there must be one."""
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
@@ -78,6 +82,26 @@ class AcceleratorConfig:
     def pop(self, key: str, default: Any = None) -> Any:
         """Take a field away and give its value."""
         return vars(self).pop(key, default)
+
+
+_earlier: list[bool] = []
+"""Not empty: arguments have been made in this process."""
+
+
+def require_state(config: AcceleratorConfig) -> None:
+    """Of the arguments that are being made. Raises `ArgumentError` where they are to use a state
+    that was configured, and there is none."""
+    accelerate = sys.modules.get("accelerate.state")
+    found = _earlier or distributed.is_initialized()
+    if not found and accelerate is not None:
+        found = bool(accelerate.PartialState._shared_state)
+    if config.use_configured_state and not found:
+        raise ArgumentError(
+            "accelerator_config.use_configured_state=True, and there is no state yet: make the "
+            "process group, accelerate's PartialState or other TrainingArguments first, or leave "
+            "it False, which joins what is there"
+        )
+    _earlier[:] = [True]
 
 
 _ACCUMULATION = {"num_steps", "sync_each_batch", "adjust_scheduler", "sync_with_dataloader"}

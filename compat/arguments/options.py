@@ -14,7 +14,7 @@ from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import launched
 
-__all__ = ["driver_options", "notes"]
+__all__ = ["driver_options", "notes", "refuse_kernels"]
 
 Options = dict[str, Any]
 
@@ -57,11 +57,18 @@ def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Op
         derived |= _xla(asked)
     if driver == "deepspeed":
         defaults["construct"] = "whole"  # the model is made before the Trainer is
-    if asked.use_liger_kernel and driver in ("cpu", "ipex", "xla"):
-        raise ArgumentRefused("use_liger_kernel", driver, "these kernels run on GPUs alone")
     derived |= _sizes(asked, driver)
     _refuse_library(asked, driver, derived)
     return derived, defaults
+
+
+_WITHOUT_TRITON = ("cpu", "ipex", "xla")
+
+
+def refuse_kernels(asked: Any, driver: str) -> None:
+    """Raises `ArgumentRefused` where training would run kernels that the driver cannot."""
+    if asked.use_liger_kernel and driver in _WITHOUT_TRITON:
+        raise ArgumentRefused("use_liger_kernel", driver, "these kernels run on GPUs alone")
 
 
 def notes(asked: Any, driver: str) -> Iterator[str]:
@@ -71,6 +78,11 @@ def notes(asked: Any, driver: str) -> Iterator[str]:
         if getattr(asked, argument, None) is not None and option not in known:
             reason = _WITHOUT_REPLICAS.get(driver, "it keeps no replicas of its own")
             yield f"{argument} has no effect on {driver}: {reason}"
+    if asked.use_liger_kernel and driver in _WITHOUT_TRITON:
+        yield (
+            f"use_liger_kernel has no effect on {driver} while evaluating: these kernels run on "
+            "GPUs alone, and train() is refused"
+        )
     if driver == "fsdp":
         yield from fsdp.notes(asked)
     if getattr(asked, "fsdp_config", None) and not asked.fsdp and driver not in ("fsdp", "xla"):

@@ -23,7 +23,7 @@ from ..enums import (
 from ..errors import ArgumentError
 from ..profile import profile_of
 from . import backend
-from .accelerator_config import AcceleratorConfig
+from .accelerator_config import AcceleratorConfig, require_state
 from .values import as_numbers
 
 __all__ = ["log_verbosity", "resolve"]
@@ -70,6 +70,7 @@ def resolve(args: Any) -> None:
     if args.torch_compile and args.torch_compile_backend is None:
         args.torch_compile_backend = "inductor"
     args.accelerator_config = AcceleratorConfig.of(args.accelerator_config)
+    require_state(args.accelerator_config)
     if args.use_cpu:
         args.dataloader_pin_memory = False
     _set_tf32(args)

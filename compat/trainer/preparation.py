@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments.options import refuse_kernels
 from ..integrations.liger import apply_liger_kernel
 from ..integrations.neftune import NeftuneMixin
 from ..optim.build import OptimizationMixin
@@ -53,6 +54,7 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         if (args.fp16_full_eval or args.bf16_full_eval) and not self.is_model_parallel:
             self._move_model_to_device(model, args.device)
         if args.use_liger_kernel:
+            refuse_kernels(args, self.driver_session.driver.name)
             apply_liger_kernel(model, getattr(args, "liger_kernel_config", None))
         if args.gradient_checkpointing or getattr(args, "activation_checkpointing", None):
             newer = getattr(args, "activation_checkpointing_kwargs", None)

@@ -7,6 +7,8 @@ import dataclasses
 import inspect
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -294,6 +296,24 @@ def test_the_state_of_earlier_arguments_is_one_that_was_configured(library: Any)
         assert later.device.type == "cpu"
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_without_a_state_none_can_be_used() -> None:
+    """In a process of its own, where no arguments were made before."""
+    program = """
+from drivetrain.compat import TrainingArguments
+config = {"use_configured_state": True}
+try:
+    TrainingArguments("o", use_cpu=True, accelerator_config=config)
+except ValueError as error:
+    assert "there is no state yet" in str(error), error
+else:
+    raise SystemExit("not refused")
+import accelerate
+accelerate.PartialState(cpu=True)
+TrainingArguments("o", use_cpu=True, accelerator_config=config)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 @pytest.mark.row("G11")

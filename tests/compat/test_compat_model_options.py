@@ -176,6 +176,25 @@ def test_liger_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
         apply_liger_kernel(llama())
 
 
+@pytest.mark.row("N10", status="refused", note="without a GPU there is nothing to compile for")
+def test_liger_is_refused_where_it_would_train_on_a_cpu(tmp_path: Path) -> None:
+    """To evaluate, where only the loss is asked for, it tells the model to leave the logits out."""
+    seen: list[Any] = []
+
+    class Skips(nn.Linear):
+        def forward(self, x: Tensor, labels: Tensor, **more: Any) -> dict[str, Any]:
+            seen.append(more.get("skip_logits"))
+            return {"loss": nn.functional.cross_entropy(super().forward(x), labels)}
+
+    asked = {"use_liger_kernel": True, "prediction_loss_only": True}
+    trainer = ours(tmp_path).trainer(lambda: Skips(4, 3), **asked)
+    assert trainer.evaluate()["eval_loss"] > 0 and set(seen) == {True}
+    seen.clear()
+    with pytest.raises(ValueError, match="use_liger_kernel: these kernels run on GPUs alone"):
+        trainer.train()
+    assert not seen
+
+
 @pytest.mark.row("N10")
 def test_liger_patches_models_of_transformers_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
