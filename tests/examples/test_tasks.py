@@ -44,6 +44,7 @@ REACHES: dict[str, Callable[[Result], bool]] = {
     "diffusion": draws_digits,
     "gan": passes_for_digits,
     "images": lambda result: figures(result)["accuracy"] > 0.95,
+    "pole": lambda result: figures(result)["balanced"] > 0.9,
     "tables": lambda result: figures(result)["r2"] > 0.35,
     "texts": lambda result: (
         figures(result)["accuracy"] > 0.93 > figures(result)["always_code"] + 0.1
@@ -65,6 +66,14 @@ def test_a_task(name: str) -> None:
 
     result = fit(task["recipe"](), task["settings"], backend="cpu", finish=finish)
     assert REACHES[name](result), result
+
+
+def test_a_pole_falls_where_pushes_are_by_chance() -> None:
+    task = runpy.run_path(str(FOLDER / "pole.py"))
+    starts = task["recipe"]().eval_data["held_out"]
+    models = {"actor": lambda states: torch.zeros(len(states), 2)}
+    _, _, standing = task["tried"](models, starts, task["by_chance"])
+    assert 0.15 < standing[1:].float().mean() < 0.25
 
 
 @pytest.mark.parametrize(("name", "model"), [("diffusion", "Denoiser"), ("gan", "models")])
