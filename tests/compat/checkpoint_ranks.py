@@ -8,9 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from built_alike import Classifier, Side, accuracy, losses, ours, samples, without_times
 from safetensors.torch import load_file, save_file
-from side_by_side import arguments, llama, sentences
+from side_by_side import (
+    Classifier,
+    Side,
+    accuracy,
+    arguments,
+    llama,
+    losses,
+    ours,
+    samples,
+    sentences,
+    without_times,
+)
 from test_compat_own_loop import CopiedLoop
 from torch import Tensor, nn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import arguments, points
+from side_by_side import arguments, samples
 from test_compat_memory_limits import Cramped, Shrink
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def alone(bench: Bench, *, folder: str, evaluates: bool, **asked: Any) -> None:
     args = arguments(compat, folder, max_steps=5, stall_seconds=6, **asked)
     model = CrampedEvaluation() if evaluates else Cramped()
     callbacks = [Shrink(2, room=1)] if args.process_index == 1 else []
-    data = points(24)
+    data = samples(24)
     trainer = compat.Trainer(
         model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks
     )

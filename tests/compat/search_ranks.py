@@ -7,7 +7,7 @@ from typing import Any
 
 import optuna
 import torch
-from built_alike import ARGUMENTS, Classifier, losses, samples
+from side_by_side import ARGUMENTS, Classifier, losses, samples
 
 from drivetrain.compat import Trainer, TrainerCallback, TrainingArguments
 from drivetrain.conformance.bench import Bench

@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
-from drivetrain import compat
-
-LIBRARIES: dict[str, Any] = {"ours": compat, "theirs": transformers}
-TIMES = ("runtime", "per_second", "flos")
-"""Parts of the keys whose figures are not compared."""
+if TYPE_CHECKING:
+    import transformers
 
 
-class Net(nn.Module):
-    """Two features to three classes, with dropout where it is asked for."""
+class Libraries(Mapping[str, Any]):
+    """The modules of these names, each imported when it is taken: ours goes without theirs."""
+
+    def __init__(self, **modules: str) -> None:
+        self.modules = modules
+
+    def __getitem__(self, name: str) -> Any:
+        return import_module(self.modules[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modules)
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+
+LIBRARIES = Libraries(ours="drivetrain.compat", theirs="transformers")
+
+
+class Classifier(nn.Module):
+    """Four features to three classes, of any precision; it knows nothing of transformers."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.hidden, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
-        self.dropout = nn.Dropout(dropout)
+        self.inner, self.drop, self.outer = nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 3)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        logits = self.head(self.dropout(self.hidden(x.to(self.hidden.weight.dtype)).tanh()))
+        logits = self.outer(self.drop(self.inner(x.to(self.inner.weight.dtype)).tanh()))
         if labels is None:
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def net(dropout: float = 0.0) -> Net:
+def classifier(dropout: float = 0.0) -> Classifier:
     torch.manual_seed(1)
-    return Net(dropout)
+    return Classifier(dropout)
+
+
+def samples(count: int = 14, labels: bool = True) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    made = [
+        {"x": torch.randn(4, generator=draw), "labels": torch.randint(3, (), generator=draw)}
+        for _ in range(count)
+    ]
+    return made if labels else [{"x": sample["x"]} for sample in made]
+
+
+def accuracy(prediction: Any) -> dict[str, Any]:
+    return {"accuracy": (prediction.predictions.argmax(-1) == prediction.label_ids).mean()}
 
 
 def llama() -> transformers.LlamaForCausalLM:
     """A language model that divides its loss by the count that it is given."""
+    import transformers
+
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
         vocab_size=16,
@@ -49,14 +81,6 @@ def llama() -> transformers.LlamaForCausalLM:
         max_position_embeddings=16,
     )
     return transformers.LlamaForCausalLM(config)
-
-
-def points(count: int = 14) -> list[dict[str, Any]]:
-    dice = torch.Generator().manual_seed(3)
-    return [
-        {"x": torch.randn(2, generator=dice), "labels": int(torch.randint(3, (), generator=dice))}
-        for _ in range(count)
-    ]
 
 
 def sentences(count: int = 14) -> list[dict[str, Any]]:
@@ -71,27 +95,93 @@ def sentences(count: int = 14) -> list[dict[str, Any]]:
     return made
 
 
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+}
+ARGUMENTS: dict[str, Any] = {
+    **QUIET,
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "learning_rate": 1e-2,
+}
+
+
 def arguments(library: Any, folder: Path, **changes: Any) -> Any:
-    given = {
-        "per_device_train_batch_size": 2,
-        "save_strategy": "no",
-        "learning_rate": 0.05,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "report_to": "none",
-        **changes,
-    }
+    """Batches of two, and large steps."""
+    given = {**QUIET, "per_device_train_batch_size": 2, "learning_rate": 0.05, **changes}
     return library.TrainingArguments(output_dir=str(folder), **given)
 
 
-def assert_same_history(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+@dataclass(frozen=True)
+class Side:
+    """A library: its Trainer, its arguments, and a folder for its runs."""
+
+    trainer_type: Any
+    arguments_type: Any
+    folder: Path
+
+    @classmethod
+    def of(cls, name: str, folder: Path) -> Side:
+        library = LIBRARIES[name]
+        return cls(library.Trainer, library.TrainingArguments, folder / name)
+
+    def trainer(self, model: Callable[[], nn.Module] = Classifier, **keywords: Any) -> Any:
+        """A Trainer with a model that starts from the same weights on either side. Keywords that
+        are the Trainer's own are given to it, the others to the arguments.
+        """
+        torch.manual_seed(1)
+        own = {name: keywords.pop(name) for name in list(keywords) if name in _OWN}
+        given = {"output_dir": str(self.folder), **ARGUMENTS, **keywords}
+        own.setdefault("train_dataset", samples(22))
+        own.setdefault("eval_dataset", samples(11))
+        return self.trainer_type(model(), self.arguments_type(**given), **own)
+
+
+_OWN = (
+    "train_dataset",
+    "eval_dataset",
+    "compute_metrics",
+    "preprocess_logits_for_metrics",
+    "callbacks",
+    "data_collator",
+    "processing_class",
+    "optimizers",
+)
+
+
+def ours(folder: Path) -> Side:
+    return Side.of("ours", folder)
+
+
+def both(folder: Path) -> tuple[Side, Side]:
+    return ours(folder), Side.of("theirs", folder)
+
+
+def losses(trainer: Any) -> list[float]:
+    """What was logged while training, to the last bit."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+TIMES = ("_runtime", "_per_second", "_preparation_time")
+"""Ends of the keys whose figures a clock decides."""
+
+
+def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if not name.endswith(TIMES)}
+
+
+def assert_same_history(
+    ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rel: float = 2e-5
+) -> None:
     """Equal keys in each log, and equal figures but for times."""
     assert [sorted(log) for log in ours] == [sorted(log) for log in theirs]
     for mine, other in zip(ours, theirs, strict=True):
-        for key, value in other.items():
-            if not any(part in key for part in TIMES):
-                assert mine[key] == pytest.approx(value, rel=2e-5, nan_ok=True), key
+        wanted = without_times(other)
+        assert without_times(mine) == pytest.approx(wanted, rel=rel, nan_ok=True)
 
 
 def assert_same_weights(ours: nn.Module, theirs: nn.Module) -> None:

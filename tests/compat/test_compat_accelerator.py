@@ -15,7 +15,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather, set_seed
-from built_alike import both, ours
+from side_by_side import both, ours
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import transformers.trainer
-from side_by_side import LIBRARIES, arguments, llama, net, points, sentences
+from side_by_side import LIBRARIES, arguments, classifier, llama, samples, sentences
 from transformers.integrations import TensorBoardCallback as TheirTensorBoard
 
 from drivetrain.compat.integrations.trackers import TensorBoardCallback
@@ -53,11 +53,11 @@ def test_the_flags_that_are_up_at_each_event_of_two_runs(tmp_path: Path) -> None
         }
         flags = Flags()
         args = arguments(library, tmp_path / name, **asked)
-        data = {"train_dataset": points(), "eval_dataset": points(3)}
-        trainer = library.Trainer(net(), args, **data, callbacks=[flags])
+        data = {"train_dataset": samples(), "eval_dataset": samples(3)}
+        trainer = library.Trainer(classifier(), args, **data, callbacks=[flags])
         trainer.train()
         trainer.evaluate()
-        trainer.predict(points(3))
+        trainer.predict(samples(3))
         trainer.train()
         seen.append(flags.seen)
     assert seen[0] == seen[1] and len(seen[0]) > 40
@@ -69,10 +69,10 @@ def test_only_no_data_to_evaluate_on_is_refused(tmp_path: Path, data: Any) -> No
     """sentence-transformers gives a text where it has an evaluator."""
     for library in LIBRARIES.values():
         args = arguments(library, tmp_path, eval_strategy="epoch")
-        given = {"train_dataset": points(), "eval_dataset": data}
-        assert library.Trainer(net(), args, **given).eval_dataset == data
+        given = {"train_dataset": samples(), "eval_dataset": data}
+        assert library.Trainer(classifier(), args, **given).eval_dataset == data
         with pytest.raises(ValueError, match="eval_dataset"):
-            library.Trainer(net(), args, train_dataset=points())
+            library.Trainer(classifier(), args, train_dataset=samples())
 
 
 class Writer:
@@ -168,7 +168,7 @@ def test_pushes_of_a_run(
         given = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, **asked}
         hub = {"push_to_hub": True, "hub_model_id": "me/x", "hub_token": "token"}
         args = arguments(library, tmp_path / name, **hub, **given)
-        trainer = library.Trainer(net(), args, train_dataset=points(8))
+        trainer = library.Trainer(classifier(), args, train_dataset=samples(8))
         trainer._finish_current_push = lambda: None
         trainer.train()
         seen.append(calls.copy())
@@ -182,7 +182,7 @@ def test_who_says_by_which_token_a_repository_is_made(tmp_path: Path, calls: lis
     seen = []
     for library in LIBRARIES.values():
         args = arguments(library, tmp_path, hub_token="token", hub_private_repo=True)
-        trainer = library.Trainer(net(), args, train_dataset=points())
+        trainer = library.Trainer(classifier(), args, train_dataset=samples())
         for given in ({}, {"token": "other", "private": False}, {"token": ""}):
             trainer.init_hf_repo(**given)
         seen.append([*calls, trainer.hub_model_id])

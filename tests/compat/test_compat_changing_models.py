@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from built_alike import both, losses
+from side_by_side import both, losses
 from torch import Tensor, nn
 
 from drivetrain.kernel.errors import CheckpointMismatch

@@ -9,8 +9,18 @@ import checkpoint_ranks
 import pytest
 import torch
 import transformers
-from built_alike import Classifier, accuracy, both, losses, ours, samples, without_times
-from side_by_side import arguments, llama, sentences
+from side_by_side import (
+    Classifier,
+    accuracy,
+    arguments,
+    both,
+    llama,
+    losses,
+    ours,
+    samples,
+    sentences,
+    without_times,
+)
 from torch.nn.functional import cross_entropy
 
 from drivetrain.compat.checkpoints.model_files import read_weights

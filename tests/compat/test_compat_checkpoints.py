@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import Classifier, both, losses, samples
 from safetensors.torch import load_file, save_file
+from side_by_side import Classifier, both, losses, samples
 from torch import nn
 from transformers.trainer_pt_utils import safe_globals
 

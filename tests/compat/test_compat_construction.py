@@ -13,16 +13,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from side_by_side import LIBRARIES, Net, arguments, llama, net, points
+from side_by_side import Classifier, arguments, classifier, llama, samples
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from drivetrain import compat
-
-
-@pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Any:
-    return LIBRARIES[request.param]
 
 
 def trainer(library: Any, folder: Path, *, model: Any = None, **changes: Any) -> Any:
@@ -30,23 +25,23 @@ def trainer(library: Any, folder: Path, *, model: Any = None, **changes: Any) ->
     known = inspect.signature(library.Trainer.__init__).parameters
     given = {name: changes.pop(name) for name in list(changes) if name in known}
     if model is None and "model_init" not in given:
-        model = net()
+        model = classifier()
     args = arguments(library, folder, **{"max_steps": 2, **changes})
-    return library.Trainer(**{"model": model, "args": args, "train_dataset": points(), **given})
+    return library.Trainer(**{"model": model, "args": args, "train_dataset": samples(), **given})
 
 
-def anew() -> Net:
-    return net()
+def anew() -> Classifier:
+    return classifier()
 
 
-def drawn() -> Net:
+def drawn() -> Classifier:
     """Its weights are whatever the generator has next."""
-    return Net()
+    return Classifier()
 
 
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
-        return iter(points())
+        return iter(samples())
 
 
 class Tokenizer:
@@ -58,7 +53,7 @@ class Tokenizer:
 
 def test_a_trainer_that_is_dropped_lets_its_model_go(tmp_path: Path) -> None:
     trainer(compat, tmp_path)  # a library that is imported by it may log a traceback, which is kept
-    model = net()
+    model = classifier()
     trainer(compat, tmp_path, model=model, save_strategy="no").train()
     seen = weakref.ref(model)
     del model
@@ -72,13 +67,13 @@ def test_the_parameters_are_theirs_and_nothing_is_trained(tmp_path: Path) -> Non
     theirs = inspect.signature(transformers.Trainer.__init__).parameters
     assert list(ours) == [*theirs, "tokenizer"]
     assert all(each.default is not each.empty for name, each in ours.items() if name != "self")
-    model, data = net(), points()
+    model, data = classifier(), samples()
     args = arguments(compat, tmp_path)
     made = compat.Trainer(model, args, compat.default_data_collator, data, data[:3])
     assert (made.train_dataset, made.eval_dataset) == (data, data[:3])
     assert made.data_collator is compat.default_data_collator
     assert made.state.global_step == 0
-    assert torch.equal(model.head.weight, net().head.weight)
+    assert torch.equal(model.outer.weight, classifier().outer.weight)
 
 
 @pytest.mark.row("C2", "C6", "C7", "C21", "C22", "C24", "K31")
@@ -115,7 +110,7 @@ def test_what_contradicts_itself_is_refused(
     tmp_path: Path, library: Any, changes: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     if changes.get("optimizers") == "adam":
-        changes = {**changes, "optimizers": (torch.optim.Adam(net().parameters()), None)}
+        changes = {**changes, "optimizers": (torch.optim.Adam(classifier().parameters()), None)}
     with pytest.raises(error, match=words):
         trainer(library, tmp_path, **changes)
 
@@ -123,35 +118,35 @@ def test_what_contradicts_itself_is_refused(
 @pytest.mark.row("C3")
 def test_a_model_and_a_model_init_are_too_many(tmp_path: Path, library: Any) -> None:
     with pytest.raises(ValueError, match="model_init"):
-        trainer(library, tmp_path, model=net(), model_init=anew)
+        trainer(library, tmp_path, model=classifier(), model_init=anew)
 
 
 @pytest.mark.row("C3")
 def test_the_old_profile_lets_model_init_win(tmp_path: Path) -> None:
-    given = net()
+    given = classifier()
     made = trainer(compat, tmp_path, model=given, model_init=anew, profile="4.47")
     assert made.model is given
     made.train()
     assert made.model is not given
-    assert torch.equal(given.head.weight, net().head.weight)
+    assert torch.equal(given.outer.weight, classifier().outer.weight)
 
 
 @pytest.mark.row("C4")
 def test_model_init_takes_nothing_or_the_trial(tmp_path: Path, library: Any) -> None:
     trials: list[Any] = []
 
-    def with_trial(trial: Any) -> Net:
+    def with_trial(trial: Any) -> Classifier:
         trials.append(trial)
-        return net()
+        return classifier()
 
     made = trainer(library, tmp_path, model_init=with_trial)
     assert trials == [None]
     made.train()
     assert trials == [None, None]
-    half = functools.partial(lambda dropout, trial: net(dropout), 0.5)
-    assert trainer(library, tmp_path, model_init=half).model.dropout.p == 0.5
+    half = functools.partial(lambda dropout, trial: classifier(dropout), 0.5)
+    assert trainer(library, tmp_path, model_init=half).model.drop.p == 0.5
     with pytest.raises(RuntimeError, match="0 or 1 argument"):
-        trainer(library, tmp_path, model_init=lambda one, two: net())
+        trainer(library, tmp_path, model_init=lambda one, two: classifier())
     with pytest.raises(RuntimeError, match="None"):
         trainer(library, tmp_path, model_init=lambda: None)
 
@@ -160,7 +155,7 @@ def test_model_init_takes_nothing_or_the_trial(tmp_path: Path, library: Any) -> 
 def test_each_train_starts_from_a_model_of_the_seed(tmp_path: Path, library: Any) -> None:
     made = trainer(library, tmp_path, model_init=drawn, seed=7)
     torch.manual_seed(7)
-    assert torch.equal(made.model.head.weight, Net().head.weight)
+    assert torch.equal(made.model.outer.weight, Classifier().outer.weight)
     models, optimizers = [made.model], []
     for _ in range(2):
         made.train()
@@ -169,7 +164,7 @@ def test_each_train_starts_from_a_model_of_the_seed(tmp_path: Path, library: Any
         assert made.model_wrapped is made.model
     assert len({id(model) for model in models}) == 3
     assert optimizers[0] is not optimizers[1]
-    assert torch.equal(models[1].head.weight, models[2].head.weight)
+    assert torch.equal(models[1].outer.weight, models[2].outer.weight)
 
 
 @pytest.mark.row("R6")
@@ -188,7 +183,7 @@ def test_folders_appear_at_construction(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    library.Trainer(net())
+    library.Trainer(classifier())
     assert (tmp_path / "tmp_trainer").is_dir()
     trainer(library, Path("~/runs/one"))
     assert (tmp_path / "home" / "runs" / "one").is_dir()
@@ -200,15 +195,15 @@ def test_folders_appear_at_construction(
 def test_the_old_name_tokenizer_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer()
     args = arguments(compat, tmp_path)
-    made = compat.Trainer(net(), args, tokenizer=tokenizer)
+    made = compat.Trainer(classifier(), args, tokenizer=tokenizer)
     assert made.processing_class is made.tokenizer is tokenizer
     assert "processing_class" in caplog.text
     made.tokenizer = other = Tokenizer()  # as scripts do that add tokens
     assert made.processing_class is made.tokenizer is other
     with pytest.raises(ValueError, match="not both"):
-        compat.Trainer(net(), args, tokenizer=tokenizer, processing_class=tokenizer)
+        compat.Trainer(classifier(), args, tokenizer=tokenizer, processing_class=tokenizer)
     with pytest.raises(TypeError, match="tokenizer"):
-        transformers.Trainer(net(), arguments(transformers, tmp_path), tokenizer=tokenizer)
+        transformers.Trainer(classifier(), arguments(transformers, tmp_path), tokenizer=tokenizer)
 
 
 @pytest.mark.row("C11")
@@ -252,7 +247,7 @@ def test_the_device_is_known_before_the_model_is_moved(tmp_path: Path, library: 
         def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
             moved.append((model, device, self.accelerator.device))
 
-    model = net()
+    model = classifier()
     made = Watched(model, arguments(library, tmp_path))
     assert moved == [(model, made.args.device, made.args.device)]
 
@@ -261,16 +256,16 @@ def test_the_device_is_known_before_the_model_is_moved(tmp_path: Path, library: 
 @pytest.mark.parametrize(
     ("devices", "parallel"),
     [
-        ({"hidden": 0, "head": 1}, True),
-        ({"hidden": 0, "head": 0}, True),
-        ({"hidden": "cpu", "head": "disk"}, False),
+        ({"inner": 0, "outer": 1}, True),
+        ({"inner": 0, "outer": 0}, True),
+        ({"inner": "cpu", "outer": "disk"}, False),
     ],
     ids=["two devices", "another device", "none"],
 )
 def test_a_model_over_devices_stays_where_it_is(
     tmp_path: Path, library: Any, devices: dict[str, Any], parallel: bool
 ) -> None:
-    model: Any = net()
+    model: Any = classifier()
     model.hf_device_map = devices
     made = trainer(library, tmp_path, model=model)
     assert made.is_model_parallel is parallel
@@ -288,7 +283,7 @@ def test_who_places_the_model(tmp_path: Path, library: Any) -> None:
         place_model_on_device = False
 
     args = Kept(output_dir=str(tmp_path), use_cpu=True)
-    assert library.Trainer(net(), args).place_model_on_device is False
+    assert library.Trainer(classifier(), args).place_model_on_device is False
 
 
 @pytest.mark.row("C18", "C19")
@@ -302,7 +297,7 @@ def test_the_model_and_whether_it_is_trained(tmp_path: Path, library: Any) -> No
         def on_train_end(self, *_: Any, **kwargs: Any) -> None:
             seen.append(made.is_in_train)
 
-    model = net()
+    model = classifier()
     made = trainer(library, tmp_path, model=model, callbacks=[Seen])
     assert made.is_in_train is False
     made.train()

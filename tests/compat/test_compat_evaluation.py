@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from built_alike import Classifier, accuracy, both, losses, samples, without_times
+from side_by_side import Classifier, accuracy, both, losses, samples, without_times
 from torch import Tensor, nn
 
 from drivetrain.compat import TrainerCallback

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from built_alike import without_times
-from test_compat_seq2seq import NO_LENGTH, SIDES, found, model, texts
+from side_by_side import LIBRARIES, QUIET, assert_same_history, without_times
+from test_compat_seq2seq import NO_LENGTH, found, model, texts
 from torch import Tensor
 
 TOKENS = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
@@ -92,16 +92,15 @@ def test_lengths_and_returned_texts(
 def test_a_tokenizer_and_its_collator(tmp_path: Path, given: dict[str, Any]) -> None:
     """Labels are filled up by -100, and both by the tokenizer's padding beyond."""
     results = []
-    for name, (kind, arguments) in SIDES.items():
+    for name, library in LIBRARIES.items():
         built, words = model(), tokenizer()
-        args = arguments(
+        args = library.Seq2SeqTrainingArguments(
             str(tmp_path / name),
             per_device_eval_batch_size=2,
             predict_with_generate=True,
-            use_cpu=True,
-            report_to="none",
+            **QUIET,
         )
-        trainer = kind(
+        trainer = library.Seq2SeqTrainer(
             built,
             args,
             data_collator=transformers.DataCollatorForSeq2Seq(words, model=built),
@@ -139,10 +138,10 @@ def test_a_step_is_called_by_itself(tmp_path: Path) -> None:
 @pytest.mark.row("T4")
 def test_a_generation_config_that_could_not_be_saved_fails_early(tmp_path: Path) -> None:
     bad = transformers.GenerationConfig(do_sample=False, top_p=0.9)
-    for kind, arguments in SIDES.values():
-        args = arguments(str(tmp_path), generation_config=bad, use_cpu=True, report_to="none")
+    for library in LIBRARIES.values():
+        args = library.Seq2SeqTrainingArguments(str(tmp_path), generation_config=bad, **QUIET)
         with pytest.raises(ValueError, match="Fix these issues to train your model"):
-            kind(model(), args)
+            library.Seq2SeqTrainer(model(), args)
 
 
 @NO_LENGTH
@@ -158,7 +157,7 @@ def test_two_berts_are_trained_to_generate(tmp_path: Path) -> None:
         said, wanted = (words.batch_decode(each, skip_special_tokens=True) for each in sides)
         return {"same": float(np.mean([a == b for a, b in zip(said, wanted, strict=True)]))}
 
-    for name, (kind, arguments) in SIDES.items():
+    for name, library in LIBRARIES.items():
         torch.manual_seed(0)
         half = transformers.BertConfig(
             vocab_size=24,
@@ -172,7 +171,7 @@ def test_two_berts_are_trained_to_generate(tmp_path: Path) -> None:
         built = transformers.EncoderDecoderModel(both)
         for key, value in TOKENS.items():
             setattr(built.config, key, value)
-        args = arguments(
+        args = library.Seq2SeqTrainingArguments(
             str(tmp_path / name),
             generation_config=config(max_length=8),
             predict_with_generate=True,
@@ -180,12 +179,9 @@ def test_two_berts_are_trained_to_generate(tmp_path: Path) -> None:
             eval_strategy="steps",
             eval_steps=3,
             warmup_steps=1,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            report_to="none",
+            **QUIET,
         )
-        trainer = kind(
+        trainer = library.Seq2SeqTrainer(
             built,
             args,
             train_dataset=texts(),
@@ -194,7 +190,5 @@ def test_two_berts_are_trained_to_generate(tmp_path: Path) -> None:
             compute_metrics=measure,
         )
         trainer.train()
-        results.append([without_times(entry) for entry in trainer.state.log_history])
-    assert [sorted(entry) for entry in results[0]] == [sorted(entry) for entry in results[1]]
-    for mine, other in zip(*results, strict=True):
-        assert mine == pytest.approx(other, rel=1e-5)
+        results.append(trainer.state.log_history)
+    assert_same_history(*results, rel=1e-5)

@@ -10,18 +10,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from side_by_side import LIBRARIES, Net, arguments, assert_same_history, assert_same_weights, points
+from side_by_side import (
+    LIBRARIES,
+    Classifier,
+    arguments,
+    assert_same_history,
+    assert_same_weights,
+    samples,
+)
 from torch import Tensor
 
 from drivetrain import compat
 
 
-class Loud(Net):
+class Loud(Classifier):
     """Its gradient is so large that float16 holds it only once the loss is scaled less."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         made = super().forward(x, labels)
-        return {**made, "loss": made["loss"] * 50}
+        return {**made, "loss": made["loss"] * 40}
 
 
 class Scaling(transformers.Trainer):
@@ -59,12 +66,12 @@ class Heard:
         self.events.append(("end", state.global_step, skipped))
 
 
-def run(name: str, folder: Path, model: type[Net] = Loud, resume: Any = None, **given: Any) -> Any:
+def run(name: str, folder: Path, model: Any = Loud, resume: Any = None, **given: Any) -> Any:
     """A trained Trainer of that library, in float16; `heard` is its callback."""
     changes = {"max_steps": 9, "fp16": True, "optim": "adamw_torch", **given}
     torch.manual_seed(1)
     args, heard = arguments(LIBRARIES[name], folder / name, **changes), Heard()
-    made = KINDS[name](model(), args, train_dataset=points(20), callbacks=[heard])
+    made = KINDS[name](model(), args, train_dataset=samples(20), callbacks=[heard])
     heard.trainer, made.heard = made, heard
     made.train(resume_from_checkpoint=resume)
     return made
@@ -74,10 +81,10 @@ def run(name: str, folder: Path, model: type[Net] = Loud, resume: Any = None, **
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_float16_is_theirs(tmp_path: Path, accumulation: int) -> None:
     changes = {"gradient_accumulation_steps": accumulation}
-    ours, theirs = (run(name, tmp_path, Net, **changes) for name in KINDS)
+    ours, theirs = (run(name, tmp_path, Classifier, **changes) for name in KINDS)
     assert_same_history(ours.state.log_history, theirs.state.log_history)
     assert_same_weights(ours.model, theirs.model)
-    exact = run("ours", tmp_path, Net, fp16=False, **changes)
+    exact = run("ours", tmp_path, Classifier, fp16=False, **changes)
     assert ours.state.log_history[0]["loss"] != exact.state.log_history[0]["loss"]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from built_alike import both
+from side_by_side import both
 
 from drivetrain.compat.arguments import TrainingArguments
 from drivetrain.kernel.errors import DrivetrainError

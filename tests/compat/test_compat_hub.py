@@ -13,9 +13,9 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from built_alike import both
 from hub_server import OWNER, Hub, serving
 from huggingface_hub import ModelCard
+from side_by_side import both
 
 from drivetrain.compat import (
     CallbackHandler,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from built_alike import both
+from side_by_side import both
 from transformers.testing_utils import CaptureLogger
 
 import drivetrain.compat

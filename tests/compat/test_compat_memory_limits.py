@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import Net, arguments, assert_same_history, assert_same_weights, points
+from side_by_side import Classifier, arguments, assert_same_history, assert_same_weights, samples
 from torch import Tensor
 
 from drivetrain import compat
 
 
-class Cramped(Net):
+class Cramped(Classifier):
     """Has room for batches of two, once its memory has shrunk."""
 
     room = 4
@@ -40,7 +40,7 @@ def trainer(folder: Path, shrink_at: int = 0, num_samples: int = 16, **changes: 
     torch.manual_seed(1)
     given = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 2, **changes}
     args = arguments(compat, folder, auto_find_batch_size=True, **given)
-    data = points(num_samples)
+    data = samples(num_samples)
     return compat.Trainer(
         Cramped(), args, train_dataset=data, eval_dataset=data[:3], callbacks=[Shrink(shrink_at)]
     )

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import ours
 from peft import LoraConfig, get_peft_model
+from side_by_side import ours
 from torch import Tensor, nn
 from transformers.integrations.neftune import activate_neftune as their_neftune
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from built_alike import Classifier, ours
 from safetensors.torch import load_file
+from side_by_side import Classifier, ours
 
 OLD = Path(__file__).with_name("old_checkpoint")
 

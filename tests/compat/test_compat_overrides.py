@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import both, losses
-from side_by_side import arguments, net, points
+from side_by_side import arguments, both, classifier, losses, samples
 from torch import nn
 
 from drivetrain import compat
@@ -92,10 +91,10 @@ def called(library: Any, folder: Path) -> set[str]:
         library, folder, max_steps=2, eval_strategy="steps", load_best_model_at_end=True, **changes
     )
     kind = type("Counted", (library.Trainer,), methods)
-    made = kind(net(), args, train_dataset=points(), eval_dataset=points(3))
+    made = kind(classifier(), args, train_dataset=samples(), eval_dataset=samples(3))
     made.train()
     made.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
-    made.predict(points(3))
+    made.predict(samples(3))
     made.save_model()
     return calls
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from built_alike import both
+from side_by_side import both
 
 STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
 FORMATS: list[dict[str, Any]] = [{}, {"checkpoint_format": "hf"}, {"save_only_model": True}]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import both, losses, ours, samples
+from side_by_side import both, losses, ours, samples
 from torch.utils.data import DataLoader, IterableDataset
 
 from drivetrain import Batches, Mix, ReadAgain, TarShards

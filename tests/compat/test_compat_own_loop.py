@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from built_alike import Classifier, both, losses
+from side_by_side import Classifier, both, losses
 from torch import nn
 
 from drivetrain import compat

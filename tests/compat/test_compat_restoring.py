@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from built_alike import both, losses
+from side_by_side import both, losses
 
 from drivetrain.checkpoint import read_manifest
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from built_alike import Classifier, both, losses
+from side_by_side import Classifier, both, losses
 from torch.optim import SGD
 from transformers import get_scheduler as theirs
 from transformers.optimization import Adafactor, AdafactorSchedule

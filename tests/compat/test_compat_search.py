@@ -19,8 +19,7 @@ from typing import Any
 import optuna
 import pytest
 import transformers
-from built_alike import ARGUMENTS, Classifier, samples
-from side_by_side import LIBRARIES, Net, points
+from side_by_side import ARGUMENTS, LIBRARIES, Classifier, samples
 
 from drivetrain.compat import Trainer, TrainingArguments, default_compute_objective
 from drivetrain.compat.integrations.search import SearchMixin, set_argument
@@ -273,8 +272,8 @@ def test_a_sweep_of_wandb_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert wandb.asked["metric"] == {"name": "eval/loss", "goal": "minimize"}
 
 
-def plain() -> Net:
-    return Net()
+def plain() -> Classifier:
+    return Classifier()
 
 
 @pytest.mark.row("H11", "H1", "H7")
@@ -283,8 +282,8 @@ def test_the_state_tells_of_the_trial(tmp_path: Path) -> None:
     for name, library in LIBRARIES.items():
         given = {**ARGUMENTS, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
         args = library.TrainingArguments(str(tmp_path / name), **given)
-        trainer = library.Trainer(None, args, train_dataset=points(), model_init=plain)
-        trainer.eval_dataset = points(4)
+        trainer = library.Trainer(None, args, train_dataset=samples(), model_init=plain)
+        trainer.eval_dataset = samples(4)
         best = trainer.hyperparameter_search(
             rates(1e-2, 1e-3),
             n_trials=2,

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from built_alike import ARGUMENTS, without_times
+from side_by_side import ARGUMENTS, LIBRARIES, without_times
 
 from drivetrain.compat.arguments import Seq2SeqTrainingArguments
 from drivetrain.compat.trainer.seq2seq import Seq2SeqTrainer
 
 NO_LENGTH = pytest.mark.filterwarnings("ignore:Using the model-agnostic default:UserWarning")
-
-SIDES = {
-    "ours": (Seq2SeqTrainer, Seq2SeqTrainingArguments),
-    "theirs": (transformers.Seq2SeqTrainer, transformers.Seq2SeqTrainingArguments),
-}
 
 
 def model() -> Any:
@@ -48,7 +43,7 @@ def texts(labels: bool = True, count: int = 6) -> list[dict[str, Any]]:
 def found(tmp_path: Path, act: Any, **asked: Any) -> list[Any]:
     """What `act(trainer)` gives on either side; what metrics saw comes first."""
     results = []
-    for name, (trainer_type, arguments_type) in SIDES.items():
+    for name, library in LIBRARIES.items():
         seen: list[Any] = []
 
         def measure(prediction: Any, seen: list[Any] = seen) -> dict[str, float]:
@@ -59,8 +54,9 @@ def found(tmp_path: Path, act: Any, **asked: Any) -> list[Any]:
             return {"mean": float(np.mean(tokens))}
 
         given = {**ARGUMENTS, "per_device_eval_batch_size": 2, "predict_with_generate": True}
-        args = arguments_type(output_dir=str(tmp_path / name), **{**given, **asked})
-        trainer = trainer_type(model(), args, eval_dataset=texts(), compute_metrics=measure)
+        args = library.Seq2SeqTrainingArguments(str(tmp_path / name), **{**given, **asked})
+        shared = {"eval_dataset": texts(), "compute_metrics": measure}
+        trainer = library.Seq2SeqTrainer(model(), args, **shared)
         results.append((act(trainer), seen))
     return results
 
@@ -140,7 +136,10 @@ def test_no_token_to_fill_up_with(tmp_path: Path) -> None:
 
 @pytest.mark.row("T7", "T8")
 def test_the_signature() -> None:
-    ours, theirs = (list(inspect.signature(pair[0].__init__).parameters) for pair in SIDES.values())
+    ours, theirs = (
+        list(inspect.signature(library.Seq2SeqTrainer.__init__).parameters)
+        for library in LIBRARIES.values()
+    )
     assert ours == [*theirs, "tokenizer"]
     assert Seq2SeqTrainingArguments("o", sortish_sampler=True).sortish_sampler
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from side_by_side import arguments, assert_same_weights, net, points
+from side_by_side import arguments, assert_same_weights, classifier, samples
 from transformers.trainer_jit_checkpoint import CheckpointManager
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback as theirs
 
@@ -26,7 +26,7 @@ class Terminates(compat.TrainerCallback):
 
 def trained(folder: Path, *callbacks: Any, resume: bool = False, **changes: Any) -> Any:
     args = arguments(compat, folder, max_steps=5, **changes)
-    trainer = compat.Trainer(net(0.5), args, train_dataset=points(), callbacks=[*callbacks])
+    trainer = compat.Trainer(classifier(0.5), args, train_dataset=samples(), callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=resume or None)
     return trainer
 
@@ -52,7 +52,7 @@ def test_its_callback_stands_where_theirs_does(tmp_path: Path) -> None:
     for library in (transformers, compat):
         args = arguments(library, tmp_path, enable_jit_checkpoint=True)
         mine = type("Mine", (library.TrainerCallback,), {})
-        trainer = library.Trainer(net(0.5), args, train_dataset=points(), callbacks=[mine])
+        trainer = library.Trainer(classifier(0.5), args, train_dataset=samples(), callbacks=[mine])
         names.append(trainer.callback_handler.callback_list)
         found = [cb for cb in trainer.callback_handler.callbacks if isinstance(cb, theirs)]
         assert [cb.trainer for cb in found] == [trainer]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from built_alike import ours
+from side_by_side import ours
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers.integrations import integration_utils
 

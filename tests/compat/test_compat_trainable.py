@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from side_by_side import LIBRARIES, arguments, net, points
+from side_by_side import arguments, classifier, samples
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -17,14 +17,9 @@ from drivetrain import compat
 from drivetrain.kernel.errors import CapabilityRefused
 
 
-@pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Any:
-    return LIBRARIES[request.param]
-
-
 def quantized(trainable: bool = False, aware: bool = False, **marks: Any) -> Any:
     """A model that says of itself what a quantized one does."""
-    model: Any = net()
+    model: Any = classifier()
     model.is_quantized = True
     model.hf_quantizer = SimpleNamespace(
         is_trainable=trainable,
@@ -74,8 +69,8 @@ def test_a_quantized_model_is_not_cut(tmp_path: Path) -> None:
     note="tensor, context and sequence parallelism: fsdp and deepspeed cut weights, ddp cuts data",
 )
 def test_a_model_that_was_cut_elsewhere(tmp_path: Path, ranks_of_one: None) -> None:
-    model, mesh = net(), init_device_mesh("cpu", (1,))
-    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), mesh))
+    model, mesh = classifier(), init_device_mesh("cpu", (1,))
+    model.outer.weight = nn.Parameter(distribute_tensor(model.outer.weight.detach(), mesh))
     with pytest.raises(CapabilityRefused, match="load the model without tp_plan"):
         compat.Trainer(model, arguments(compat, tmp_path))
 
@@ -97,9 +92,9 @@ def test_one_process_trains_on_one_device(
     args = arguments(compat, tmp_path)
     args._n_gpu = 2
     with pytest.raises(ValueError, match="torchrun --nproc-per-node=2"):
-        compat.Trainer(net(), args)
+        compat.Trainer(classifier(), args)
     args._n_gpu = 1
-    compat.Trainer(net(), args)
+    compat.Trainer(classifier(), args)
     assert "GPUs" not in caplog.text
     visible = arguments(compat, tmp_path, use_cpu=False, backend="ddp")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -108,18 +103,18 @@ def test_one_process_trains_on_one_device(
 
 @pytest.mark.row("X15")
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    model = net()
+    model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     args = arguments(compat, tmp_path, backend="fsdp", max_steps=2)
     for given in ((optimizer, None), (None, schedule)):
         with pytest.raises(RuntimeError, match="optimizer_cls_and_kwargs"):
-            compat.Trainer(model, args, train_dataset=points(), optimizers=given)
+            compat.Trainer(model, args, train_dataset=samples(), optimizers=given)
     keywords = {"lr": 0.1}
     trainer: Any = compat.Trainer(
         model,
         args,
-        train_dataset=points(),
+        train_dataset=samples(),
         optimizer_cls_and_kwargs=(torch.optim.SGD, keywords),
     )
     trainer.train()

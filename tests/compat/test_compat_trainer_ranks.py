@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import trainer_ranks
-from side_by_side import points
+from side_by_side import samples
 
 from drivetrain.conformance.subject import Subject
 
@@ -78,8 +78,8 @@ def boxes_of(label: int) -> list[list[float]]:
     "stay arrays, and lists, an item a sample, are joined over batches too",
 )
 def test_lists_with_an_item_a_sample(found: Found) -> None:
-    data = points(5)
-    labels = [sample["labels"] for sample in data]
+    data = samples(5)
+    labels = [int(sample["labels"]) for sample in data]
     scores = [sample["x"].tolist() for sample in data]
     for rank in found["ours"]:
         (predictions, seen), loss = rank["boxes"]

@@ -14,13 +14,13 @@ import pytest
 import torch
 from side_by_side import (
     LIBRARIES,
-    Net,
+    Classifier,
     arguments,
     assert_same_history,
     assert_same_weights,
+    classifier,
     llama,
-    net,
-    points,
+    samples,
     sentences,
 )
 from torch import Tensor, nn
@@ -29,17 +29,12 @@ from transformers import default_data_collator
 from drivetrain import compat
 
 
-@pytest.fixture(params=LIBRARIES)
-def library(request: pytest.FixtureRequest) -> Any:
-    return LIBRARIES[request.param]
-
-
 def trainer(library: Any, folder: Path, model: Any = None, kind: Any = None, **changes: Any) -> Any:
     """A Trainer, or one of that subclass; `given` are parameters of its constructor."""
     given = changes.pop("given", {})
     args = arguments(library, folder, **changes)
-    model = net() if model is None else model
-    data = points() if isinstance(model, Net) else sentences()
+    model = classifier() if model is None else model
+    data = samples() if isinstance(model, Classifier) else sentences()
     parameters = {"train_dataset": data, "eval_dataset": data[:3], **given}
     return (kind or library.Trainer)(model, args, **parameters)
 
@@ -84,11 +79,11 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.row("L1", "L3", "L5", "L9", "L15", "S7", "S12", "P2")
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
-@pytest.mark.parametrize("model", [net, llama])
+@pytest.mark.parametrize("model", [classifier, llama])
 def test_losses_norms_rates_and_weights_are_theirs(
     tmp_path: Path, model: Any, changes: dict[str, Any]
 ) -> None:
-    if model is net and "label_smoothing_factor" in changes:
+    if model is classifier and "label_smoothing_factor" in changes:
         model = llama
     assert_same_runs(*both(tmp_path, lambda lib, at: trainer(lib, at, model(), **changes)))
 
@@ -122,7 +117,7 @@ def test_the_number_of_updates(
         tmp_path,
         gradient_accumulation_steps=accumulation,
         num_train_epochs=epochs,
-        given={"train_dataset": points(2 * batches)},
+        given={"train_dataset": samples(2 * batches)},
     )
     assert made.train().global_step == made.state.max_steps == steps
 
@@ -165,7 +160,7 @@ def test_a_training_step_by_hand(tmp_path: Path, library: Any) -> None:
     made.train()
     made.model.eval()
     made.model.zero_grad()
-    batch = made.data_collator(points(2))
+    batch = made.data_collator(samples(2))
     loss = made.training_step(made.model, dict(batch))
     assert made.model.training
     assert not loss.requires_grad
@@ -188,7 +183,7 @@ def test_a_layer_in_evaluation_mode_is_back_for_the_next_step(tmp_path: Path, li
 
 
 def test_a_models_own_train_is_called_for_each_batch(tmp_path: Path, library: Any) -> None:
-    class Counting(Net):
+    class Counting(Classifier):
         calls = 0
 
         def train(self, mode: bool = True) -> Any:
@@ -418,15 +413,15 @@ def test_evaluation_in_half_precision_casts_the_model(tmp_path: Path) -> None:
     found = []
     for name, lib in LIBRARIES.items():
         made = trainer(lib, tmp_path / name, bf16_full_eval=True, max_steps=2)
-        found.append((made.evaluate()["eval_loss"], made.model.head.weight.dtype))
+        found.append((made.evaluate()["eval_loss"], made.model.outer.weight.dtype))
     assert found[0] == (pytest.approx(found[1][0], rel=1e-3), torch.bfloat16)
 
 
 @pytest.mark.row("P8")
 def test_a_model_in_bfloat16_trains_in_it(tmp_path: Path) -> None:
-    changes = {"max_steps": 4, "optim": "sgd"}
-    ours, theirs = both(tmp_path, lambda lib, at: trainer(lib, at, net().bfloat16(), **changes))
-    assert ours.model.head.weight.dtype == torch.bfloat16
+    changes, half = {"max_steps": 4, "optim": "sgd"}, lambda: classifier().bfloat16()
+    ours, theirs = both(tmp_path, lambda lib, at: trainer(lib, at, half(), **changes))
+    assert ours.model.outer.weight.dtype == torch.bfloat16
     losses = [[log.get("loss") for log in each.state.log_history[:4]] for each in (ours, theirs)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
@@ -460,7 +455,7 @@ def test_a_model_is_wrapped_once_and_found_again(tmp_path: Path, library: Any) -
     assert made._wrap_model(once) is once
     assert made.accelerator.unwrap_model(nn.parallel.DataParallel(made.model)) is made.model
     made._move_model_to_device(made.model, torch.device("meta"))
-    assert made.model.head.weight.device.type == "meta"
+    assert made.model.outer.weight.device.type == "meta"
 
 
 @pytest.mark.row("W1")
@@ -468,10 +463,10 @@ def test_a_model_is_wrapped_once_and_found_again(tmp_path: Path, library: Any) -
 def test_a_model_that_was_dealt_over_devices_stays(
     tmp_path: Path, library: Any, places: dict[str, Any]
 ) -> None:
-    made, model = trainer(library, tmp_path), net()
+    made, model = trainer(library, tmp_path), classifier()
     model.hf_device_map = places
     made._move_model_to_device(model, torch.device("meta"))
-    assert model.head.weight.device.type == "cpu"
+    assert model.outer.weight.device.type == "cpu"
 
 
 @pytest.mark.row("R3", "R4", "K11", "K12")
@@ -480,16 +475,16 @@ def test_a_resumed_run_draws_the_same_dropout(
     tmp_path: Path, library: Any, accumulation: int
 ) -> None:
     changes = {"max_steps": 6, "gradient_accumulation_steps": accumulation}
-    whole = trainer(library, tmp_path / "whole", net(0.5), **changes)
+    whole = trainer(library, tmp_path / "whole", classifier(0.5), **changes)
     whole.train()
     saved = {"save_strategy": "steps", "save_steps": 3, **changes}
-    trainer(library, tmp_path / "cut", net(0.5), **saved).train()
+    trainer(library, tmp_path / "cut", classifier(0.5), **saved).train()
     random.random(), np.random.rand(), torch.rand(1)
-    resumed = trainer(library, tmp_path / "cut", net(0.5), **saved)
+    resumed = trainer(library, tmp_path / "cut", classifier(0.5), **saved)
     resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
     losses = [[log["loss"] for log in each.state.log_history[:6]] for each in (resumed, whole)]
     assert losses[0] == losses[1]
-    assert torch.equal(resumed.model.head.weight, whole.model.head.weight)
+    assert torch.equal(resumed.model.outer.weight, whole.model.outer.weight)
 
 
 @pytest.mark.row(
@@ -499,9 +494,9 @@ def test_evaluation_draws_nothing_of_the_training(tmp_path: Path) -> None:
     weights = []
     for strategy in ("no", "steps"):
         changes = {"eval_strategy": strategy, "eval_steps": 1, "max_steps": 4}
-        made = trainer(compat, tmp_path / strategy, net(0.5), **changes)
+        made = trainer(compat, tmp_path / strategy, classifier(0.5), **changes)
         made.train()
-        weights.append(made.model.head.weight)
+        weights.append(made.model.outer.weight)
     assert torch.equal(*weights)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from side_by_side import arguments, assert_same_weights, net, points
+from side_by_side import arguments, assert_same_weights, classifier, samples
 
 from drivetrain import compat
 from drivetrain.kernel.errors import CheckpointMismatch
@@ -15,14 +15,14 @@ from drivetrain.kernel.errors import CheckpointMismatch
 pytestmark = pytest.mark.filterwarnings(
     "ignore:This implementation of AdamW is deprecated:FutureWarning"
 )
-GALORE = {"optim_target_modules": ["hidden", "head"], "optim_args": "rank=2"}
+GALORE = {"optim_target_modules": ["inner", "outer"], "optim_args": "rank=2"}
 
 
 def trainer(folder: Path, optim: str, **changes: Any) -> Any:
     low_rank = GALORE if "galore" in optim else {}
     given = {"max_steps": 4, "optim": optim, "max_grad_norm": 0.0, **low_rank, **changes}
     args = arguments(compat, folder, save_strategy="steps", save_steps=2, **given)
-    return compat.Trainer(net(), args, train_dataset=points())
+    return compat.Trainer(classifier(), args, train_dataset=samples())
 
 
 @pytest.mark.row(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import transformers
-from built_alike import Classifier, both, samples
+from side_by_side import Classifier, both, samples
 
 from drivetrain import compat
 

@@ -14,11 +14,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from built_alike import ARGUMENTS
-from side_by_side import LIBRARIES, arguments, llama, net, points, sentences
+from side_by_side import LIBRARIES, QUIET, arguments, classifier, llama, losses, samples, sentences
 from test_compat_memory_limits import Cramped, Shrink
-from test_compat_seq2seq import SIDES, texts
 from test_compat_seq2seq import model as t5
+from test_compat_seq2seq import texts
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -39,10 +38,10 @@ class Watch(TrainerCallback):
         torch.set_rng_state(before)
 
     def on_substep_end(self, *event: Any, model: Any, **kwargs: Any) -> None:
-        self.gradients["substep"].append(model.head.bias.grad.tolist())
+        self.gradients["substep"].append(model.outer.bias.grad.tolist())
 
     def on_pre_optimizer_step(self, *event: Any, model: Any, **kwargs: Any) -> None:
-        self.gradients["update"].append(model.head.bias.grad.tolist())
+        self.gradients["update"].append(model.outer.bias.grad.tolist())
 
 
 class Lines(logging.Handler):
@@ -80,10 +79,6 @@ def made(kind: Any, model: nn.Module, args: Any, **given: Any) -> Any:
     return MADE[-1]
 
 
-def losses(trainer: Any) -> list[float]:
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
 def accumulating(library: Any, folder: Path) -> dict[str, Any]:
     """Dropout, two microbatches an update: who is first, how large a batch, whose gradient."""
     told = Lines()
@@ -93,7 +88,8 @@ def accumulating(library: Any, folder: Path) -> dict[str, Any]:
         args = arguments(
             library, folder, gradient_accumulation_steps=2, max_steps=3, log_level="info"
         )
-        trainer = made(library.Trainer, net(0.5), args, train_dataset=points(), callbacks=[Watch()])
+        given = {"train_dataset": samples(), "callbacks": [Watch()]}
+        trainer = made(library.Trainer, classifier(0.5), args, **given)
         trainer.train()
     finally:
         logger.removeHandler(told)
@@ -148,7 +144,7 @@ def gathering(
         eval_use_gather_object=True,
         eval_do_concat_batches=concatenated,
     )
-    given = {"eval_dataset": points(5), "compute_metrics": measure}
+    given = {"eval_dataset": samples(5), "compute_metrics": measure}
     trainer = made(library.Trainer, Boxes(worded), args, **given)
     for _ in range(times):
         seen.append(trainer.evaluate()["eval_loss"])
@@ -219,7 +215,7 @@ def cramped(folder: Path, shrink_at: int, **asked: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     try:
         args = arguments(compat, folder, max_steps=5, auto_find_batch_size=True, **asked)
-        given = {"train_dataset": points(24), "callbacks": [Shrink(shrink_at, room=1)]}
+        given = {"train_dataset": samples(24), "callbacks": [Shrink(shrink_at, room=1)]}
         trainer = made(compat.Trainer, Cramped(), args, **given)
         trainer.train()
     finally:
@@ -237,13 +233,11 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def generating(name: str, folder: Path) -> dict[str, Any]:
+def generating(library: Any, folder: Path) -> dict[str, Any]:
     """Texts by which a last round is filled up are in the predictions, too."""
-    trainer_type, arguments_type = SIDES[name]
-    args = arguments_type(
-        str(folder), **{**ARGUMENTS, "per_device_eval_batch_size": 2, "predict_with_generate": True}
-    )
-    trainer = made(trainer_type, t5(), args, eval_dataset=texts(count=5))
+    asked = {**QUIET, "per_device_eval_batch_size": 2, "predict_with_generate": True}
+    args = library.Seq2SeqTrainingArguments(str(folder), **asked)
+    trainer = made(library.Seq2SeqTrainer, t5(), args, eval_dataset=texts(count=5))
     output = trainer.predict(texts(count=5), max_length=6)
     return {"labels": output.label_ids.tolist(), "texts": output.predictions.tolist()}
 
@@ -258,12 +252,12 @@ def preempted(library: Any, folder: Path) -> dict[str, Any]:
 
     asked = {"gradient_accumulation_steps": 2, "max_steps": 6, "enable_jit_checkpoint": True}
     before = signal.getsignal(signal.SIGTERM)
-    args = arguments(library, folder, **asked)
-    cut = made(library.Trainer, net(0.5), args, train_dataset=points(24), callbacks=[Killer()])
+    args, data = arguments(library, folder, **asked), {"train_dataset": samples(24)}
+    cut = made(library.Trainer, classifier(0.5), args, **data, callbacks=[Killer()])
     cut.train()
-    resumed = made(library.Trainer, net(0.5), args, train_dataset=points(24))
+    resumed = made(library.Trainer, classifier(0.5), args, **data)
     resumed.train(resume_from_checkpoint=True)
-    whole = made(library.Trainer, net(0.5), args, train_dataset=points(24))
+    whole = made(library.Trainer, classifier(0.5), args, **data)
     whole.train()
     return {
         "stopped": cut.state.global_step,
@@ -344,8 +338,8 @@ def in_a_notebook(library: Any, folder: Path) -> dict[str, Any]:
     ipython = SimpleNamespace(display=display, get_ipython=lambda: shell)
     with patch.dict(sys.modules, {"IPython": ipython, "IPython.display": display}):
         asked = {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4, "disable_tqdm": False}
-        given = {"train_dataset": points(), "eval_dataset": points(6)}
-        trainer = made(library.Trainer, net(), arguments(library, folder, **asked), **given)
+        given = {"train_dataset": samples(), "eval_dataset": samples(6)}
+        trainer = made(library.Trainer, classifier(), arguments(library, folder, **asked), **given)
         if library is not compat:  # which looked when it was imported
             from transformers.utils.notebook import NotebookProgressCallback
 
@@ -376,7 +370,7 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         "counting": counting(lib, at / "counting", True),
         "counting alone": counting(lib, at / "alone", False),
         "boxes": gathering(lib, at / "boxes", False),
-        "generating": generating(library, at / "generating"),
+        "generating": generating(lib, at / "generating"),
         "notebook": in_a_notebook(lib, at / "notebook"),
         "training by all": stopped(lib, at / "training by all", {0: 1, 1: 1}),
         "epoch by all": stopped(lib, at / "epoch by all", {0: 1, 1: 1}, (0, 1)),
