@@ -65,6 +65,7 @@ def has_libaio(bench: Bench) -> bool:
     return bool(AsyncIOBuilder().is_compatible())
 
 
+@pytest.mark.slow
 def test_state_in_files_is_saved_and_restored_or_refused(tmp_path: Path) -> None:
     """With libaio it is proved; without, the refusal."""
     disk = tmp_path / "disk"

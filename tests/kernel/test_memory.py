@@ -198,6 +198,7 @@ LIMITED = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on address space")
+@pytest.mark.slow
 def test_a_process_with_little_memory() -> None:
     """A real allocation fails: sixteen samples need more than the process is allowed."""
     assert resource.RLIM_INFINITY in resource.getrlimit(resource.RLIMIT_AS)

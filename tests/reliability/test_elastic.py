@@ -95,6 +95,7 @@ def test_one_that_comes_later_is_taken_in(machines: Machines) -> None:
     assert_same_curve(machines)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_started_anew(machines: Machines) -> None:
     machine = machines.start("--backend=ddp", "--nproc=2", "--max-restarts=1", SECONDS="0.05")
     machines.wait_for_step(7)
