@@ -191,9 +191,9 @@ class WatchesRanks(Session, Protocol):
         what, in words. It is called in another thread."""
         ...
 
-    def give_up(self, why: str) -> bool:
-        """This rank cannot go on: True if all ranks say so, within seconds, and may go on together.
-        If not, it must end; so do the others, with `why` in words in their error."""
+    def give_up(self, why: str, retry: bool = True) -> bool:
+        """This rank cannot go on. With `retry`: True if all say so within seconds, and may go on
+        together. Else it must end; so do the others, within seconds, with `why` in their error."""
         ...
 
 

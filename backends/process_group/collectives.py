@@ -81,7 +81,9 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
     """The error that names the rank and the call, and the ranks that are to blame."""
     blamed, missing = stall_watch.verdict()
-    if not blamed:
+    if blamed:
+        time.sleep(_TOGETHER_SECONDS)  # the rank that ends the run is heard of first
+    else:
         missing, gone = _missing_ranks(rank)
         if gone:
             blamed = f"this rank came late: others had given up waiting ({_listed(gone)})"

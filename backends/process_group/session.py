@@ -185,8 +185,8 @@ class ProcessGroupSession:
     def watch(self, tell: Callable[[int, float, str], None]) -> None:
         stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
 
-    def give_up(self, why: str) -> bool:
-        return stall_watch.give_up(why)
+    def give_up(self, why: str, retry: bool = True) -> bool:
+        return stall_watch.give_up(why, retry)
 
     def seed(self, value: int) -> None:
         seed_generators(value, devices=True)
@@ -229,7 +229,8 @@ class ProcessGroupSession:
         if not self._board_opened:
             world, timeout = self.world, self.plan.timeout_seconds
             timeout += 0.0 if self.plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
-            self._board = shm_tally.opened(world.rank, world.size, timeout, self.exchange)
+            args = world.rank, world.size, timeout, self.exchange, stall_watch.is_left
+            self._board = shm_tally.opened(*args)
             self._board_opened = True
             if self._layers is not None:
                 self._layers.board = self._board

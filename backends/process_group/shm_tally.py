@@ -35,10 +35,18 @@ _ALIVE_SECONDS = 0.5
 
 
 class SharedMemorySum:
-    """One rank's view. `pids`: of all ranks. Not for several threads."""
+    """One rank's view. `pids`: of all ranks. `is_left`: true where one shows nothing any more, and
+    lives on. Not for several threads."""
 
-    def __init__(self, memory: Any, rank: int, pids: Sequence[int], timeout_seconds: float) -> None:
-        self._memory, self._rank, self._pids = memory, rank, pids
+    def __init__(
+        self,
+        memory: Any,
+        rank: int,
+        pids: Sequence[int],
+        timeout_seconds: float,
+        is_left: Callable[[], bool] = bool,
+    ) -> None:
+        self._memory, self._rank, self._pids, self._is_left = memory, rank, pids, is_left
         rooms = memoryview(memory)[_TOKEN_BYTES + 2 * len(pids) * _BYTES :]
         self.rooms = [rooms[i * ROOM_BYTES : (i + 1) * ROOM_BYTES] for i in range(len(pids))]
         """Of each rank, which alone writes to its own; all zeros at first."""
@@ -93,6 +101,8 @@ class SharedMemorySum:
                 alive = waited + _ALIVE_SECONDS
                 if not _runs(self._pids[rank]):
                     raise RuntimeError(f"rank {rank} (process {self._pids[rank]}) is gone")
+                if self._is_left():
+                    raise RuntimeError(f"rank {rank} is waited for in vain")
             time.sleep(min(max(waited / 20, _SHORTEST_SECONDS), _LONGEST_SECONDS))
 
     def _start(self, rank: int, number: int) -> int:
@@ -100,7 +110,11 @@ class SharedMemorySum:
 
 
 def opened(
-    rank: int, size: int, timeout_seconds: float, exchange: Callable[[Any], list[Any]]
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    exchange: Callable[[Any], list[Any]],
+    is_left: Callable[[], bool] = bool,
 ) -> SharedMemorySum | None:
     """A board of all ranks, or None on every rank where they cannot share memory: on several
     machines, in containers of their own, without Linux. `exchange`: gives everyone's to everyone.
@@ -126,7 +140,7 @@ def opened(
     all_can = all(exchange(memory is not None and all(map(_runs, pids))))
     if descriptor >= 0:
         os.close(descriptor)
-    return SharedMemorySum(memory, rank, pids, timeout_seconds) if all_can else None
+    return SharedMemorySum(memory, rank, pids, timeout_seconds, is_left) if all_can else None
 
 
 def _mapped(pid: int, descriptor: int, length: int, token: bytes) -> mmap.mmap | None:

@@ -23,6 +23,7 @@ import contextlib
 import faulthandler
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -31,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,12 +39,13 @@ from typing import Any
 import torch.distributed as dist
 
 from . import layers_used
+from .giving_up import GivingUp, heard
 from .signs_of_life import Heartbeat, Late, processor_seconds
 
 BUSY = 0.02
 """Of the time: a process that uses less of a processor than this is idle."""
 GRACE_SECONDS = 5.0
-"""For a rank that has learnt of a stall to end by itself."""
+"""For a call to fail by itself, on a rank that has learnt why it must."""
 PATIENT_STEPS = 2
 """Steps before idling is judged."""
 
@@ -65,7 +66,8 @@ _TALKS = re.compile(
 
 class Watch:
     """Watches the other ranks for this one. `store`: of its own, for no call of it may wait for a
-    call of another thread; `mains`: the same keys, for the main thread.
+    call of another thread; `mains`: the same keys, for the main thread. With `stall_seconds` of
+    infinity it hears of ranks that give up, and of nothing else.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class Watch:
         self.verdict = ""
         """The report on the ranks that stall; empty while none does."""
         self.stalled: Sequence[int] = ()
+        self.is_left = False
+        """By a rank that gave up, and answers nothing any more."""
         self._told_late: tuple[int, int] | None = None
-        self._store, self._mains = store, mains
-        self._gave_up, self._times_given_up = False, 0
+        self._store = store
         self._others = [other for other in range(size) if other != rank]
+        self._gave_up, self._giving_up = False, GivingUp(mains, rank, self._others)
         self._since = 0.0
         self._call, self._patient, self._mixed = "", False, False
         self._main = threading.get_ident()
@@ -97,6 +101,7 @@ class Watch:
         self._threads = [
             threading.Thread(target=loop, name=f"drivetrain-{name}", daemon=True)
             for name, loop in (("watch", self._tell_and_look), ("clock", self._read_clock))
+            if name == "watch" or math.isfinite(stall_seconds)
         ]
 
     def start(self) -> None:
@@ -123,20 +128,14 @@ class Watch:
         """It is back in what it did before."""
         self._call, self._since, self._patient, self._mixed = before
 
-    def give_up(self, why: str) -> bool:
+    def give_up(self, why: str, retry: bool) -> bool:
         """See `WatchesRanks`. Called by the main thread."""
-        if self._gave_up:
+        if self._gave_up or self.verdict:
             return False
-        key, self._times_given_up = f"gave up/{self._times_given_up}", self._times_given_up + 1
-        with contextlib.suppress(RuntimeError):  # out of time
-            if self._mains.add(key, 1) == len(self._others) + 1:
-                self._mains.set(f"{key}/all", "1")
-            self._mains.wait([f"{key}/all"], timedelta(seconds=self.stall_seconds / 3))
+        if retry and self._giving_up.all_do(self.stall_seconds / 3):
             return True
         self._gave_up = True
-        with contextlib.suppress(RuntimeError):
-            self._mains.set("verdict", json.dumps({"stalled": [self.rank], "text": why}))
-        time.sleep(1.5 * self._pause)  # until the others have heard it: the store may go with us
+        self._giving_up.tell(why, 1.5 * self._pause)
         return False
 
     @property
@@ -151,7 +150,7 @@ class Watch:
             for sign in self._signs():
                 self._tell(sign)
                 if not self._gave_up and self._store.check(["verdict"]):
-                    self._end(**json.loads(self._store.get("verdict")))
+                    self._hear(**json.loads(self._store.get("verdict")))
                 if self._store.check(["late"]):
                     self._hear_of_late(Late(**json.loads(self._store.get("late"))))
                 self._told = time.monotonic()
@@ -275,17 +274,31 @@ class Watch:
                     f"not answer; rank {self.rank} waits in {self._call!r}",
                 )
 
+    def _hear(self, stalled: Sequence[int], text: str, left: bool = False) -> None:
+        self.verdict, self.stalled, self.is_left = text, stalled, left
+        self._store.set(heard(self.rank), "1")
+        self._end(stalled, text)
+
     def _end(self, stalled: Sequence[int], text: str) -> None:
-        """End this process: at once where it stalls, else when its call has not failed by itself
-        after a moment, as it does when the other end goes away.
-        """
+        """End this process: at once where it stalls, else when it does not end by itself."""
         self.verdict, self.stalled = text, stalled
-        if self.rank not in stalled and self._stopped.wait(GRACE_SECONDS):
+        if self.rank not in stalled and self._ends_by_itself():
             return
         print(f"error: rank {self.rank} on {socket.gethostname()}: {text}.", file=sys.stderr)
         print("What each thread is doing:", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         os._exit(1)
+
+    def _ends_by_itself(self) -> bool:
+        """True once it has. A call fails a moment after the other end has gone away; before one,
+        this rank may be finishing something."""
+        heard = time.monotonic()
+        while not self._stopped.wait(0.1):
+            now = time.monotonic()
+            waited = now - max(heard, self._since) if self._call else 0.0
+            if waited >= GRACE_SECONDS or now - heard >= self.timeout_seconds:
+                return False
+        return True
 
 
 # --- one at a time --------------------------------------------------------------------------
@@ -300,14 +313,15 @@ def watching(
     store: Any, rank: int, size: int, stall_seconds: float | None, timeout_seconds: float
 ) -> Iterator[None]:
     """Watch `waiting` while the block runs. `store`: the process group's; every rank opens its
-    watches in the same order. Without `stall_seconds`, or with one rank, nothing is watched."""
-    if size == 1 or stall_seconds is None:
+    watches in the same order. With one rank nothing is watched."""
+    if size == 1:
         yield
         return
     prefix = f"drivetrain/watch {next(_num_watches)}"
     own: Any = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
     main: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-    watch = Watch(own, main, rank, size, stall_seconds, timeout_seconds)
+    stall = math.inf if stall_seconds is None else stall_seconds
+    watch = Watch(own, main, rank, size, stall, timeout_seconds)
     _open.append(watch)
     watch.start()
     try:
@@ -361,15 +375,20 @@ def listen(tell: Callable[[Late], None]) -> None:
         watch.tell = tell
 
 
-def give_up(why: str) -> bool:
-    """See `WatchesRanks`; True where nobody is watched, since nobody would hear."""
-    return _open[-1].give_up(why) if _open else True
+def give_up(why: str, retry: bool) -> bool:
+    """See `WatchesRanks`; True with one rank."""
+    return _open[-1].give_up(why, retry) if _open else True
 
 
 def count_step() -> None:
     """Once a step."""
     for watch in _open:
         watch.steps += 1
+
+
+def is_left() -> bool:
+    """A rank has given up, and is waited for in vain."""
+    return bool(_open) and _open[-1].is_left
 
 
 def verdict() -> tuple[str, Sequence[int]]:

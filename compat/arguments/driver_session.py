@@ -122,14 +122,14 @@ class DriverSession:
             self._plan = plan
         return self._session
 
-    def give_up(self, why: str) -> bool:
+    def give_up(self, why: str, retry: bool) -> bool:
         """See `WatchesRanks`; True where nobody hears it."""
         session, plan = self._session, self._plan
         if session is None or plan is None or session.world.size == 1:
             return True
         if not self.driver.capabilities(plan).stall_seconds:
             return True
-        return cast(WatchesRanks, session).give_up(why)
+        return cast(WatchesRanks, session).give_up(why, retry)
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
         """The kernel's recipe for a model that exists."""

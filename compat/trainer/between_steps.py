@@ -99,7 +99,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
             args, step = self.args, self.state.global_step
             to_do = f"reduce per_device_eval_batch_size ({args.per_device_eval_batch_size})"
             found = f"rank {args.process_index} ran out of memory in the evaluation after step"
-            self.driver_session.give_up(f"{found} {step}: {to_do}")
+            self.driver_session.give_up(f"{found} {step}: {to_do}", retry=False)
             if not args.auto_find_batch_size:
                 raise
             raise RuntimeError(

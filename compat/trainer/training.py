@@ -132,7 +132,7 @@ class TrainingMixin(BetweenStepsMixin):
         found = f"rank {args.process_index} ran out of memory in step {step} with batches of {size}"
         cause = str(error).partition("\n")[0]
         told = f"{found} ({cause}): {what_to_do(args, size)}"
-        together = self.driver_session.give_up(told)
+        together = self.driver_session.give_up(told, retry=args.auto_find_batch_size)
         if not args.auto_find_batch_size or isinstance(error, OutOfMemory):
             raise error
         if not together:

@@ -18,7 +18,7 @@ from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
-from .late_ranks import flight_records_kept
+from .late_ranks import flight_records_kept, others_told
 from .out_of_memory import with_remembered
 from .recipe_checks import check_optimization, check_recipe, exits_told
 from .result import Result, RetryWithSmallerBatch
@@ -75,7 +75,7 @@ def fit(
         """Until the end, or until memory runs out and smaller microbatches may do."""
         plan = settings.plan(options)
         refuse_unpromised(driver, plan)
-        with driver.open(plan) as session:
+        with driver.open(plan) as session, others_told(session, driver.capabilities(plan)):
 
             def train() -> Result | RetryWithSmallerBatch:
                 run = Run(driver, session, plan, recipe, settings, lock, observers, requests, aside)

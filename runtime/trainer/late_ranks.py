@@ -1,5 +1,5 @@
-"""Ranks that keep others waiting: the events that announce them, and what is kept when one never
-comes."""
+"""Ranks that keep others waiting: the events that announce them, and what is told and kept when one
+never comes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from ..checkpoint import storage_of
+from ..data.user_frames import last_line
 from ..kernel.contract import Session, WatchesRanks
 from ..kernel.errors import CollectiveFailed
 from ..kernel.events import Event, RankLate, Warned
@@ -16,7 +17,7 @@ from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
 from ..kernel.registry import DUTIES
 
-__all__ = ["flight_records_kept", "hear_of_late_ranks"]
+__all__ = ["flight_records_kept", "hear_of_late_ranks", "others_told"]
 
 
 def hear_of_late_ranks(
@@ -33,6 +34,21 @@ def hear_of_late_ranks(
     if able.stall_seconds:
         watching = cast(WatchesRanks, session)
         watching.watch(lambda *told: announce(RankLate(steps_done(), *told)))
+
+
+@contextlib.contextmanager
+def others_told(session: Session, able: Capabilities) -> Iterator[None]:
+    """While it is open, an error that ends this rank ends the others, too, and stands in theirs."""
+    try:
+        yield
+    except CollectiveFailed:
+        raise  # another rank's error is behind it
+    except (Exception, SystemExit) as error:
+        world = session.world
+        if world.size > 1 and able.stall_seconds:
+            why = f"rank {world.rank} ended by {last_line(error).splitlines()[0]}"
+            cast(WatchesRanks, session).give_up(why, retry=False)
+        raise
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,14 +28,39 @@ def pair() -> Iterator[tuple[Watch, Watch]]:
 def test_where_all_give_up_they_may_go_on_together(pair: tuple[Watch, Watch]) -> None:
     with ThreadPoolExecutor() as threads:
         for _ in range(3):
-            assert list(threads.map(lambda each: each.give_up("no memory"), pair)) == [True, True]
+            answers = threads.map(lambda each: each.give_up("no memory", retry=True), pair)
+            assert list(answers) == [True, True]
     assert [each.verdict for each in pair] == ["", ""]
 
 
 def test_where_one_does_the_others_hear_why(pair: tuple[Watch, Watch]) -> None:
     """It hears nothing of itself, which would end it, and cannot take it back."""
     first, second = pair
-    assert not first.give_up("rank 0 has no memory")
-    time.sleep(0.2)
+    assert not first.give_up("rank 0 has no memory", retry=True)
     assert (second.verdict, second.stalled) == ("rank 0 has no memory", [0])
-    assert first.verdict == "" and not first.give_up("once more")
+    assert first.verdict == "" and not first.give_up("once more", retry=True)
+
+
+def test_who_ends_in_any_case_waits_for_nobody_but_to_be_heard(pair: tuple[Watch, Watch]) -> None:
+    """The first reason is told; who has one of its own does not wait at all."""
+    first, second = pair
+    assert not first.give_up("a bad sample", retry=False)
+    began = time.monotonic()
+    assert not second.give_up("another one", retry=False)
+    assert time.monotonic() - began < 0.05
+    assert (second.verdict, first.verdict) == ("a bad sample", "")
+
+
+def test_a_store_that_is_gone_or_stands_still_keeps_nobody() -> None:
+    over = threading.Event()
+
+    class Stuck:
+        def compare_set(self, *key_and_values: str) -> None:
+            over.wait(60)
+            raise RuntimeError("the store is gone")
+
+    alone = Watch(dist.HashStore(), Stuck(), 0, 2, 0.6, 60.0)
+    began = time.monotonic()
+    assert not alone.give_up("a bad sample", retry=False)
+    assert time.monotonic() - began < 1.0
+    over.set()

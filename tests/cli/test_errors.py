@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -233,6 +235,32 @@ def only_here():
     assert ran.code == code
     assert ran.stderr.count("ValueError: only here") == 1, ran.stderr
     assert "error (rank 1):" in ran.stderr
+
+
+@pytest.mark.slow  # two ranks that a launcher starts and ends
+def test_the_others_hear_by_what_a_rank_ended(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    """In the report, which rank 0 writes; the first error is still the one that is told."""
+    recipe.write_text(
+        recipe.read_text()
+        + """
+import os
+fetched, fetch = 0, Points.__getitem__
+def until_the_fifth_step(self, index):
+    global fetched
+    fetched += 1
+    if fetched == 9 and os.environ.get("RANK") == "1":
+        raise ValueError("only here")
+    return fetch(self, index)
+Points.__getitem__ = until_the_fifth_step
+"""
+    )
+    began = time.monotonic()
+    ran = drive("train", recipe, "--out", "run", "--nproc", 2)
+    assert ran.code == 1 and time.monotonic() - began < 60
+    assert "error (rank 1): " in ran.stderr and "error (rank 0): " not in ran.stderr
+    assert ran.stderr.count("ValueError: only here") == 1, ran.stderr
+    told = (tmp_path / "run" / "report.html").read_text()
+    assert re.search(r"CollectiveFailed: rank 0 .* Rank 1 ended by .*ValueError: only here", told)
 
 
 def test_an_error_on_all_ranks_is_told_once(drive: Drive, recipe: Path, tmp_path: Path) -> None:

@@ -115,6 +115,26 @@ def timeout_seconds(subject: Subject) -> Refused | None:
 
 
 @check()
+def one_rank_gives_up(subject: Subject) -> None:
+    """Ranks that all give up may go on. Where one does, alone, the others end within seconds, by an
+    error that names it and says why. Asked of drivers that promise `stall_seconds`."""
+    if not (subject.can("multi_process") and subject.can("stall_seconds")):
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        told = subject.at(2).run(
+            giving_up, alone=True, folder=folder, longest=40.0, timeout_seconds=10.0
+        )
+    require_same("all give up, and may go on", [each["together"] for each in told], [True] * 2)
+    ended, other = told[LATE], told[1 - LATE]
+    require(not ended["goes on"], "a rank that gives up alone is told to go on")
+    require(other["error"], "a rank that others wait for has given up, and they wait on")
+    require(WHY in other["error"], f"why rank {LATE} gave up is not said: {other['error']}")
+    require_same("the ranks that it names who has waited", other["late"], [LATE])
+    seconds = other["seconds"]
+    require(seconds < 15.0, f"the others end {seconds:.1f} s after a rank has given up")
+
+
+@check()
 def compilation(subject: Subject) -> Refused | None:
     """A compiled model gives the same losses."""
     if not subject.can("compile"):
@@ -211,6 +231,32 @@ def late_ranks_blamed(
     Path(folder, "came" if rank == LATE else "given up").touch()
     nap_until(["came"], folder, longest + 3.0)  # who leaves takes the store along
     return {"late": late, "seconds": seconds}
+
+
+WHY = "its third sample is bad"
+
+
+def giving_up(bench: Bench, *, folder: str, longest: float, **settings: Any) -> dict[str, Any]:
+    """A job: all ranks give up and go on, then one does and ends; what each is told, and when."""
+    told: dict[str, Any] = {"error": "", "late": [], "goes on": False}
+    with suppress(CollectiveFailed), bench.open(**settings) as session:
+        rank, watched = session.world.rank, cast(WatchesRanks, session)
+        told["together"] = watched.give_up("no memory")
+        session.tally([1.0])()
+        began = time.monotonic()
+        try:
+            if rank == LATE:
+                told["goes on"] = watched.give_up(f"rank {rank} ends: {WHY}", retry=False)
+                raise CollectiveFailed("as an error ends it")
+            session.tally([1.0])()
+        except CollectiveFailed as error:
+            told |= {"error": str(error), "late": list(error.late)}
+            raise
+        finally:
+            told["seconds"] = time.monotonic() - began
+    Path(folder, f"ended {rank}").touch()
+    nap_until(["ended 0", "ended 1"], folder, longest)  # who leaves takes the store along
+    return told
 
 
 def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:

@@ -742,6 +742,13 @@ class TheOthersFault(WrappedSession):
         return lambda: list(sums)
 
 
+class KeepsItToItself(WrappedSession):
+    """A rank gives up without a word to the others, which wait for it."""
+
+    def give_up(self, why: str, retry: bool = True) -> bool:
+        return retry
+
+
 def never_over(plan: Plan) -> Plan:
     return dataclasses.replace(plan, timeout_seconds=600.0)
 
@@ -774,6 +781,7 @@ FAULTS: dict[str, Fault] = {
     "nobody is told": Fault("7_capabilities-stall_seconds", session=NobodyIsTold),
     "all are told": Fault("7_capabilities-stall_seconds", session=AllAreTold),
     "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),
+    "keeps it to itself": Fault("7_capabilities-one_rank_gives_up", session=KeepsItToItself),
     "never over": Fault("7_capabilities-timeout_seconds", plan=never_over),
     "copies drift": Fault("1_gradient-copies_stay_equal", CopiesDrift),
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),

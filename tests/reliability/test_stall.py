@@ -56,6 +56,8 @@ def stand_still(way: str) -> None:
         time.sleep(2.5 * (SETTINGS.stall_seconds or 0.0))
     if way == "dies":
         os._exit(3)
+    if way == "raises":
+        raise ValueError("a bad sample")
     if way == "works":
         until = time.monotonic() + 2 * (SETTINGS.stall_seconds or 0.0)
         while time.monotonic() < until:
@@ -91,6 +93,8 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
     else:
         what = Recipe(model=build, loss=loss, train_data=Data(rank, way))
     settings = LATE if way.startswith("sleeps") else SETTINGS
+    if way == "raises":
+        settings = replace(SETTINGS, stall_seconds=None)
 
     def note(event: Any) -> None:
         if isinstance(event, RankLate):
@@ -182,6 +186,18 @@ def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> No
     assert took < SETTINGS.timeout_seconds / 2
     assert re.search(r"test_stall\.py.* in call_alone", words[0]), words
     assert re.search("Rank|rank|collective mismatch", words[1]), words
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_hear_by_what_a_rank_ended(tmp_path: Path, rank: int) -> None:
+    """Also where its process holds the store, and where nobody is watched."""
+    codes, words, took = run("ddp", tmp_path, rank, "raises")
+    assert codes == [1, 1], words
+    assert took < SETTINGS.timeout_seconds / 2
+    assert words[rank].rstrip().endswith("ValueError: a bad sample")
+    told = words[1 - rank].splitlines()[-1]
+    assert "CollectiveFailed" in told and f"Rank {rank} ended by " in told
+    assert "ValueError: a bad sample" in told
 
 
 def test_a_call_that_fails_leaves_the_records_of_the_library(tmp_path: Path) -> None:
