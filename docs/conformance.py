@@ -25,6 +25,9 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 
 from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
 
+MESHES = ("mesh:2,tensor=2", "mesh:2,context=2", "mesh:2,expert=2", "mesh:2,pipeline=2")
+"""Proved on the newest torch, which pipelines need."""
+
 
 def commands() -> dict[str, list[str]]:
     """What is run, by what chooses it: the matrix, and the suite in all worlds of up to two."""
@@ -33,16 +36,21 @@ def commands() -> dict[str, list[str]]:
     return {
         "matrix": matrix,
         "layouts": [sys.executable, str(ROOT / "tests" / "backends" / "layouts.py"), str(FOLDER)],
-        **{world: [*suite(world), *report] for world in WORLDS if ":3" not in world},
+        **{
+            world: [python_of_all(), *suite(world), *report]
+            for world in WORLDS
+            if ":3" not in world
+        },
+        **{world: [sys.executable, *suite(world), *report] for world in MESHES},
     }
 
 
 def suite(world: str) -> list[str]:
-    """The command that proves `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+    """What proves `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
     driver, *options = world.split(",")
     name, _, processes = driver.partition(":")
-    command = [python_of_all(), "-m", "drivetrain.conformance", "--backend", name]
-    command += ["-q", "-n0", "--nproc", processes or "1"]
+    command = ["-m", "drivetrain.conformance", "--backend", name, "-q", "-n0"]
+    command += ["--nproc", processes or "1"]
     return command + [word for option in options for word in ("--backend-set", option)]
 
 
