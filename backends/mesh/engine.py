@@ -27,6 +27,7 @@ from .comparing import alike, evaluating
 from .context import SequenceParts, WholeAttention
 from .experts import Experts, find_experts
 from .layers import Fused, InOrder, cut_layers, split
+from .logits import LossOfParts, require_whole
 from .shape import Mesh, options_of
 
 __all__ = ["MeshEngine"]
@@ -44,6 +45,8 @@ class MeshEngine(FsdpEngine):
         self.experts: Mapping[nn.Module, Experts] = {}
         self.sequences: SequenceParts | None = None
         self._attention: AbstractContextManager[Any] = nullcontext()
+        cuts_logits = mesh.shape.tensor > 1 and "logits" in self.parallel.tensor.values()
+        self._losses = LossOfParts() if cuts_logits else nullcontext()
         if mesh.context is not None:
             self.sequences = SequenceParts(recipe, plan, mesh.context, world.device)
             self._attention = self.sequences.attention
@@ -154,8 +157,12 @@ class MeshEngine(FsdpEngine):
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
-        with super().microbatch(last), self._attention:
+        with super().microbatch(last), self._attention, self._losses:
             yield
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        require_whole(loss)
+        super().backward(loss, weight)
 
     def update(self) -> Outcome:
         if not self._replicas_compared:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ...data.parallel import Parallel, TensorCut
 from ...kernel.errors import RecipeError
 from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
+from .logits import whole_without_gradient
 from .matching import matching
 
 __all__ = ["Fused", "cut_layers"]
@@ -193,6 +194,7 @@ def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> Non
         "column": (nn.Linear,),
         "row": (nn.Linear,),
         "vocabulary": (nn.Linear, nn.Embedding),
+        "logits": (nn.Linear,),
         "sequence": (nn.Module,),
     }[how]
     if not isinstance(part, kinds):
@@ -201,6 +203,14 @@ def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> Non
             f"Parallel.tensor cuts {name!r} by {how!r}, which is for {wanted}, and it is "
             f"{type(part).__name__}"
         )
+    if how in ("vocabulary", "logits"):
+        rows = len(part.get_parameter("weight"))
+        if not _each_has_rows(rows, size):
+            most = max(n for n in range(1, size) if _each_has_rows(rows, n))
+            raise RecipeError(
+                f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, and of its {rows} "
+                f"rows the last rank would have none; backend.tensor={most} would do"
+            )
     if how in ("column", "row"):
         assert isinstance(part, nn.Linear)
         width = part.out_features if how == "column" else part.in_features
@@ -213,6 +223,11 @@ def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> Non
                 f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
                 f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}{nearest}"
             )
+
+
+def _each_has_rows(rows: int, size: int) -> bool:
+    """Of chunks that are equal, the last one less."""
+    return -(-rows // size) * (size - 1) < rows
 
 
 def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> None:
@@ -235,6 +250,10 @@ def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> Non
             return SequenceParallel(use_local_output=True)
         if isinstance(module.get_submodule(name), nn.Embedding):
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        if how == "logits":
+            return ColwiseParallel(
+                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+            )
         return ColwiseParallel(input_layouts=between, output_layouts=Replicate())
 
     # the view is of an output that a layer has made whole for its caller
@@ -244,6 +263,8 @@ def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> Non
         # Every rank has built the same weights, so nobody sends any
         part = module.get_submodule(name)
         parallelize_module(part, mesh, style(name, how), src_data_rank=None)
+        if how == "logits":
+            part.register_forward_hook(whole_without_gradient)
 
 
 def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:

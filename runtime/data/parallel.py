@@ -10,7 +10,7 @@ from ..kernel.errors import RecipeError
 
 __all__ = ["Parallel", "TensorCut"]
 
-TensorCut = Literal["column", "row", "vocabulary", "sequence"]
+TensorCut = Literal["column", "row", "vocabulary", "logits", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Parallel:
     so that a head is found by its size (`view(..., -1, head_size)`), not by the number of heads.
     `row`: a linear layer by its inputs, whose outputs are added up. `vocabulary`: an embedding by
     its rows, or the head by its outputs, which every rank is given whole; need not divide.
+    `logits`: the head likewise, whose outputs stay cut while there are gradients, for losses by
+    `torch.nn.functional.cross_entropy`: no rank then holds the logits of all words.
     `sequence`: a normalisation, and all between `row` and `column`, on a part of the positions each
     (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence, channels)."""
 

@@ -46,7 +46,11 @@ PARALLEL = Parallel(
 IN_SEQUENCE = dataclasses.replace(
     PARALLEL, tensor={**TENSOR, "blocks.*.norm?": "sequence", "norm": "sequence"}
 )
-PLANS = {"plain": PARALLEL, "in sequence": IN_SEQUENCE}
+PLANS = {
+    "plain": PARALLEL,
+    "in sequence": IN_SEQUENCE,
+    "logits": dataclasses.replace(IN_SEQUENCE, tensor={**IN_SEQUENCE.tensor, "head": "logits"}),
+}
 
 
 class Block(nn.Module):
@@ -125,7 +129,25 @@ def step_of_twice(module: nn.Module, batch: Mapping[str, Tensor], microstep: Any
     return done
 
 
-LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean, twice)}
+def of_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """By classes in the second dimension, and by rows, as models have it; of a part in training."""
+    logits = module(batch["tokens"], batch.get("positions"))
+    if module.training:
+        assert logits.to_local().shape[-1] < logits.shape[-1] == VOCABULARY
+    first = nn.CrossEntropyLoss(reduction="sum")(logits.transpose(1, 2), batch["targets"])
+    targets = batch["targets"].flatten()
+    each = F.cross_entropy(
+        logits.float().view(-1, VOCABULARY), targets, reduction="none", ignore_index=IGNORED
+    )
+    return (first + each.sum()) / 2
+
+
+def by_hand(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    logits = module(batch["tokens"], batch.get("positions"))
+    return -logits.flatten(0, 1).log_softmax(-1)[:, 0].sum()
+
+
+LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean, twice, of_parts, by_hand)}
 
 
 def count_items(batch: Mapping[str, Tensor]) -> int:
