@@ -24,16 +24,20 @@ def test_the_page_of_laws_is_that_of_the_figures(tmp_path: Path) -> None:
     assert (tmp_path / "index.html").read_text() == (FOLDER / "index.html").read_text()
 
 
-def test_the_matrix_is_that_of_the_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["matrix", "layouts"])
+def test_who_resumes_whom_is_that_of_the_figures(name: str, tmp_path: Path) -> None:
     numbers = [field.name for field in dataclasses.fields(Crossing) if field.type == "float"]
-    with (FOLDER / "matrix.csv").open() as file:
+    with (FOLDER / f"{name}.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = [Crossing(**{**row, **{key: float(row[key]) for key in numbers}}) for row in rows]
-    write_page(tmp_path, found)
-    assert (tmp_path / "matrix.html").read_text() == (FOLDER / "matrix.html").read_text()
+    write_page(tmp_path, found, name)
+    assert (tmp_path / f"{name}.html").read_text() == (FOLDER / f"{name}.html").read_text()
 
 
-@pytest.mark.parametrize(("page", "column"), [("index", "data-run"), ("matrix", "data-reader")])
+@pytest.mark.parametrize(
+    ("page", "column"),
+    [("index", "data-run"), ("matrix", "data-reader"), ("layouts", "data-reader")],
+)
 def test_on_a_narrow_screen_each_cell_names_its_column(page: str, column: str) -> None:
     text = (FOLDER / f"{page}.html").read_text()
     assert text.count("<td") == text.count(f'{column}="') > 50
