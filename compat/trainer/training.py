@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from ...kernel.batches import Position
-from ...kernel.errors import OutOfMemory
+from ...kernel.errors import CollectiveFailed, OutOfMemory
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
-from ...trainer.late_ranks import flight_records_kept
+from ...trainer.late_ranks import ended_by, flight_records_kept
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.jit_checkpoint import waits_for_signals
@@ -126,9 +126,12 @@ class TrainingMixin(BetweenStepsMixin):
     def _batch_size_after(self, error: Exception) -> int:
         """With what to go on after this error, which is raised again unless memory ran out on all
         ranks: the others would wait for this one in vain, and say so when they give up."""
-        if not lacks_memory(error):
-            raise error
         args, size, step = self.args, self._train_batch_size, self.state.global_step + 1
+        if isinstance(error, CollectiveFailed):
+            raise error  # another rank's error is behind it
+        if not lacks_memory(error):
+            self.driver_session.give_up(ended_by(args.process_index, error), retry=False)
+            raise error
         found = f"rank {args.process_index} ran out of memory in step {step} with batches of {size}"
         cause = str(error).partition("\n")[0]
         told = f"{found} ({cause}): {what_to_do(args, size)}"

@@ -21,6 +21,7 @@ from ..kernel.evaluate import evaluate as measure
 from ..kernel.paths import Place, Url
 from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
+from .late_ranks import others_told
 from .recipe_checks import exits_told
 from .resume import find_checkpoint
 from .setting_values import override
@@ -94,10 +95,10 @@ def prepared(
     driver, settings = usable_driver(backend), settings or Settings()
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
-    with driver.open(plan) as session:
+    able = driver.capabilities(plan)
+    with driver.open(plan) as session, others_told(session, able):
         engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
-        fixed_size = driver.capabilities(plan).static_shapes
-        yield Inference(recipe, settings, session, engine, fixed_size)
+        yield Inference(recipe, settings, session, engine, able.static_shapes)
 
 
 def evaluate(

@@ -17,7 +17,7 @@ from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
 from ..kernel.registry import DUTIES
 
-__all__ = ["flight_records_kept", "hear_of_late_ranks", "others_told"]
+__all__ = ["ended_by", "flight_records_kept", "hear_of_late_ranks", "others_told"]
 
 
 def hear_of_late_ranks(
@@ -46,9 +46,13 @@ def others_told(session: Session, able: Capabilities) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         world = session.world
         if world.size > 1 and able.stall_seconds:
-            why = f"rank {world.rank} ended by {last_line(error).splitlines()[0]}"
-            cast(WatchesRanks, session).give_up(why, retry=False)
+            cast(WatchesRanks, session).give_up(ended_by(world.rank, error), retry=False)
         raise
+
+
+def ended_by(rank: int, error: BaseException) -> str:
+    """What the others are told of a rank's error: its first line."""
+    return f"rank {rank} ended by {last_line(error).splitlines()[0]}"
 
 
 @contextlib.contextmanager

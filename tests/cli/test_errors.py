@@ -249,14 +249,14 @@ def until_the_fifth_step(self, index):
     global fetched
     fetched += 1
     if fetched == 9 and os.environ.get("RANK") == "1":
+        open("raised", "w").close()
         raise ValueError("only here")
     return fetch(self, index)
 Points.__getitem__ = until_the_fifth_step
 """
     )
-    began = time.monotonic()
     ran = drive("train", recipe, "--out", "run", "--nproc", 2)
-    assert ran.code == 1 and time.monotonic() - began < 60
+    assert ran.code == 1 and time.time() - (tmp_path / "raised").stat().st_mtime < 45
     assert "error (rank 1): " in ran.stderr and "error (rank 0): " not in ran.stderr
     assert ran.stderr.count("ValueError: only here") == 1, ran.stderr
     told = (tmp_path / "run" / "report.html").read_text()

@@ -24,14 +24,23 @@ class CrampedEvaluation(Cramped):
         return super().forward(x, labels)
 
 
-def alone(bench: Bench, *, folder: str, evaluates: bool, **asked: Any) -> None:
+class Fails(compat.TrainerCallback):
+    """Raises in the second step, as code of the user's does."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise ValueError("a bad sample")
+
+
+def alone(bench: Bench, *, folder: str, evaluates: bool, fails: bool, **asked: Any) -> None:
     """Writes the error by which training ends on each rank."""
     torch.manual_seed(1)
     if evaluates:
         asked |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
     args = arguments(compat, folder, max_steps=5, stall_seconds=6, **asked)
     model = CrampedEvaluation() if evaluates else Cramped()
-    callbacks = [Shrink(2, room=1)] if args.process_index == 1 else []
+    callback = Fails() if fails else Shrink(2, room=1)
+    callbacks = [callback] if args.process_index == 1 else []
     data = samples(24)
     trainer = compat.Trainer(
         model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks

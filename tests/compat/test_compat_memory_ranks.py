@@ -1,4 +1,4 @@
-"""Where one rank alone runs out of memory, the error of each says so."""
+"""Where one rank alone runs out of memory, or fails, the error of each says so."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ STEP = "rank 1 ran out of memory in step 3 with batches of 2 (CUDA out of memory
 SMALLER = "per_device_train_batch_size=1 and gradient_accumulation_steps=2"
 
 
-def ends(folder: Path, *, evaluates: bool = False, finds: bool = False) -> list[str]:
+def ends(folder: Path, *, evaluates: bool = False, finds: bool = False, **more: bool) -> list[str]:
     """What each rank told at its end."""
     asked = {"folder": str(folder), "evaluates": evaluates, "auto_find_batch_size": finds}
+    asked |= {"fails": False, **more}
     with pytest.raises(WorkerFailure):
         PAIR.run(memory_ranks.alone, alone=True, **asked)
     return [(folder / rank).read_text() for rank in "01"]
@@ -50,3 +51,10 @@ def test_an_evaluation_names_the_batches_that_are_too_large(tmp_path: Path, find
     assert "memory" in second and first.startswith("CollectiveFailed")
     found = "rank 1 ran out of memory in the evaluation after step 2: reduce "
     assert f"{found}per_device_eval_batch_size (2)" in first.replace("Rank", "rank")
+
+
+def test_all_ranks_hear_by_what_one_ended(tmp_path: Path) -> None:
+    first, second = ends(tmp_path, fails=True)
+    assert second == "ValueError: a bad sample"
+    assert first.startswith("CollectiveFailed: rank 0 on ")
+    assert "Rank 1 ended by ValueError: a bad sample" in first

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain import Recipe, Settings, fit
+from drivetrain import Recipe, Settings, evaluate, fit
 from drivetrain.kernel.events import RankLate
 
 from .runs import build, loss, recipe, start
@@ -33,7 +33,8 @@ class Data(torch.utils.data.Dataset[Tensor]):
 
     def __init__(self, rank: int, way: str) -> None:
         self.plain: Any = recipe().train_data
-        self.way = way if os.environ.get("RANK") == str(rank) else ""
+        here, _, elsewhere = way.partition(", others ")
+        self.way = here if os.environ.get("RANK") == str(rank) else elsewhere
         self.fetched = 0
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ def stand_still(way: str) -> None:
         time.sleep(2.5 * (SETTINGS.stall_seconds or 0.0))
     if way == "dies":
         os._exit(3)
-    if way == "raises":
+    if way.startswith("raises"):
         raise ValueError("a bad sample")
     if way == "works":
         until = time.monotonic() + 2 * (SETTINGS.stall_seconds or 0.0)
@@ -92,6 +93,8 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
         what = replace(recipe(), model=lambda: Sleepy(rank, way.partition(" ")[0]))
     else:
         what = Recipe(model=build, loss=loss, train_data=Data(rank, way))
+    if way == "raises in an evaluation":
+        evaluate(replace(what, eval_data={"same": what.train_data}), None, backend=backend)
     settings = LATE if way.startswith("sleeps") else SETTINGS
     if way == "raises":
         settings = replace(SETTINGS, stall_seconds=None)
@@ -188,16 +191,40 @@ def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> No
     assert re.search("Rank|rank|collective mismatch", words[1]), words
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_hear_by_what_a_rank_ended(tmp_path: Path, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("rank", "way"),
+    [
+        (0, "raises"),
+        (1, "raises"),
+        pytest.param(1, "raises in an evaluation", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_hear_by_what_a_rank_ended(tmp_path: Path, rank: int, way: str) -> None:
     """Also where its process holds the store, and where nobody is watched."""
-    codes, words, took = run("ddp", tmp_path, rank, "raises")
+    codes, words, took = run("ddp", tmp_path, rank, way)
     assert codes == [1, 1], words
     assert took < SETTINGS.timeout_seconds / 2
     assert words[rank].rstrip().endswith("ValueError: a bad sample")
     told = words[1 - rank].splitlines()[-1]
     assert "CollectiveFailed" in told and f"Rank {rank} ended by " in told
     assert "ValueError: a bad sample" in told
+
+
+@pytest.mark.slow
+def test_a_rank_that_hears_it_may_finish_what_it_does(tmp_path: Path) -> None:
+    """It naps for longer than a call has time to fail in; its next call fails."""
+    codes, words, _ = run("ddp", tmp_path, 1, "raises, others naps")
+    assert codes == [1, 1], words
+    assert "CollectiveFailed" in words[0].splitlines()[-1]
+    assert "Rank 1 ended by " in words[0] and "What each thread" not in words[0]
+
+
+def test_an_error_on_all_ranks_is_its_own_on_each(tmp_path: Path) -> None:
+    codes, words, _ = run("ddp", tmp_path, -1, "raises in a forward")
+    assert codes == [1, 1], words
+    for told in words:
+        assert told.rstrip().endswith("ValueError: a bad sample")
+        assert "CollectiveFailed" not in told and "What each thread" not in told
 
 
 def test_a_call_that_fails_leaves_the_records_of_the_library(tmp_path: Path) -> None:
