@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import multiprocessing
 import os
 import signal
 import threading
@@ -208,7 +210,7 @@ def _receive(
         multiprocessing_context=start_method,
         # Unless it is given one, it draws from the process's own generator.
         generator=torch.Generator(),
-        worker_init_fn=_begin_worker,
+        worker_init_fn=functools.partial(_begin_worker, _parent_of_workers(start_method)),
     )
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
@@ -239,10 +241,16 @@ def _receive(
         iterator._shutdown_workers()
 
 
-def _begin_worker(worker: int) -> None:
+def _parent_of_workers(start_method: str | None) -> int | None:
+    """This process, which a worker cannot ask for once it is gone; None: a server that forks."""
+    method = multiprocessing.get_context(start_method).get_start_method()
+    return None if method == "forkserver" else os.getpid()
+
+
+def _begin_worker(parent: int | None, worker: int) -> None:
     """A worker ends with the process that trains, whatever it is doing. One that a signal kills
     prints its stacks: torch's own handler says no more than that there was one."""
-    end_with_parent(f"data worker {worker}: the process that trains", os.getppid())
+    end_with_parent(f"data worker {worker}: the process that trains", parent or os.getppid())
     faulthandler.disable()  # a fork takes it over as enabled, though torch's handler replaced it
     with suppress(AttributeError, OSError, ValueError):  # stderr may be no file
         faulthandler.enable()

@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -475,6 +477,39 @@ def test_a_worker_that_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> 
     told = capfd.readouterr().err
     assert "Segmentation fault" in told
     assert "in __getitem__" in told.partition("Current thread")[2]
+
+
+ORPHAN = """
+import os, signal, time
+from drivetrain.data.indexed import Loader
+from drivetrain.kernel.batches import Position
+
+def forked():
+    parent = os.getppid()
+    print(os.getpid(), flush=True)
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+os.register_at_fork(after_in_child=forked)
+loader = Loader(range(1000), global_batch=4, micro_batch=2, workers=1, start_method="fork")
+groups = loader.groups(Position(), 100)
+next(next(groups).microbatches)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_whose_process_is_gone_before_it_begins_ends() -> None:
+    """It would hold what it inherited, such as the lock of the run's folder."""
+    program = [sys.executable, "-c", ORPHAN]
+    killed = subprocess.run(program, stdout=subprocess.PIPE, check=False, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    workers = [Path(f"/proc/{int(line)}/stat") for line in killed.stdout.split()]
+    deadline = time.monotonic() + 20
+    while alive := [worker for worker in workers if worker.exists()]:
+        assert time.monotonic() < deadline, f"{alive} live on"
+        time.sleep(0.1)
+    assert workers
 
 
 def test_the_death_of_a_worker_is_raised_where_the_data_is_asked_for() -> None:
