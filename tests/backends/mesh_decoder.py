@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,8 @@ from drivetrain.backends.mesh import context, flights, layers, line, pipeline
 from drivetrain.backends.mesh.driver import MeshDriver
 from drivetrain.backends.process_group.session import ProcessGroupSession
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.state import pieces
+from drivetrain.conformance.state import assemble, pieces
+from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.contract import World
 from drivetrain.kernel.events import Evaluated, Logged
 from drivetrain.kernel.shards import Box
@@ -299,35 +301,31 @@ def train(
     """A job: the curve, what an evaluation says, and the weights at the end."""
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
-    parallel = PLANS[plan]
-    if changes:
-        parallel = dataclasses.replace(parallel, **changes)
-    recipe = Recipe(
-        model=lambda: Decoder(heads, layers),
-        loss=LOSSES[lossy],
-        train_data=Sequences(length=length),
-        eval_data={"held out": Sequences(9, length)},
-        count_items=count_items,
-        parallel=parallel,
-        step=step_of_twice if own_step else None,
-    )
-
-    def finish(module: nn.Module) -> dict[str, Tensor]:
-        assert type(module) is Decoder
-        assert module.head.weight is module.embed.weight
-        with torch.no_grad():
-            logits = module(torch.arange(LENGTH)[None])
-        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-        return {**state, "logits": logits.cpu()}
-
+    parts = {
+        "model": lambda: Decoder(heads, layers),
+        "loss": LOSSES[lossy],
+        "parallel": dataclasses.replace(PLANS[plan], **changes),
+        "step": step_of_twice if own_step else None,
+    }
     chosen = {"steps": steps, **(settings or {})}
-    return observed(bench, recipe, chosen, finish=finish, out=out, resume=resume)
+    return observed(bench, parts, chosen, length=length, out=out, resume=resume)
 
 
 def observed(
-    bench: Bench, recipe: Recipe, settings: Mapping[str, Any], **arguments: Any
+    bench: Bench,
+    parts: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    length: int = LENGTH,
+    **arguments: Any,
 ) -> dict[str, Any]:
-    """Of a run: loss and norm of each step, what an evaluation says, the weights at the end."""
+    """Of a run: loss and norm of each step, what an evaluation says, and at the end the weights
+    and what the whole module computes."""
+    recipe = Recipe(
+        train_data=Sequences(length=length),
+        eval_data={"held out": Sequences(9, length)},
+        count_items=count_items,
+        **parts,
+    )
     logged: list[tuple[float, float]] = []
     measured: list[float] = []
 
@@ -337,13 +335,28 @@ def observed(
         elif isinstance(event, Evaluated):
             measured.append(event.metrics["loss"])
 
+    def finish(module: nn.Module) -> dict[str, Tensor]:
+        model = recipe.model()
+        assert type(module) is type(model)
+        assert names_of(module) == names_of(model), "what was tied is not, or the other way round"
+        with torch.no_grad():
+            found = module(torch.arange(LENGTH)[None])
+        logits = found if isinstance(found, Tensor) else found[0]
+        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        return {**state, "logits": logits.cpu()}
+
     chosen = {
         "global_batch": 12, "micro_batch": 3, "log_every": 1, "max_grad_norm": 1.0,
         "optimizer.lr": 1e-2, "schedule.name": "constant", "evaluate.every": 3, "seed": 5,
         **settings,
     }  # fmt: skip
-    result = bench.fit(recipe, chosen, observers=[observe], **arguments)
+    result = bench.fit(recipe, chosen, observers=[observe], finish=finish, **arguments)
     return {"curve": logged, "measured": measured, "weights": result.finish}
+
+
+def names_of(module: nn.Module) -> list[str]:
+    """Of its parameters, each of which has one."""
+    return [name for name, _ in module.named_parameters()]
 
 
 def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
@@ -364,3 +377,33 @@ def parts_of(bench: Bench, recipe: Recipe, source: str) -> Sequence[dict[str, An
 
 def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
+
+
+# --- what is held of them ------------------------------------------------------------------------
+
+
+def mesh(size: int, **dimensions: Any) -> Subject:
+    return Subject("mesh", size, dimensions)
+
+
+def assert_alike(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+def assert_resumed(
+    jobs: Any, first: Subject, then: Subject, steps: int, whole: Mapping[str, Any], out: Path
+) -> None:
+    """Weights and moments that the first wrote after so many steps are bit for bit what the other
+    reads, and its curve goes on as that of the whole run; `jobs` has `train` and `parts`."""
+    first.run(jobs.train, steps=steps, out=str(out))
+    source = str(out / "checkpoints" / f"checkpoint-{steps:06}")
+    stored, read = (
+        assemble(subject.run(jobs.parts, source=source)) for subject in (Subject("cpu"), then)
+    )
+    for kind in ("weights", "optimizer"):
+        assert stored[kind].keys() == read[kind].keys()
+        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
+    resumed = then.run(jobs.train, resume=source)[0]
+    torch.testing.assert_close(resumed["curve"], whole["curve"][steps:], rtol=1e-5, atol=0)

@@ -14,11 +14,8 @@ import torch
 import torch.nn.functional as F
 from mesh_decoder import (
     HEADS,
-    LENGTH,
     VOCABULARY,
     WIDTH,
-    Sequences,
-    count_items,
     observed,
     parts_of,
     turn,
@@ -205,23 +202,13 @@ def train(
     """A job: the curve, what an evaluation says, and the weights at the end."""
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
-    recipe = Recipe(
-        model=lambda: Mixture(kind),
-        loss=loss,
-        train_data=Sequences(),
-        eval_data={"held out": Sequences(9)},
-        count_items=count_items,
-        parallel=dataclasses.replace(PARALLEL, **changes),
-    )
-
-    def finish(module: nn.Module) -> dict[str, Tensor]:
-        with torch.no_grad():
-            logits, _ = module(torch.arange(LENGTH)[None])
-        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-        return {**state, "logits": logits.cpu()}
-
+    parts = {
+        "model": lambda: Mixture(kind),
+        "loss": loss,
+        "parallel": dataclasses.replace(PARALLEL, **changes),
+    }
     chosen = {"steps": steps, "micro_batch": 2, "evaluate.every": 2, **(settings or {})}
-    return observed(bench, recipe, chosen, finish=finish, out=out, resume=resume)
+    return observed(bench, parts, chosen, out=out, resume=resume)
 
 
 def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
@@ -242,18 +229,12 @@ def mixtral(bench: Bench, *, how: str) -> dict[str, Any]:
         built: nn.Module = MixtralForCausalLM(config)
         return built
 
-    recipe = Recipe(
-        model=model,
-        loss=lambda module, batch: cross_entropy(
+    parts = {
+        "model": model,
+        "loss": lambda module, batch: cross_entropy(
             lambda tokens, _: module(input_ids=tokens).logits,  # type: ignore[arg-type]
             batch,
         ),
-        train_data=Sequences(),
-        count_items=count_items,
-        parallel=Parallel(experts=["model.layers.*.mlp.experts"]),
-    )
-
-    def finish(module: nn.Module) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-
-    return observed(bench, recipe, {"steps": 3, "evaluate.every": None}, finish=finish)
+        "parallel": Parallel(experts=["model.layers.*.mlp.experts"]),
+    }
+    return observed(bench, parts, {"steps": 3})

@@ -6,9 +6,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import mesh_decoder
 import pytest
 import torch
-from mesh_decoder import parts, train
+from mesh_decoder import assert_alike, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
 from drivetrain import Parallel
@@ -38,10 +39,6 @@ def test_laws(case: Case) -> None:
 def alone(**arguments: Any) -> dict[str, Any]:
     """What one process makes of it."""
     return Subject("cpu").run(train, **arguments)[0]
-
-
-def mesh(size: int, **dimensions: int) -> Subject:
-    return Subject("mesh", size, dimensions)
 
 
 # processes, dimensions, how layers are cut
@@ -112,12 +109,6 @@ def test_a_mesh_has_the_curve_of_one_process(
     expected = alone()
     for seen in mesh(size, **dimensions).run(train, plan=plan):
         assert_alike(seen, expected)
-
-
-def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
-    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [3, 1])
@@ -213,17 +204,7 @@ IN_TURN = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], *LAYOUTS], strict=False))
     ],
 )
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
-    """Weights and moments bit for bit, and the curve goes on."""
-    out = str(tmp_path / "run")
-    LAYOUTS[first].run(train, steps=3, out=out)
-    source = f"{out}/checkpoints/checkpoint-000003"
-    stored = assemble(Subject("cpu").run(parts, source=source))
-    read = assemble(LAYOUTS[then].run(parts, source=source))
-    for kind in ("weights", "optimizer"):
-        assert stored[kind].keys() == read[kind].keys()
-        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
-    resumed = LAYOUTS[then].run(train, resume=source)[0]
-    torch.testing.assert_close(resumed["curve"], alone()["curve"][3:], rtol=1e-5, atol=0)
+    assert_resumed(mesh_decoder, LAYOUTS[first], LAYOUTS[then], 3, alone(), tmp_path)
 
 
 # --- what would be wrong in silence is refused ---------------------------------------------------

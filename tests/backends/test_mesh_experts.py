@@ -6,14 +6,15 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import mesh_mixture
 import pytest
 import torch
-from mesh_mixture import mixtral, parts, train
+from mesh_decoder import assert_alike, assert_resumed, mesh
+from mesh_mixture import mixtral, train
 
 from drivetrain import Parallel
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
 from drivetrain.conformance.harness import WorkerFailure
-from drivetrain.conformance.state import assemble
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError, SettingError
 
@@ -22,16 +23,6 @@ from drivetrain.kernel.errors import RecipeError, SettingError
 def alone(**arguments: Any) -> dict[str, Any]:
     """What one process makes of it."""
     return Subject("cpu").run(train, **arguments)[0]
-
-
-def mesh(size: int, **dimensions: int) -> Subject:
-    return Subject("mesh", size, dimensions)
-
-
-def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
-    torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -154,17 +145,7 @@ ALWAYS = [("cpu", "expert 2"), ("expert 2", "cpu")]
     ],
 )
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
-    """Weights and moments bit for bit, and the curve goes on."""
-    out = str(tmp_path / "run")
-    LAYOUTS[first].run(train, steps=2, out=out)
-    source = f"{out}/checkpoints/checkpoint-000002"
-    stored = assemble(Subject("cpu").run(parts, source=source))
-    read = assemble(LAYOUTS[then].run(parts, source=source))
-    for kind in ("weights", "optimizer"):
-        assert stored[kind].keys() == read[kind].keys()
-        assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
-    resumed = LAYOUTS[then].run(train, resume=source)[0]
-    torch.testing.assert_close(resumed["curve"], alone()["curve"][2:], rtol=1e-5, atol=0)
+    assert_resumed(mesh_mixture, LAYOUTS[first], LAYOUTS[then], 2, alone(), tmp_path)
 
 
 @pytest.mark.slow

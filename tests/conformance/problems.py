@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -171,6 +171,20 @@ def count_tokens(batch: Sample) -> int:
     return int((batch["y"] != IGNORED).sum())
 
 
+DECODER = Parallel(
+    tensor={
+        "embedding": "vocabulary",
+        "head": "vocabulary",
+        "blocks.*.qkv": "column",
+        "blocks.*.out": "row",
+    },
+    fused={"blocks.*.qkv": 3},
+    sequence={"x": 1, "y": 1},
+    positions="positions",
+)
+"""How the parts that both have are cut."""
+
+
 # --- classification: convolutions, and metrics besides the loss -------------------------------
 
 CLASSES = 4
@@ -268,18 +282,9 @@ PROBLEMS: dict[str, Problem] = {
         language_loss,
         count_tokens,
         trained_layer="Block",
-        parallel=Parallel(
-            tensor={
-                "embedding": "vocabulary",
-                "head": "vocabulary",
-                "blocks.*.qkv": "column",
-                "blocks.*.out": "row",
-                "blocks.*.mlp.0": "column",
-                "blocks.*.mlp.2": "row",
-            },
-            fused={"blocks.*.qkv": 3},
-            sequence={"x": 1, "y": 1},
-            positions="positions",
+        parallel=replace(
+            DECODER,
+            tensor={**DECODER.tensor, "blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"},
         ),
     ),
     "mixture": Problem(
@@ -288,18 +293,7 @@ PROBLEMS: dict[str, Problem] = {
         language_loss,
         count_tokens,
         trained_layer="MixtureBlock",
-        parallel=Parallel(
-            tensor={
-                "embedding": "vocabulary",
-                "head": "vocabulary",
-                "blocks.*.qkv": "column",
-                "blocks.*.out": "row",
-            },
-            fused={"blocks.*.qkv": 3},
-            sequence={"x": 1, "y": 1},
-            positions="positions",
-            experts=["blocks.*.experts"],
-        ),
+        parallel=replace(DECODER, experts=["blocks.*.experts"]),
     ),
     "classification": Problem(
         classification_model,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import oracle
@@ -81,6 +82,27 @@ class Rehearsal:
                 deviation <= relative,
                 f"{name} deviates by {deviation:.2g} of its length, allowed {relative:.2g}",
             )
+
+    def require_norms(self, relative: float) -> None:
+        """Each is a 0-d float32 tensor, the same bits on all ranks, near the oracle's."""
+        for norm in self.norms:
+            form = f"{norm.dtype}{tuple(norm.shape)}"
+            require(
+                norm.dim() == 0 and norm.dtype == torch.float32,
+                f"grad_norm is {form}, it must be a 0-d float32",
+            )
+        norms = [float(norm) for norm in self.norms]
+        for rank, other in enumerate(self.ranks):
+            theirs = [float(norm) for norm in other["norms"]]
+            require_close(f"grad_norm on rank {rank}", theirs, norms, 0.0)
+        done = [norm for norm, applied in zip(norms, self.applied, strict=True) if applied]
+        require_close("grad_norm of update", done, self.expected.norms, relative)
+
+    def require_one_process(self) -> None:
+        """All of it is as one process has it."""
+        self.require_losses(1e-6)
+        self.require_weights(1e-6)
+        self.require_norms(1e-5)
 
     def require_lower_precision(self) -> None:
         """Rounding to 8 or 11 bits shows in the losses."""
