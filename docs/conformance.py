@@ -1,11 +1,12 @@
 """Prove all drivers but `xpu` and write the results to docs/conformance: a page over drivers and
-laws, the matrix of who resumes whom, and the one of layouts.
+laws, the matrix of who resumes whom, the one of layouts, and meshes beside one process.
 
     python docs/conformance.py [WORD ...]
 
 Words choose by what occurs in the name of a world, such as `xla` or `ddp:2`, by default all;
-`matrix` is the matrix of drivers, `layouts` the one of all ways to cut a model. It takes about half
-an hour on two cores, in an environment of these drivers, which uv makes at first.
+`matrix` is the matrix of drivers, `layouts` the one of all ways to cut a model, `meshes` the losses
+of each mesh. It takes about an hour on two cores, in an environment of these drivers, which uv
+makes at first.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ MESHES = ("mesh:2,tensor=2", "mesh:2,context=2", "mesh:2,expert=2", "mesh:2,pipe
 def commands() -> dict[str, list[str]]:
     """What is run, by what chooses it: the matrix, and the suite in all worlds of up to two."""
     report = ["--report", str(FOLDER)]
+    programs = ROOT / "tests" / "backends"
     matrix = [python_of_all(), "-m", "drivetrain.conformance.matrix", *report, *WORLDS]
     return {
         "matrix": matrix,
-        "layouts": [sys.executable, str(ROOT / "tests" / "backends" / "layouts.py"), str(FOLDER)],
+        "layouts": [sys.executable, str(programs / "layouts.py"), str(FOLDER)],
+        "meshes": [sys.executable, str(programs / "meshes.py"), str(FOLDER / "meshes.md")],
         **{
             world: [python_of_all(), *suite(world), *report]
             for world in WORLDS

@@ -25,37 +25,6 @@ def alone(**arguments: Any) -> dict[str, Any]:
     return Subject("cpu").run(train, **arguments)[0]
 
 
-@pytest.mark.parametrize(
-    ("size", "dimensions"),
-    [
-        (2, {"expert": 2}),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                (2, {}),
-                (2, {"expert": 2, "context": 2}),
-                (3, {"expert": 3}),
-                (4, {"expert": 2}),
-                (4, {"expert": 2, "shard": 4}),
-                (4, {"expert": 2, "replicate": 2}),
-                (4, {"expert": 2, "context": 2}),
-                (6, {"expert": 6}),
-                (6, {"expert": 2}),
-                (6, {"expert": 3}),
-                (8, {"expert": 2}),
-                (8, {"expert": 2, "context": 2, "replicate": 2}),
-            ]
-        ),
-    ],
-    ids=str,
-)
-def test_experts_have_the_curve_of_one_process(size: int, dimensions: dict[str, int]) -> None:
-    """Losses, norms of the gradient, evaluations, weights, and what the whole module computes;
-    also on a rank whose experts are given no token."""
-    for seen in mesh(size, **dimensions).run(train):
-        assert_alike(seen, alone())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["Layer", "Experts"])
 def test_activations_are_recomputed(part: str) -> None:

@@ -36,46 +36,6 @@ def alone(layers: int = 2, **settings: Any) -> dict[str, Any]:
     return Subject("cpu").run(train, layers=layers, settings=settings)[0]
 
 
-# processes, dimensions, blocks of the model
-PIPELINES: list[tuple[int, dict[str, Any], int]] = [
-    (2, {"pipeline": 2}, 2),
-    (4, {"pipeline": 2}, 2),
-]
-MORE: list[tuple[int, dict[str, Any], int]] = [
-    (2, {"pipeline": 2, "schedule": "gpipe"}, 3),
-    (2, {"pipeline": 2, "schedule": "interleaved"}, 4),
-    (2, {"pipeline": 2, "schedule": "interleaved", "stages_per_rank": 3}, 6),
-    (3, {"pipeline": 3}, 4),
-    (4, {"pipeline": 4}, 5),
-    (4, {"pipeline": 2, "replicate": 2}, 2),
-    (4, {"pipeline": 2, "schedule": "interleaved"}, 4),
-    (4, {"pipeline": 2, "reshard_after_forward": False}, 2),
-    (6, {"pipeline": 3}, 3),
-    (8, {"pipeline": 4, "replicate": 2}, 4),
-    (8, {"pipeline": 2, "replicate": 2}, 2),
-]
-
-
-def named(size: int, dimensions: dict[str, Any], layers: int) -> str:
-    return " ".join([str(size), *(f"{k}={v}" for k, v in dimensions.items()), f"of {layers}"])
-
-
-@pytest.mark.parametrize(
-    ("size", "dimensions", "layers"),
-    [
-        *(pytest.param(*each, id=named(*each)) for each in PIPELINES),
-        *(pytest.param(*each, id=named(*each), marks=pytest.mark.slow) for each in MORE),
-    ],
-)
-def test_a_pipeline_has_the_curve_of_one_process(
-    size: int, dimensions: dict[str, Any], layers: int
-) -> None:
-    """Losses, norms of the gradient, evaluations, weights, and what the whole module computes."""
-    expected = alone(layers)
-    for seen in mesh(size, **dimensions).run(train, layers=layers):
-        assert_alike(seen, expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ from drivetrain.conformance.expected import MEASURED, summed_up
 from drivetrain.conformance.matrix import write_page
 from drivetrain.conformance.report import write_report
 
-FOLDER = Path(__file__).parents[2] / "docs" / "conformance"
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "conformance"
+
+sys.path.append(str(ROOT / "tests" / "backends"))
+
+from meshes import MESHES  # noqa: E402 - where the tests of them keep it
 
 
 def test_the_page_of_laws_is_that_of_the_figures(tmp_path: Path) -> None:
@@ -55,3 +61,14 @@ def test_all_figures_are_on_the_page() -> None:
     for path in FOLDER.glob("*.json"):
         for result in json.loads(path.read_text())["results"][:3]:
             assert f"{result['seconds']:.2f} s" in text
+
+
+def test_each_mesh_is_on_its_page() -> None:
+    """And nothing is off by more than is allowed; the weights are looked at where it is written."""
+    lines = (FOLDER / "meshes.md").read_text().partition("---: |\n")[2].splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[:3] for row in rows] == [
+        [str(each.size), each.in_words, each.trained] for each in MESHES
+    ]
+    assert len(rows) >= 40
+    assert all(float(figure) <= 1e-5 for row in rows for figure in row[3:6])

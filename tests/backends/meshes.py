@@ -1,0 +1,214 @@
+"""The meshes that are compared with one process, and the page of how far they are from it.
+
+python tests/backends/meshes.py FILE
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mesh_decoder
+import mesh_mixture
+import pytest
+import torch
+from mesh_decoder import assert_alike, mesh
+
+from drivetrain.backends.mesh.shape import MeshOptions, Shape
+from drivetrain.conformance.subject import Subject
+
+JOBS = {"decoder": mesh_decoder.train, "mixture of experts": mesh_mixture.train}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """So many processes in these dimensions, and how the model is trained on them."""
+
+    size: int
+    dimensions: Mapping[str, Any]
+    model: str = "decoder"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the job, and whether one process is given them, too."""
+    always: bool = False
+    """Not only with the slow tests."""
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.in_words} {self.trained}"
+
+    @property
+    def in_words(self) -> str:
+        shard = Shape.of(MeshOptions(**self.dimensions), self.size).shard
+        told = {**self.dimensions, **({"shard": shard} if shard > 1 else {})}
+        return " ".join(f"{name}={value}" for name, value in told.items()) or "one"
+
+    @property
+    def trained(self) -> str:
+        chosen = {"plan": "{}", "layers": "{} blocks", "lossy": "loss {}"}
+        told = [chosen[name].format(value) for name, value in self.arguments.items()]
+        return ", ".join([self.model, *told])
+
+    def of_ranks(self) -> list[dict[str, Any]]:
+        """What each makes of it."""
+        return mesh(self.size, **self.dimensions).run(JOBS[self.model], **self.arguments)
+
+    def of_one_process(self) -> dict[str, Any]:
+        """What it is to be."""
+        return alone(self.model, self.arguments.get("layers", 2))
+
+
+@functools.cache
+def alone(model: str, layers: int) -> dict[str, Any]:
+    more = {"layers": layers} if model == "decoder" else {}
+    return Subject("cpu").run(JOBS[model], **more)[0]
+
+
+def cut(size: int, plan: str, always: bool = False, **dimensions: int) -> Compared:
+    lossy = {"lossy": "of_parts"} if plan == "logits" else {}
+    return Compared(size, dimensions, arguments={"plan": plan, **lossy}, always=always)
+
+
+def line(size: int, layers: int, always: bool = False, **dimensions: Any) -> Compared:
+    return Compared(size, dimensions, arguments={"layers": layers}, always=always)
+
+
+def dealt(size: int, always: bool = False, **dimensions: int) -> Compared:
+    return Compared(size, dimensions, "mixture of experts", always=always)
+
+
+MESHES = (
+    cut(2, "plain", always=True),
+    cut(2, "plain", always=True, replicate=2),
+    cut(2, "in sequence", always=True, tensor=2),
+    cut(2, "logits", always=True, tensor=2),
+    cut(2, "plain", always=True, context=2),
+    cut(4, "in sequence", always=True, tensor=2, context=2),
+    cut(4, "plain", always=True, tensor=2),
+    cut(4, "plain", always=True, replicate=2, context=2),
+    line(2, 2, always=True, pipeline=2),
+    line(4, 2, always=True, pipeline=2),
+    dealt(2, always=True, expert=2),
+    cut(1, "plain"),
+    cut(3, "plain"),
+    cut(3, "plain", replicate=3),
+    cut(4, "plain"),
+    cut(4, "plain", replicate=2),
+    cut(4, "plain", replicate=4),
+    cut(4, "in sequence", tensor=2),
+    cut(4, "plain", tensor=4),
+    cut(4, "in sequence", tensor=4),
+    cut(4, "logits", tensor=4),
+    cut(4, "logits", tensor=2),
+    cut(4, "logits", tensor=2, context=2),
+    cut(4, "plain", tensor=2, replicate=2),
+    cut(4, "in sequence", tensor=2, replicate=2),
+    cut(4, "plain", context=2),
+    cut(4, "plain", context=4),
+    cut(4, "plain", tensor=2, context=2),
+    cut(6, "plain", tensor=2),
+    cut(6, "plain", context=2, replicate=3),
+    cut(8, "plain", tensor=2, context=2),
+    cut(8, "in sequence", tensor=2, context=2),
+    cut(8, "in sequence", tensor=2, context=2, replicate=2),
+    cut(8, "plain", tensor=4, context=2),
+    cut(8, "plain", tensor=2, context=4),
+    cut(8, "in sequence", tensor=4),
+    cut(8, "plain", context=8),
+    cut(2, "plain", tensor=2),
+    cut(5, "plain"),
+    cut(6, "plain", replicate=2),
+    cut(6, "plain", context=2),
+    cut(6, "in sequence", tensor=2, replicate=3),
+    cut(8, "plain"),
+    cut(8, "plain", replicate=4),
+    cut(8, "plain", context=2),
+    cut(8, "plain", context=4, replicate=2),
+    cut(8, "plain", tensor=2),
+    cut(8, "plain", tensor=2, replicate=4),
+    cut(8, "in sequence", tensor=4, replicate=2),
+    cut(8, "in sequence", tensor=4, context=2),
+    line(2, 3, pipeline=2, schedule="gpipe"),
+    line(2, 4, pipeline=2, schedule="interleaved"),
+    line(2, 6, pipeline=2, schedule="interleaved", stages_per_rank=3),
+    line(3, 4, pipeline=3),
+    line(4, 5, pipeline=4),
+    line(4, 2, pipeline=2, replicate=2),
+    line(4, 4, pipeline=2, schedule="interleaved"),
+    line(4, 2, pipeline=2, reshard_after_forward=False),
+    line(6, 3, pipeline=3),
+    line(8, 4, pipeline=4, replicate=2),
+    line(8, 2, pipeline=2, replicate=2),
+    dealt(2),
+    dealt(2, expert=2, context=2),
+    dealt(3, expert=3),
+    dealt(4, expert=2, shard=4),
+    dealt(4, expert=2, replicate=2),
+    dealt(4, expert=2, context=2),
+    dealt(6, expert=6),
+    dealt(6, expert=2),
+    dealt(6, expert=3),
+    dealt(8, expert=2),
+    dealt(8, expert=2, context=2, replicate=2),
+)
+
+
+def parameters() -> Iterable[Any]:
+    return [
+        pytest.param(each, id=str(each), marks=[] if each.always else pytest.mark.slow)
+        for each in MESHES
+    ]
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+HEAD = """\
+# Meshes beside one process
+Written by `python docs/conformance.py meshes`. Each mesh trains a small model for some steps in
+fp32, as processes of one machine over gloo: a decoder with tied weights, queries, keys and values
+in one layer, and a vocabulary that nothing divides; or a mixture of experts. Beside one process
+that does the same stand the largest differences that any rank saw: of the losses, the norms of the
+gradient and the evaluations relative ones, of which 1e-5 is allowed; of the weights at the end,
+and of what the whole model computes then, absolute ones, of which 1e-5 and 1e-4 of the value are.
+
+| processes | dimensions | model | losses | norms | evaluations | weights |
+| ---: | --- | --- | ---: | ---: | ---: | ---: |
+"""
+
+
+def row(each: Compared) -> str:
+    """Of the page. Raises AssertionError where more is off than is allowed."""
+    expected = each.of_one_process()
+    seen = each.of_ranks()
+    for rank in seen:
+        assert_alike(rank, expected)
+    most = (
+        f"{max(column):.1e}" for column in zip(*(apart(r, expected) for r in seen), strict=True)
+    )
+    return f"| {' | '.join([str(each.size), each.in_words, each.trained, *most])} |"
+
+
+def apart(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[float]:
+    """Losses, norms, evaluations relatively; weights absolutely."""
+    for of in (lambda run: run["curve"], lambda run: run["measured"]):
+        mine, other = (torch.tensor(of(run), dtype=torch.float64) for run in (seen, expected))
+        relative = (mine - other).abs() / other.abs()
+        yield from relative.amax(0).reshape(-1).tolist()
+    yield max(
+        float((tensor - expected["weights"][name]).abs().max())
+        for name, tensor in seen["weights"].items()
+    )
+
+
+def main(file: Path) -> None:
+    rows = []
+    for each in MESHES:
+        rows.append(row(each))
+        print(rows[-1], flush=True)
+    file.write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
