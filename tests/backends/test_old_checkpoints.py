@@ -30,7 +30,10 @@ def old(folder: Path) -> tuple[str, Saved]:
 @pytest.mark.parametrize(
     "folder",
     # xla starts another process for each number of devices, and compiles anew
-    [pytest.param(f, marks=[pytest.mark.slow] * f.name.startswith("xla")) for f in FOLDERS],
+    [
+        pytest.param(f, marks=[pytest.mark.slow] * f.name.startswith(("xla", "deepspeed")))
+        for f in FOLDERS
+    ],
     ids=lambda folder: folder.name,
 )
 def test_its_own_driver_resumes_it(folder: Path) -> None:

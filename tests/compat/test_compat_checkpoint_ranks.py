@@ -32,7 +32,7 @@ EVERY_STEP: dict[str, Any] = {
     "save_strategy": "steps",
     "save_steps": 1,
 }
-DRIVERS = ["ddp", "fsdp", pytest.param("deepspeed", marks=pytest.mark.slow)]
+DRIVERS = ["ddp", *(pytest.param(d, marks=pytest.mark.slow) for d in ("fsdp", "deepspeed"))]
 
 
 @pytest.fixture(scope="module", params=DRIVERS)

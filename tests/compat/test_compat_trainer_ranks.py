@@ -9,7 +9,10 @@ import pytest
 import trainer_ranks
 from side_by_side import samples
 
+from drivetrain import compat
 from drivetrain.conformance.subject import Subject
+
+pytestmark = pytest.mark.slow
 
 Found = dict[str, list[dict[str, Any]]]
 
@@ -53,6 +56,19 @@ def test_ranks_draw_alike_and_see_other_data(found: Found) -> None:
     assert ours[0]["random"] == ours[1]["random"] == theirs[0]["random"]
     assert ours[0]["gradients"]["substep"] != ours[1]["gradients"]["substep"]
     assert ours[0]["losses"] == pytest.approx(theirs[0]["losses"], rel=1e-6)
+
+
+@pytest.mark.row("M11")
+@pytest.mark.parametrize("kind", ["metrics", "metrics of batches"])
+def test_metrics_are_those_of_one_process(found: Found, tmp_path: Path, kind: str) -> None:
+    """Of seven samples, each counted once. The loss is as theirs, whose mean over a batch that was
+    filled up holds what fills it."""
+    alone = trainer_ranks.measuring(compat, tmp_path, kind == "metrics of batches")
+    assert alone["eval_samples"] == 7
+    for mine, other in zip(found["ours"], found["theirs"], strict=True):
+        assert mine[kind] == pytest.approx(other[kind], rel=1e-6)
+        for name in ("eval_accuracy", "eval_samples"):
+            assert mine[kind][name] == pytest.approx(alone[name])
 
 
 @pytest.mark.row("S9")

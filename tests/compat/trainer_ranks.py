@@ -14,7 +14,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from side_by_side import LIBRARIES, QUIET, arguments, classifier, llama, losses, samples, sentences
+from side_by_side import (
+    LIBRARIES,
+    QUIET,
+    arguments,
+    classifier,
+    llama,
+    losses,
+    samples,
+    sentences,
+    without_times,
+)
 from test_compat_memory_limits import Cramped, Shrink
 from test_compat_seq2seq import model as t5
 from test_compat_seq2seq import texts
@@ -149,6 +159,24 @@ def gathering(
     for _ in range(times):
         seen.append(trainer.evaluate()["eval_loss"])
     return seen
+
+
+def measuring(library: Any, folder: Path, batched: bool) -> dict[str, Any]:
+    """Metrics of samples that the ranks do not divide; `batched`: added up batch by batch."""
+    right: list[Any] = []
+
+    def measure(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+        labels = torch.as_tensor(prediction.label_ids)
+        right.append(torch.as_tensor(prediction.predictions).argmax(-1) == labels)
+        if not compute_result:
+            return {}
+        every = torch.cat(right)
+        return {"accuracy": float(every.float().mean()), "samples": len(every)}
+
+    asked = {"per_device_eval_batch_size": 2, "batch_eval_metrics": batched}
+    given = {"eval_dataset": samples(7), "compute_metrics": measure}
+    trainer = made(library.Trainer, classifier(), arguments(library, folder, **asked), **given)
+    return without_times(trainer.evaluate())
 
 
 def token_shards(folder: Path) -> TokenShards:
@@ -370,6 +398,8 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         "counting": counting(lib, at / "counting", True),
         "counting alone": counting(lib, at / "alone", False),
         "boxes": gathering(lib, at / "boxes", False),
+        "metrics": measuring(lib, at / "metrics", False),
+        "metrics of batches": measuring(lib, at / "metrics of batches", True),
         "generating": generating(lib, at / "generating"),
         "notebook": in_a_notebook(lib, at / "notebook"),
         "training by all": stopped(lib, at / "training by all", {0: 1, 1: 1}),

@@ -56,7 +56,10 @@ def test_each_task_is_trained() -> None:
     assert sorted(REACHES) == sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", REACHES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n == "diffusion")) for n in REACHES],
+)
 def test_a_task(name: str) -> None:
     task = runpy.run_path(str(FOLDER / f"{name}.py"))
 

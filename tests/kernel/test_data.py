@@ -518,6 +518,9 @@ def test_the_death_of_a_worker_is_raised_where_the_data_is_asked_for() -> None:
     groups = loader.groups(Position(), 5000)
     list(next(groups).microbatches)
     (worker,) = set(multiprocessing.active_children()) - before
+    # Once it waits for work. Torch's flag that ends workers has a lock, which it looks at between
+    # two batches: who is killed there never gives it back, and this process would wait for it.
+    time.sleep(1)
     os.kill(worker.pid or 0, signal.SIGKILL)
     worker.join()  # a signal handler that raises would do so here
     with pytest.raises(WorkerFailed, match=str(worker.pid)):

@@ -139,10 +139,14 @@ def every(number: int, fault: Fault, writes: bool) -> Any:
     ("fault", "writes"),
     [
         ("500", True),
-        ("cut download", False),
         *(
             pytest.param(fault, writes, marks=pytest.mark.slow)
-            for fault, writes in [("503", False), ("slow", True), ("cut upload", True)]
+            for fault, writes in [
+                ("cut download", False),
+                ("503", False),
+                ("slow", True),
+                ("cut upload", True),
+            ]
         ),
     ],
 )
