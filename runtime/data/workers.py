@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import multiprocessing
 import os
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
+from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..kernel.batches import Microbatch
 from ..kernel.errors import DataFailed, DrivetrainError, WorkerFailed
 from ..kernel.recipe import Batch
+from .killed_workers import context_of, ended, notice_torn_results
 from .order import mix
 from .parent import end_with_parent
 from .random_state import generators_kept, seed_generators
@@ -200,6 +201,7 @@ def _receive(
     start_method: str | None,
     work_of: Callable[[int], str],
 ) -> Generator[Any, None, None]:
+    context = context_of(start_method)
     loader: DataLoader[Any] = DataLoader(
         worker_side,
         sampler=requests,
@@ -207,15 +209,16 @@ def _receive(
         collate_fn=_unchanged,
         num_workers=num_workers,
         prefetch_factor=prefetch,
-        multiprocessing_context=start_method,
+        multiprocessing_context=context,
         # Unless it is given one, it draws from the process's own generator.
         generator=torch.Generator(),
-        worker_init_fn=functools.partial(_begin_worker, _parent_of_workers(start_method)),
+        worker_init_fn=functools.partial(_begin_worker, _parent_of_workers(context)),
     )
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
     with _sigchld_handler_kept():
         iterator: Any = iter(loader)
+    notice_torn_results(iterator)
     try:
         while True:
             try:
@@ -225,8 +228,7 @@ def _receive(
             except Exception as error:
                 died = [
                     f"{worker.pid} (exit code {worker.exitcode}){work_of(number)}"
-                    for number, worker in enumerate(iterator._workers)
-                    if not worker.is_alive()
+                    for number, worker in ended(iterator._workers)
                 ]
                 raise WorkerFailed(
                     f"data worker {' '.join(died) or 'communication'} failed: {last_line(error)}. "
@@ -241,10 +243,9 @@ def _receive(
         iterator._shutdown_workers()
 
 
-def _parent_of_workers(start_method: str | None) -> int | None:
+def _parent_of_workers(context: BaseContext) -> int | None:
     """This process, which a worker cannot ask for once it is gone; None: a server that forks."""
-    method = multiprocessing.get_context(start_method).get_start_method()
-    return None if method == "forkserver" else os.getpid()
+    return None if context.get_start_method() == "forkserver" else os.getpid()
 
 
 def _begin_worker(parent: int | None, worker: int) -> None:

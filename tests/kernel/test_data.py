@@ -518,13 +518,55 @@ def test_the_death_of_a_worker_is_raised_where_the_data_is_asked_for() -> None:
     groups = loader.groups(Position(), 5000)
     list(next(groups).microbatches)
     (worker,) = set(multiprocessing.active_children()) - before
-    # Once it waits for work. Torch's flag that ends workers has a lock, which it looks at between
-    # two batches: who is killed there never gives it back, and this process would wait for it.
-    time.sleep(1)
     os.kill(worker.pid or 0, signal.SIGKILL)
     worker.join()  # a signal handler that raises would do so here
     with pytest.raises(WorkerFailed, match=str(worker.pid)):
         deque(each for group in groups for each in group.microbatches)
+
+
+class KilledAsItLooks(Squares):
+    """Its worker is killed with the lock of an event in its hands, or else at the next sample."""
+
+    def __getitem__(self, index: int) -> int:
+        def entered(condition: Any) -> None:
+            condition._lock.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if index == 4:
+            multiprocessing.synchronize.Condition.__enter__ = entered  # type: ignore[method-assign]
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_killed_as_it_looks_whether_it_shall_end_fails() -> None:
+    data = KilledAsItLooks(12)
+    loader = Loader(data, global_batch=1, micro_batch=1, order=sequential, workers=1)
+    with pytest.raises(WorkerFailed, match=r"exit code -9.*samples \[5\]"):
+        read(loader, Position(), 12)
+
+
+class KilledAsItSends(Squares):
+    """One worker sends the first half of a microbatch, and is killed."""
+
+    def __getitem__(self, index: int) -> int:
+        def first_half(connection: Any, message: bytes) -> None:
+            os.write(connection.fileno(), message[: len(message) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if index == 5:
+            multiprocessing.connection.Connection._send = first_half  # type: ignore[attr-defined]
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_while_it_sends_a_microbatch_fails(workers: int) -> None:
+    data = KilledAsItSends(12)
+    loader = Loader(data, global_batch=1, micro_batch=1, order=sequential, workers=workers)
+    with pytest.raises(WorkerFailed, match="exit code -9"):
+        read(loader, Position(), 12)
 
 
 # --- errors -----------------------------------------------------------------------------------
