@@ -17,6 +17,7 @@ from ...kernel.contract import Driver, Engine, Session, WatchesRanks, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.registry import usable_driver
+from ...trainer.late_ranks import give_up
 from .backend import chosen, planned
 
 __all__ = ["DriverSession", "Prepared", "session_of"]
@@ -125,11 +126,9 @@ class DriverSession:
     def give_up(self, why: str, retry: bool) -> bool:
         """See `WatchesRanks`; True where nobody hears it."""
         session, plan = self._session, self._plan
-        if session is None or plan is None or session.world.size == 1:
+        if session is None or plan is None:
             return True
-        if not self.driver.capabilities(plan).stall_seconds:
-            return True
-        return cast(WatchesRanks, session).give_up(why, retry)
+        return give_up(session, self.driver.capabilities(plan), why, retry)
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
         """The kernel's recipe for a model that exists."""

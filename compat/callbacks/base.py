@@ -228,7 +228,7 @@ class CallbackHandler(TrainerCallback):
                 eval_dataloader=self.eval_dataloader,
                 **kwargs,
             )
-            if answer is not None:
+            if answer is not None and answer is not control:
                 control = _obey(answer, control, f"{type(callback).__name__}.{event}")
         return control
 

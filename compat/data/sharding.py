@@ -102,7 +102,8 @@ class RankLoader(DataLoader[Any]):
             if device is not None and device.type == "cpu":
                 device = None  # where collated batches are
             for batch, is_last in with_last(batches):
-                self.end_of_dataloader = is_last
+                if is_last:  # a DataLoader looks at each attribute that is set
+                    self.end_of_dataloader = True
                 yield batch if device is None else move(batch, device)
             self.epoch += 1
         finally:

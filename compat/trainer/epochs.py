@@ -66,13 +66,13 @@ class Epochs:
             trainer.args, trainer.state, trainer.control
         )
         done = skipped // self.global_batch
-        batches = self._batches(start.epoch, done)
+        batches, device = self._batches(start.epoch, done), trainer.args.device
         update = done // self.accumulation
         for _ in range(num_steps):
             wanted = self._num_batches(update)
             if not wanted:
                 return
-            fetched, num_items = trainer.get_batch_samples(batches, wanted, trainer.args.device)
+            fetched, num_items = trainer.get_batch_samples(batches, wanted, device)
             if not fetched:
                 if done:  # a stream that ended there, whose loader has not said so
                     yield from self.groups(Position(start.epoch + 1), num_steps)

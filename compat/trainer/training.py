@@ -294,7 +294,7 @@ class TrainingMixin(BetweenStepsMixin):
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
         self._globalstep_last_logged = training.window.first_step
-        self._total_loss_scalar = 0.0
+        self._total_loss_scalar = -self._loss_since_last_log()  # of the run that is resumed
 
     def _announce(self, length: RunLength) -> None:
         args = self.args
@@ -375,8 +375,9 @@ class TrainingMixin(BetweenStepsMixin):
         training = self._training
         if training is None:  # a subclass runs a loop of its own
             return self._mean_over_ranks(getattr(self, "_tr_loss", torch.zeros(())))
-        grown = training.window.has_grown(training.progress)
-        return self._mean_over_ranks(torch.as_tensor(training.window.loss_sum)) if grown else 0.0
+        window = training.window
+        grown = training.progress.step > window.first_step  # also by steps before a resume
+        return self._mean_over_ranks(torch.as_tensor(window.loss_sum)) if grown else 0.0
 
 
 def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:

@@ -6,12 +6,14 @@ import contextlib
 import itertools
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..data.loading import LoadingMixin
 from .loss import count_items, is_causal_lm, loss_of
@@ -176,6 +178,11 @@ class StepMixin(LoadingMixin):
         return count_items(batch_samples, self._loss_shifts_labels)
 
 
+_PLAIN = (nn.Module.train, DistributedDataParallel.train)
+"""DDP's own calls the other, and does nothing else."""
+_is_training = operator.attrgetter("training")
+
+
 class TrainMode:
     """`model.train()`, which walks through all modules and sets each: here they are looked at, and
     it is called where one is in another mode. A model with a `train` of its own has it called
@@ -185,9 +192,9 @@ class TrainMode:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._modules = list(model.modules())
-        self._plain = all(type(part).train is nn.Module.train for part in self._modules)
+        self._plain = all(type(part).train in _PLAIN for part in self._modules)
 
     def enter(self) -> None:
         """Put every module into training mode."""
-        if not self._plain or not all(part.training for part in self._modules):
+        if not self._plain or not all(map(_is_training, self._modules)):
             self.model.train()

@@ -25,6 +25,7 @@ __all__ = [
     "is_state",
     "nested",
     "same",
+    "settings_of",
     "unsaved",
     "unstorable",
 ]
@@ -119,10 +120,14 @@ def _number(name: str, stored: Tensor, kind: type) -> Any:
     return None if kind is type(None) else kind(value)
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group holds but for the parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
 def unstorable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the entries of a parameter group that a checkpoint cannot hold."""
-    given = ("params", "param_names")
-    return {k: copied(v) for k, v in group.items() if k not in given and not can_be_stored(v)}
+    """A copy of the settings of a parameter group that a checkpoint cannot hold."""
+    return {k: copied(v) for k, v in settings_of(group).items() if not can_be_stored(v)}
 
 
 def unsaved(optimizer: torch.optim.Optimizer, built: Iterable[Mapping[str, Any]] = ()) -> list[str]:

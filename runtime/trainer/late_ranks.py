@@ -17,7 +17,7 @@ from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
 from ..kernel.registry import DUTIES
 
-__all__ = ["ended_by", "flight_records_kept", "hear_of_late_ranks", "others_told"]
+__all__ = ["ended_by", "flight_records_kept", "give_up", "hear_of_late_ranks", "others_told"]
 
 
 def hear_of_late_ranks(
@@ -44,10 +44,15 @@ def others_told(session: Session, able: Capabilities) -> Iterator[None]:
     except CollectiveFailed:
         raise  # another rank's error is behind it
     except (Exception, SystemExit) as error:
-        world = session.world
-        if world.size > 1 and able.stall_seconds:
-            cast(WatchesRanks, session).give_up(ended_by(world.rank, error), retry=False)
+        give_up(session, able, ended_by(session.world.rank, error), retry=False)
         raise
+
+
+def give_up(session: Session, able: Capabilities, why: str, retry: bool) -> bool:
+    """See `WatchesRanks`; True where nobody hears it."""
+    if session.world.size == 1 or not able.stall_seconds:
+        return True
+    return cast(WatchesRanks, session).give_up(why, retry)
 
 
 def ended_by(rank: int, error: BaseException) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import CheckpointReader, WithoutOptimizer
-from ..checkpoint.optimizer_entries import unsaved, unstorable
+from ..checkpoint.optimizer_entries import settings_of, unsaved, unstorable
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
 __all__ = ["OptimizerRecord"]
@@ -152,10 +152,10 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's numbers and words, and how many parameters it has."""
     settings: dict[str, Any] = {"parameters": len(group["params"])}
-    for key, value in group.items():
+    for key, value in settings_of(group).items():
         parts = list(value) if isinstance(value, (list, tuple)) else [value]
         plain = [_plain(part) for part in parts]
-        if key not in ("params", "param_names") and None not in plain:
+        if None not in plain:
             settings[key] = plain if isinstance(value, (list, tuple)) else plain[0]
     return settings
 

@@ -95,6 +95,20 @@ def test_resuming_ends_bit_equal(runs: dict[str, Any], tmp_path: Path, step: int
     assert files(tmp_path / "ours") == {f"checkpoint-{n}" for n in (2, 4, 5) if n > step}
 
 
+@pytest.mark.row("K11")
+def test_the_training_loss_of_a_resumed_run_is_of_its_own_updates(tmp_path: Path) -> None:
+    """The losses since the last log go on in the next one's mean, and not in that of the run."""
+    found = []
+    for side in both(tmp_path):
+        keywords = {**STEPS, "save_steps": 4, "logging_steps": 3, "max_steps": 6}
+        side.trainer(**keywords).train()
+        output = side.trainer(**keywords).train(
+            resume_from_checkpoint=str(side.folder / "checkpoint-4")
+        )
+        found.append(output.training_loss)
+    assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
 @pytest.mark.row("K11", "K17")
 @pytest.mark.parametrize("step", [1, 3])
 def test_their_folder_continues_as_theirs(runs: dict[str, Any], tmp_path: Path, step: int) -> None:
