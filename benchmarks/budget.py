@@ -9,7 +9,7 @@ read to resume, modules imported. A change that raises one either is mended, or 
 updates the budget.
 
 All counts may vary by `SLACK`, so that a function can be split in two. Where torch's or
-transformers' own work is among what is counted, the plain loop's count in the same process is taken
+transformers' own work is among what is counted, the tuned loop's count in the same process is taken
 off it, and what is left may vary by a count a step besides: the next torch may do the same in other
 calls.
 """
@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -41,26 +42,41 @@ Counts = dict[str, int]
 
 
 def count() -> Counts:
-    """Everything, in this process and one that only imports."""
+    """Everything, in this process, one that only imports, and two ranks."""
+    counts = imports() | of_loops(accumulation=1) | of_loops(accumulation=4) | of_ranks()
+    for name in RESUMED:
+        counts |= {f"{name}, resuming: {what}": n for what, n in of_resuming(name).items()}
+    return dict(sorted(counts.items()))
+
+
+def of_loops(accumulation: int, where: str = "") -> Counts:
+    """Of training with the kernel and with compat, and how much that is above the tuned loop's."""
     import torch
 
     from .problems import MLP
 
     torch.set_num_threads(1)
     problem = dataclasses.replace(MLP, log_every=LOG_EVERY)
-    counts: Counts = imports()
-    for accumulation in (1, 4):
-        raw = of_steps("raw", problem, accumulation)
-        for name in ("kernel", "compat"):
-            told = of_steps(name, problem, accumulation)
-            what = f"{name}, {STEPS} steps and 2 logs, accumulation {accumulation}"
-            counts[f"{what}: own calls"] = told["own"]
-            counts[f"{what}: calls above raw"] = told["calls"] - raw["calls"]
-            counts[f"{what}: tensor operations above raw"] = told["operations"] - raw["operations"]
-            counts[f"{what}: values fetched"] = told["waits"]
+    tuned = of_steps("tuned", problem, accumulation)
+    counts: Counts = {}
     for name in ("kernel", "compat"):
-        counts |= {f"{name}, resuming: {what}": n for what, n in of_resuming(name).items()}
-    return dict(sorted(counts.items()))
+        told = of_steps(name, problem, accumulation)
+        what = f"{name}, {STEPS} steps and 2 logs, {where}accumulation {accumulation}"
+        counts[f"{what}: own calls"] = told["own"]
+        counts[f"{what}: calls above tuned"] = told["calls"] - tuned["calls"]
+        operations = told["operations"] - tuned["operations"]
+        counts[f"{what}: tensor operations above tuned"] = operations
+        counts[f"{what}: values fetched"] = told["waits"]
+    return counts
+
+
+def of_ranks() -> Counts:
+    """Of the same on two ranks of DDP, as the first one counts."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "benchmarks.budget", "--as-rank"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    counts: Counts = json.loads(done.stdout.splitlines()[-1])
+    return counts
 
 
 def of_steps(name: str, problem: Any, accumulation: int) -> Counts:
@@ -202,8 +218,14 @@ def over(counts: Counts, budget: Counts) -> list[str]:
 def main(
     update: Annotated[bool, typer.Option(help="Write the counts as the budget.")] = False,
     budget: Annotated[Path, typer.Option(help="The file of the budget.")] = BUDGET,
+    as_rank: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Compare what is counted with the budget."""
+    if as_rank:
+        counts = of_loops(accumulation=1, where="2 ranks, ")
+        if os.environ["RANK"] == "0":
+            print(json.dumps(counts))
+        return
     counts = count()
     if update:
         budget.write_text(json.dumps(counts, indent=1) + "\n")

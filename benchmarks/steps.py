@@ -23,6 +23,7 @@ LABELS = {
     "lightning": "Lightning Trainer",
 }
 BESIDE_TUNED = {"tuned": "tuned loop", **LABELS}
+ON_RANKS = {**BESIDE_TUNED, "compat_all_used": "drivetrain compat, all parameters used"}
 SAVING = {
     **{name: LABELS[name] for name in ("raw", "kernel")},
     "kernel_saving": "drivetrain kernel, saving",
@@ -121,11 +122,13 @@ BENCHMARKS = [
         "ddp",
         "The same on 2 processes, DDP over gloo",
         f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} "
-        f"Nor do its ranks agree on anything but gradients. {TUNED}",
+        f"Nor do its ranks agree on anything but gradients. {TUNED} Trainers like HF's look for "
+        "parameters that an update does not use, unless told not to.",
         MLP,
         accumulation=1,
         steps=1000,
         n=2,
+        labels=ON_RANKS,
     ),
     _steps(
         "gpt",

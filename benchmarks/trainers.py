@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from itertools import cycle
 from typing import Any, cast
 
@@ -158,6 +159,15 @@ def compat(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     return _as_transformers(Trainer, TrainingArguments, problem, steps, accumulation)
 
 
+def compat_all_used(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+    """Without the search for parameters that an update does not use, which is theirs by default and
+    which no loop by hand makes."""
+    from drivetrain.compat import Trainer, TrainingArguments
+
+    arguments = partial(TrainingArguments, ddp_find_unused_parameters=False)
+    return _as_transformers(Trainer, arguments, problem, steps, accumulation)
+
+
 def hugging_face(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     from transformers import Trainer, TrainingArguments
 
@@ -293,6 +303,7 @@ TRAINERS: dict[str, Callable[[Problem, int, int], nn.Module]] = {
     "kernel": kernel,
     "kernel_saving": kernel_saving,
     "compat": compat,
+    "compat_all_used": compat_all_used,
     "accelerate": accelerate,
     "fabric": fabric,
     "lightning": lightning,

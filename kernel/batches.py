@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from .errors import DataError
@@ -22,8 +21,7 @@ ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+class Position(NamedTuple):
     """A place in the data: `samples` of the order of `epoch` were consumed."""
 
     epoch: int = 0
@@ -52,8 +50,7 @@ class Position:
         return cls(**value)
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
+class Group(NamedTuple):
     """One step's samples, and this reader's part of them.
 
     Take all `microbatches` before asking for the next group: each is fetched when it is asked for.

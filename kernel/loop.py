@@ -155,10 +155,10 @@ class TrainLoop:
 
     def agreed(self, result: StepResult) -> Sequence[float]:
         """For each `Request`, how many ranks had made it when this step began."""
-        if self.session.world.size > 1:
+        if self.session.world.size > 1 or not any(late := self.requests.send()):
             return result.requests
         # nobody to agree with: what came in during the step counts at once
-        return [a + b for a, b in zip(result.requests, self.requests.send(), strict=True)]
+        return [a + b for a, b in zip(result.requests, late, strict=True)]
 
     def _on_device(
         self, groups: Iterator[Group], entered: deque[tuple[Group, float]]

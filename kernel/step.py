@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ from .recipe import Batch, Recipe, check_loss
 __all__ = ["StepResult", "Stepper"]
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """The result of one update; tensors stay on the device."""
 
     loss: Tensor

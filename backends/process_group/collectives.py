@@ -25,7 +25,16 @@ class _Naming(AbstractContextManager[None]):
     """Makes `CollectiveFailed` of the errors that `is_meant` picks. A class, since it is entered a
     few times in a step, and a generator takes three times as long."""
 
-    __slots__ = ("_call", "_inside", "_is_meant", "_rank", "_waiting")
+    __slots__ = (
+        "_before",
+        "_call",
+        "_inside",
+        "_is_meant",
+        "_mixed",
+        "_patient",
+        "_rank",
+        "_watch",
+    )
 
     def __init__(
         self,
@@ -36,16 +45,22 @@ class _Naming(AbstractContextManager[None]):
         inside: AbstractContextManager[Any] = models.NO_CONTEXT,
         mixed: bool = True,
     ) -> None:
-        self._call, self._rank, self._is_meant, self._inside = call, rank, is_meant, inside
-        self._waiting = stall_watch.waiting(call, patient, mixed)
+        self._call, self._rank, self._is_meant = call, rank, is_meant
+        self._patient, self._mixed = patient, mixed
+        self._inside = None if inside is models.NO_CONTEXT else inside
+        self._watch = stall_watch.this_session()
 
     def __enter__(self) -> None:
-        self._waiting.__enter__()
-        self._inside.__enter__()
+        if self._watch is not None:
+            self._before = self._watch.enter(self._call, self._patient, self._mixed)
+        if self._inside is not None:
+            self._inside.__enter__()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._inside.__exit__(kind, error, trace)
-        self._waiting.__exit__(kind, error, trace)
+        if self._inside is not None:
+            self._inside.__exit__(kind, error, trace)
+        if self._watch is not None:
+            self._watch.leave(self._before)
         if error is not None and self._is_meant(error):
             raise _collective_failed(self._call, self._rank, error) from error
 

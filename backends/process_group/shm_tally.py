@@ -69,8 +69,8 @@ class SharedMemorySum:
         def sums() -> list[float]:
             nonlocal found
             if found is None:
-                shown = [self._read(rank, number) for rank in range(len(self._pids))]
-                found = [sum(each) for each in zip(*shown, strict=True)][: len(values)]
+                shown = [self._read(rank, number)[: len(values)] for rank in range(len(self._pids))]
+                found = [sum(each) for each in zip(*shown, strict=True)]
                 self._sums = None
             return found
 

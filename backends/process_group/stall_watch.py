@@ -52,7 +52,7 @@ PATIENT_STEPS = 2
 
 def print_late(late: Late) -> None:
     """Print a late rank on stderr, where no observer is told; called by the rank that waits."""
-    if (watch := _open[-1] if _open else None) is not None and watch.rank == late.by:
+    if (watch := this_session()) is not None and watch.rank == late.by:
         words = f"rank {late.rank} has kept others waiting for {late.seconds:.0f} s: {late}"
         print(words, file=sys.stderr, flush=True)
 
@@ -305,14 +305,13 @@ class Watch:
 
 _open: list[Watch] = []
 _num_watches = itertools.count()
-_NOTHING = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def watching(
     store: Any, rank: int, size: int, stall_seconds: float | None, timeout_seconds: float
 ) -> Iterator[None]:
-    """Watch `waiting` while the block runs. `store`: the process group's; every rank opens its
+    """Watch the ranks while the block runs. `store`: the process group's; every rank opens its
     watches in the same order. With one rank nothing is watched."""
     if size == 1:
         yield
@@ -348,25 +347,9 @@ def _fatal_errors_placed() -> Iterator[None]:
         faulthandler.disable()
 
 
-class _Waiting(contextlib.AbstractContextManager[None]):
-    __slots__ = ("_before", "_call", "_mixed", "_patient", "_watch")
-
-    def __init__(self, watch: Watch, call: str, patient: bool, mixed: bool) -> None:
-        self._watch, self._call, self._patient, self._mixed = watch, call, patient, mixed
-
-    def __enter__(self) -> None:
-        self._before = self._watch.enter(self._call, self._patient, self._mixed)
-
-    def __exit__(self, *raised: object) -> None:
-        self._watch.leave(self._before)
-
-
-def waiting(
-    call: str, patient: bool = False, mixed: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Around a call that needs the other ranks. `patient`: they may idle meanwhile. `mixed`: there
-    is more in it than to wait."""
-    return _Waiting(_open[-1], call, patient, mixed) if _open else _NOTHING
+def this_session() -> Watch | None:
+    """Whom to tell of a call that needs the other ranks (`Watch.enter`); None with one rank."""
+    return _open[-1] if _open else None
 
 
 def listen(tell: Callable[[Late], None]) -> None:
