@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ...checkpoint.optimizer_entries import copied, same
+from ...checkpoint.optimizer_entries import copied, same, settings_of
 from ...kernel.errors import RecipeError
 
 __all__ = ["first_step"]
@@ -17,12 +15,12 @@ def first_step(optimizer: torch.optim.Optimizer, how: str) -> None:
     groups would go on with each. Raises `RecipeError`, naming that. `how`: the value of
     `backend.optimizer_step`."""
     groups = list(optimizer.param_groups)
-    before = [_entries(group) for group in groups]
+    before = [copied(settings_of(group)) for group in groups]
     optimizer.step()
     counted = {
         key
         for group, then in zip(groups, before, strict=True)
-        for key, value in _entries(group).items()
+        for key, value in settings_of(group).items()
         if key not in then or not same(value, then[key])
     }
     if counted:
@@ -31,7 +29,3 @@ def first_step(optimizer: torch.optim.Optimizer, how: str) -> None:
             f"parameter groups, and backend.optimizer_step={how} calls it several times a step: "
             "leave that at auto, or set whole"
         )
-
-
-def _entries(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: copied(v) for k, v in group.items() if k not in ("params", "param_names")}

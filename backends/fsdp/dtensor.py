@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...data.nested import map_leaves, map_tensors
@@ -37,6 +37,13 @@ BY_TENSOR = frozenset(
 """Optimizers that take each tensor by itself, and keep nothing but what belongs to one."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Those whose fused kernels take `DTensor`s."""
+
+
+def forget_meshes() -> None:
+    """At the end of a session. What torch remembers of operations it finds by the ranks and the
+    names of a mesh, and would give tensors of the next session a mesh whose groups are gone."""
+    if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # not yet in torch 2.8
+        forget()
 
 
 def steps_parts(optimizer: torch.optim.Optimizer) -> bool:

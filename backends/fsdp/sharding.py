@@ -17,7 +17,7 @@ from ...kernel.errors import SettingError
 from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ..process_group.session import choose_device, process_group
-from . import wrap_units
+from . import dtensor, wrap_units
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,7 +114,10 @@ def opened(plan: Plan) -> Iterator[World]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with process_group(plan, device) as world:
-        yield world
+        try:
+            yield world
+        finally:
+            dtensor.forget_meshes()
 
 
 def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

@@ -36,6 +36,18 @@ _MOST_COMPARED = 500_000_000
 """Parameters of a model that is gathered to compare its layers."""
 
 
+_WHAT_MAY_BE_WRONG = {
+    "expert": "Experts must treat each token by itself, whoever else goes to them, and find their "
+    "number by their weights or by their module's num_experts",
+    "pipeline": "From stage to stage goes the first argument of a block, and nothing else: neither "
+    "what blocks keep for the loss, nor what passes them by. Name other blocks in Parallel.stages",
+    "tensor": "Layers that are several in one, such as queries, keys and values, must be named in "
+    "Parallel.fused, and what lies between 'column' and 'row' must take as many heads or units as "
+    "it is given",
+}
+"""Where cut layers compute another loss than whole ones, by the dimension."""
+
+
 class MeshEngine(FsdpEngine):
     """`FsdpEngine` over a part of the mesh, of layers that are cut over the rest."""
 
@@ -62,6 +74,7 @@ class MeshEngine(FsdpEngine):
                 "weights lie in another order. Take one like torch.optim.AdamW, or cut these "
                 "layers by 'vocabulary'",
             )
+        self._dealt = [p for module in self.experts for p in module.parameters()]
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
         self._layers_compared = not (
@@ -89,7 +102,13 @@ class MeshEngine(FsdpEngine):
 
     def cut_layers(self) -> Any:
         if self.mesh.shape.tensor > 1:
-            self.fused = cut_layers(self.module, self.parallel, self.mesh.tensor, self.tied)
+            self.fused = cut_layers(
+                self.module,
+                self.parallel,
+                self.mesh.tensor,
+                self.tied,
+                absent={*self.elsewhere.values()},
+            )
         for experts in self.experts.values():
             experts.cut()
         return self.mesh.sharded
@@ -123,28 +142,12 @@ class MeshEngine(FsdpEngine):
         for seen, expected in self._of_all_ranks(cut, whole):
             if alike(seen, expected, self.plan):
                 continue
-            found = (
-                f"the loss of the first batch is {seen:.6g}, and by whole layers it is "
-                f"{expected:.6g} (in evaluation mode)"
-            )
-            if self.experts:
-                raise RecipeError(
-                    f"with backend.expert={self.mesh.shape.expert} {found}. "
-                    "Experts must treat each token by itself, whoever else goes to them, and find "
-                    "their number by their weights or by their module's num_experts"
-                )
-            if self.mesh.shape.pipeline > 1:
-                raise RecipeError(
-                    f"with backend.pipeline={self.mesh.shape.pipeline} {found}. From stage to "
-                    "stage goes the first argument of a block, and nothing else: neither what "
-                    "blocks keep for the loss, nor what passes them by. Name other blocks in "
-                    "Parallel.stages"
-                )
+            sizes = {name: getattr(self.mesh.shape, name) for name in _WHAT_MAY_BE_WRONG}
+            asked = " and ".join(f"backend.{name}={n}" for name, n in sizes.items() if n > 1)
+            causes = (cause for name, cause in _WHAT_MAY_BE_WRONG.items() if sizes[name] > 1)
             raise RecipeError(
-                f"with backend.tensor={self.mesh.shape.tensor} {found}. Layers "
-                "that are several in one, such as queries, keys and values, must be named in "
-                "Parallel.fused, and what lies between 'column' and 'row' must take as many heads "
-                "or units as it is given"
+                f"with {asked} the loss of the first batch is {seen:.6g}, and by whole layers it "
+                f"is {expected:.6g} (in evaluation mode). {'. '.join(causes)}"
             )
 
     def _of_all_ranks(self, *values: float) -> list[list[float]]:
@@ -174,7 +177,7 @@ class MeshEngine(FsdpEngine):
     def _average_experts(self) -> None:
         """Their gradients are of the tokens of all ranks that they are dealt over, and were divided
         by the number of those that hold the same."""
-        dealt = [p.grad for module in self.experts for p in module.parameters()]
+        dealt = [parameter.grad for parameter in self._dealt]
         if grads := [dtensor.own_part(grad) for grad in dealt if grad is not None]:
             torch._foreach_mul_(grads, 1 / self.mesh.shape.expert)
 

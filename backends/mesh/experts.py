@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...kernel.errors import RecipeError
 from ..common import models
 from ..process_group.collectives import keep_for_a_while
-from .matching import matching
+from .matching import largest_divisor, matching
 
 __all__ = ["Experts", "find_experts"]
 
@@ -199,10 +199,10 @@ def _check(
     """Raises `RecipeError` for a module that cannot be dealt over so many ranks."""
     number = _num_experts(name, part)
     if number % size:
-        fits = [n for n in range(2, size) if number % n == 0]
-        nearest = f"; backend.expert={fits[-1]} would do" if fits else ""
+        fits = largest_divisor(number, size)
         raise RecipeError(
-            f"backend.expert={size} does not divide the {number} experts of {name!r}{nearest}"
+            f"backend.expert={size} does not divide the {number} experts of {name!r}; "
+            f"backend.expert={fits} would do"
         )
     if outer := next((other for other in found if name.startswith(f"{other}.")), None):
         raise RecipeError(f"Parallel.experts names {name!r}, which is inside of {outer!r}")

@@ -23,6 +23,7 @@ from ...kernel.errors import RecipeError, ran_out
 from ...kernel.plan import Plan
 from ...kernel.recipe import Batch, Microstep, Recipe, check_loss
 from ..process_group.collectives import keep_for_a_while
+from .logits import require_whole
 from .pipeline import PipelineEngine
 from .schedules import Shape, fly
 from .shape import Mesh, options_of
@@ -185,6 +186,7 @@ class FlyingEngine(PipelineEngine):
         if self._flight is None:
             super().backward(loss, weight)
             return
+        require_whole(loss)
         if self.loss_scale is not None:
             weight = weight * self.loss_scale.scale
         self._flight.weighted = (loss * weight).reshape(1)

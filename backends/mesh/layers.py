@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from ...data.parallel import Parallel, TensorCut
 from ...kernel.errors import RecipeError
 from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
+from ..fsdp import dtensor, meta_init
 from .logits import whole_without_gradient
-from .matching import matching
+from .matching import largest_divisor, matching
+from .stages import hollow
 
 __all__ = ["Fused", "cut_layers"]
 
@@ -119,10 +122,15 @@ def split(piece: Piece, fused: Fused) -> Iterator[Piece]:
 
 
 def cut_layers(
-    module: nn.Module, parallel: Parallel, mesh: Any, tied: Sequence[Sequence[str]]
+    module: nn.Module,
+    parallel: Parallel,
+    mesh: Any,
+    tied: Sequence[Sequence[str]],
+    absent: AbstractSet[nn.Parameter] = frozenset(),
 ) -> Fused:
-    """Cut what the recipe names over the ranks of `mesh`. Raises `RecipeError`, before anything is
-    changed, for a pattern that fits nothing or two things, and for what does not divide."""
+    """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
+    takes no memory then either. Raises `RecipeError`, before anything is changed, for a pattern
+    that fits nothing or two things, and for what does not divide."""
     chosen, fused = _chosen(module, parallel), Fused(mesh.size())
     for pattern, name in matching(module, "fused", parallel.fused):
         if chosen.get(name) != "column":
@@ -137,8 +145,9 @@ def cut_layers(
         for name in fused.parts:
             weight = module.get_parameter(name)
             fused.shapes[name] = tuple(weight.shape)
-            weight.data = fused.reordered(name, weight)
-    _parallelise(module, chosen, mesh)
+            if weight not in absent:
+                weight.data = fused.reordered(name, weight)
+    _parallelise(module, chosen, mesh, absent)
     _tie_again(module, tied)
     return fused
 
@@ -216,12 +225,12 @@ def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> Non
         width = part.out_features if how == "column" else part.in_features
         several = fused.parts.get(f"{name}.weight", 1)
         if width % (size * several):
-            fits = [n for n in range(2, size + 1) if width % (n * several) == 0]
-            nearest = f"; backend.tensor={fits[-1]} would do" if fits else ""
             of = f" of {several} in one" if several > 1 else ""
+            fits = 1 if width % several else largest_divisor(width // several, size)
             raise RecipeError(
                 f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
-                f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}{nearest}"
+                f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}; "
+                f"backend.tensor={fits} would do"
             )
 
 
@@ -230,7 +239,9 @@ def _each_has_rows(rows: int, size: int) -> bool:
     return -(-rows // size) * (size - 1) < rows
 
 
-def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> None:
+def _parallelise(
+    module: nn.Module, chosen: Mapping[str, str], mesh: Any, absent: AbstractSet[nn.Parameter]
+) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -262,9 +273,23 @@ def _parallelise(module: nn.Module, chosen: Mapping[str, str], mesh: Any) -> Non
         # one by one: given all names, torch 2.8 takes the parts of one for names of others.
         # Every rank has built the same weights, so nobody sends any
         part = module.get_submodule(name)
+        empty = [key for key, weight in part.named_parameters() if weight in absent]
         parallelize_module(part, mesh, style(name, how), src_data_rank=None)
+        for key in empty:
+            _let_go(part, key)
         if how == "logits":
             part.register_forward_hook(whole_without_gradient)
+
+
+@torch.no_grad()
+def _let_go(part: nn.Module, key: str) -> None:
+    """What stands there for a weight is cut as that would be, and takes no memory."""
+    stand_in = part.get_parameter(key)
+    if isinstance(stand_in, DTensor):
+        own = stand_in.to_local()
+        empty = dtensor.cut_like(stand_in, hollow(own, own.device))
+        replaced = nn.Parameter(empty, stand_in.requires_grad)
+        meta_init.replace(part, {stand_in: replaced})
 
 
 def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:

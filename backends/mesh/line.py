@@ -8,8 +8,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from ...data.nested import map_leaves, map_tensors, tensors_of
+from ...data.nested import leaves, map_leaves, map_tensors, tensors_of
+from ..fsdp import dtensor
 from ..process_group.collectives import keep_for_a_while
 
 __all__ = ["Line"]
@@ -20,17 +22,37 @@ _MOST_DIMS = 8
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of a tensor that follows."""
+    """Of a tensor that follows. Of one that is cut within a stage it is the part that follows, to
+    the rank that has the same part in its own stage."""
 
     shape: torch.Size
     dtype: torch.dtype
+    cut: Any = None
+    """Placements, shape and stride of the whole; None: it is no part."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        part = dtensor.own_part(tensor)
+        if not isinstance(tensor, DTensor):
+            return cls(part.shape, part.dtype)
+        return cls(part.shape, part.dtype, (tensor.placements, tensor.shape, tensor.stride()))
+
+    def put_back(self, part: Tensor, mesh: Any) -> Tensor:
+        """What the part is of, cut over these ranks."""
+        if self.cut is None:
+            return part
+        placements, shape, stride = self.cut
+        return DTensor.from_local(
+            part, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
 
 
 class Line:
-    """This rank's place among those of a process group, the last of which knows the answer."""
+    """This rank's place among those of a process group, the last of which knows the answer. `mesh`:
+    the ranks over which each cuts its layers."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: Any, device: torch.device, mesh: Any) -> None:
+        self.group, self.device, self.mesh = group, device, mesh
         self.ranks = dist.get_process_group_ranks(group)
         self.size, self.place = len(self.ranks), dist.get_rank(group)
         self.before = self.ranks[self.place - 1]
@@ -55,26 +77,22 @@ class Line:
 
     def tell(self, answer: Any) -> None:
         """By the last rank: tensors in any nest."""
-        shapes = map_tensors(lambda each: _Shape(each.shape, each.dtype), answer)
+        shapes = map_tensors(_Shape.of, answer)
         dist.broadcast_object_list([shapes], self.ranks[-1], self.group, self.device)
         for tensor in tensors_of(answer):
-            sent = keep_for_a_while(tensor.detach().contiguous())
+            sent = keep_for_a_while(dtensor.own_part(tensor).contiguous())
             dist.broadcast(sent, self.ranks[-1], group=self.group)
 
     def hear(self) -> tuple[Any, list[Tensor]]:
-        """By all others: what the last rank tells, tensors apart."""
+        """By all others: what the last rank tells, with shapes in place of tensors; and these."""
         told: list[Any] = [None]
         dist.broadcast_object_list(told, self.ranks[-1], self.group, self.device)
         tensors = []
-
-        def fill(leaf: _Shape) -> Tensor:
-            tensor = torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+        for shape in (leaf for leaf in leaves(told[0]) if isinstance(leaf, _Shape)):
+            tensor = torch.empty(shape.shape, dtype=shape.dtype, device=self.device)
             dist.broadcast(keep_for_a_while(tensor), self.ranks[-1], group=self.group)
             tensors.append(tensor)
-            return tensor
-
-        nest = map_leaves(lambda leaf: fill(leaf) if isinstance(leaf, _Shape) else leaf, told[0])
-        return nest, tensors
+        return told[0], tensors
 
     # --- the same, with gradients that go the other way -------------------------------------
 
@@ -91,7 +109,12 @@ class Line:
         """To the rank after; and what the last rank tells at last."""
         nest: list[Any] = []
         tensors = iter(cast("tuple[Tensor, ...]", _Answer.apply(activation, self, nest)))
-        return map_tensors(lambda _: next(tensors), nest[0])
+
+        def fill(leaf: Any) -> Any:
+            is_one = isinstance(leaf, _Shape)
+            return leaf.put_back(next(tensors), self.mesh) if is_one else leaf
+
+        return map_leaves(fill, nest[0])
 
 
 class _Receive(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Submodules, by patterns of their names."""
+"""What fits: submodules the patterns of a recipe, sizes a number that they divide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from ...kernel.errors import RecipeError
 
-__all__ = ["matching"]
+__all__ = ["largest_divisor", "matching"]
 
 
 def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
@@ -23,3 +23,8 @@ def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tup
             raise RecipeError(f"Parallel.{field} names {pattern!r}, which fits no submodule")
         found += [(pattern, name) for name in fitting]
     return found
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """Of that number, up to a size that may not divide it."""
+    return next(n for n in range(most, 0, -1) if number % n == 0)

@@ -46,7 +46,7 @@ class PipelineEngine(MeshEngine):
                 "mesh",
                 "stages are made of one model, which each update trains. Set backend.pipeline=1",
             )
-        self.line = Line(mesh.pipeline.get_group(), world.device)
+        self.line = Line(mesh.pipeline.get_group(), world.device, mesh.tensor)
         self.elsewhere: dict[str, nn.Parameter] = {}
         super().__init__(recipe, plan, world, mesh)
         for kind in models.kinds_of(self.optimizer):
@@ -96,7 +96,9 @@ class PipelineEngine(MeshEngine):
             name: self.holders[parameter] for name, parameter in self.module.named_parameters()
         }
         meta_init.replace(self.module, empty)
-        return super().cut_layers()
+        mesh = super().cut_layers()
+        self.elsewhere = {name: self.module.get_parameter(name) for name in self.elsewhere}
+        return mesh
 
     def num_replicas(self, name: str, parameter: nn.Parameter) -> int:
         ranks = self.peers.size * len(self._places_of(name))

@@ -15,6 +15,7 @@ from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
 from ..fsdp.sharding import ShardingOptions
 from ..process_group.peers import Peers
+from .matching import largest_divisor
 
 __all__ = ["Mesh", "MeshOptions", "Shape", "options_of"]
 
@@ -44,7 +45,7 @@ class MeshOptions(ShardingOptions):
     pipeline: int = 1
     """Ranks, or meshes of them, that have one part of the model's blocks each (`Parallel.stages`),
     and hand activations on. What is in flight are the microbatches of an update: so many times as
-    many should an update have (`micro_batch`). Not with `tensor`, `context` or `expert`."""
+    many should an update have (`micro_batch`). Not with `expert`."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """In which order a pipeline's ranks compute. `gpipe` (https://arxiv.org/abs/1811.06965): all
     forwards, then all backwards. `1f1b` (https://arxiv.org/abs/1806.03377): backwards as soon as
@@ -83,13 +84,12 @@ class MeshOptions(ShardingOptions):
             )
         if self.pipeline == 1:
             return
-        for name in ("tensor", "context", "expert"):
-            if (size := getattr(self, name)) > 1:
-                raise SettingError(
-                    f"backend.pipeline is {self.pipeline} and backend.{name} {size}: stages are "
-                    "made of whole layers, sequences and experts so far. Set one of them to 1; "
-                    "shard and replicate go with either"
-                )
+        if self.expert > 1:
+            raise SettingError(
+                f"backend.pipeline is {self.pipeline} and backend.expert {self.expert}: stages "
+                "have whole experts so far. Set one of them to 1; replicate, shard and context go "
+                "with either"
+            )
         for name, wanted in (("sync_buffers", True), ("sync_batch_norm", False)):
             if getattr(self, name) is not wanted:
                 raise SettingError(
@@ -143,12 +143,11 @@ class Shape:
 
     def __post_init__(self) -> None:
         if self.num_cut % self.expert:
-            fits = [n for n in range(1, self.num_cut + 1) if self.num_cut % n == 0]
-            nearest = min(fits, key=lambda n: abs(n - self.expert))
+            fits = largest_divisor(self.num_cut, self.expert)
             raise SettingError(
                 f"backend.expert is {self.expert}, and must divide the {self.num_cut} ranks that "
                 f"weights are cut over (shard {self.shard} x context {self.context}): set "
-                f"backend.expert={nearest}, or start other ranks"
+                f"backend.expert={fits}, or start other ranks"
             )
 
     def world(self, world: World) -> World:

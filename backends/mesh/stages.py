@@ -8,7 +8,7 @@ the model gives all blocks (positions, masks), and no model is written for this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -145,10 +145,12 @@ class StageForward:
         self._received: Tensor | None = None
         self._replaced: dict[nn.Module, Any] = {}
         self._replace()
-        for stage in own[1:] if own[0] == 0 else own:
-            # before what gathers its weights, which notes what it is given
-            block = self.blocks[stages.starts[stage]]
-            block.register_forward_pre_hook(self._begin(stage), with_kwargs=True, prepend=True)
+        for stage, start in enumerate(stages.starts):
+            if stage and {stage, stage - 1} & {*own}:
+                # before what gathers its weights, or cuts what it is given
+                self.blocks[start].register_forward_pre_hook(
+                    self._reached(stage), with_kwargs=True, prepend=True
+                )
 
     def _replace(self) -> None:
         for index, block in enumerate(self.blocks):
@@ -220,30 +222,29 @@ class StageForward:
         finally:
             write_unseen(kept, before)
 
-    def _ends(self, index: int) -> bool:
-        starts = self.stages.starts
-        return self._stage + 1 < len(starts) and index == starts[self._stage + 1]
+    def _reached(self, stage: int) -> Callable[..., Any]:
+        """Called before the first block of that stage is: it is given what the stage before has
+        made, which is left here."""
+        start = self.stages.starts[stage]
 
-    def _begin(self, stage: int) -> Callable[..., Any]:
-        """Called before the first block of that stage is."""
-
-        def give(block: nn.Module, args: Any, kwargs: Any) -> Any:
+        def give_or_leave(block: nn.Module, args: Any, kwargs: Any) -> Any:
+            if self._stage == stage - 1 and self._next == start:
+                raise Left(_tensor(_first(args, kwargs), f"{self.stages.blocks[start]!r} is given"))
             if self._stage != stage:
                 return None
             if args:
                 return (self._received, *args[1:]), kwargs
             return args, {**kwargs, next(iter(kwargs)): self._received}
 
-        return give
+        return give_or_leave
 
     def _called(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of the forward of a block."""
         if self._stage < 0:
             return forward(*args, **kwargs)
-        given = args[0] if args else next(iter(kwargs.values()), None)
         name = self.stages.blocks[index]
         if index < self.stages.starts[self._stage]:
-            return given
+            return _first(args, kwargs)
         if index != self._next:
             expected = self.stages.blocks[self._next : self._next + 1]
             raise RecipeError(
@@ -251,14 +252,17 @@ class StageForward:
                 f"{repr(expected[0]) if expected else 'the end'} was due: blocks that are dealt to "
                 f"stages must be called once each, in the model's order. {_REMEDY}"
             )
-        if self._ends(index):
-            raise Left(_tensor(given, f"{name!r} is given"))
         self._next += 1
         made = forward(*args, **kwargs)
         return _tensor(made, f"{name!r} returns")
 
 
 _REMEDY = "Name other blocks in Parallel.stages, or set backend.pipeline=1"
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a block is given first."""
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _tensor(value: Any, what: str) -> Tensor:
@@ -270,7 +274,7 @@ def _tensor(value: Any, what: str) -> Tensor:
     )
 
 
-def hollow(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+def hollow(weight: Tensor, device: torch.device) -> nn.Parameter:
     """What stands for a weight that is not here: zeros of its shape that take no memory."""
-    zero = torch.zeros((), dtype=parameter.dtype, device=device)
-    return nn.Parameter(zero.expand(parameter.shape), parameter.requires_grad)
+    zero = torch.zeros((), dtype=weight.dtype, device=device)
+    return nn.Parameter(zero.expand(weight.shape), weight.requires_grad)

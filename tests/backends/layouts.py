@@ -34,6 +34,7 @@ LAYOUTS = (
     "mesh:2,context=2",
     "mesh:2,expert=2",
     "mesh:2,pipeline=2",
+    "mesh:4,pipeline=2,tensor=2",
 )
 """`NAME[:PROCESSES][,OPTION=VALUE ...]`; a mesh shards over what its options leave."""
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from drivetrain import Parallel, Recipe
 from drivetrain.backends.fsdp import dtensor
@@ -84,14 +85,15 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):
-    def __init__(self, heads: int = HEADS, layers: int = 2) -> None:
+    def __init__(self, heads: int = HEADS, layers: int = 2, tied: bool = True) -> None:
         super().__init__()
         self.half = WIDTH // heads // 2
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block(heads) for _ in range(layers))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
         nn.init.normal_(self.embed.weight, std=0.3)
         self.register_buffer("speeds", 100.0 ** (-torch.arange(self.half) / self.half))
 
@@ -289,10 +291,12 @@ def train(
     plan: str = "plain",
     heads: int = HEADS,
     layers: int = 2,
+    tied: bool = True,
     length: int = LENGTH,
     lossy: str = "loss",
     own_step: bool = False,
     settings: Mapping[str, Any] | None = None,
+    optimizer: Any = None,
     out: str | None = None,
     resume: str | None = None,
     fault: str = "",
@@ -302,10 +306,11 @@ def train(
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
     parts = {
-        "model": lambda: Decoder(heads, layers),
+        "model": lambda: Decoder(heads, layers, tied),
         "loss": LOSSES[lossy],
         "parallel": dataclasses.replace(PLANS[plan], **changes),
         "step": step_of_twice if own_step else None,
+        "optimizer": optimizer,
     }
     chosen = {"steps": steps, **(settings or {})}
     return observed(bench, parts, chosen, length=length, out=out, resume=resume)
@@ -352,6 +357,25 @@ def observed(
     }  # fmt: skip
     result = bench.fit(recipe, chosen, observers=[observe], finish=finish, **arguments)
     return {"curve": logged, "measured": measured, "weights": result.finish}
+
+
+def held(bench: Bench, **arguments: Any) -> dict[str, dict[str, Any]]:
+    """A job: of each weight that takes memory on this rank after a training, the part and where in
+    the whole it begins."""
+    trained: dict[str, nn.Parameter] = {}
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        trained.update(named)
+        return adamw(trained.items())
+
+    train(bench, optimizer=optimizer, **arguments)
+    found = {}
+    for name, weight in trained.items():
+        part = dtensor.own_part(weight)
+        if part.untyped_storage().nbytes() >= part.numel() * part.element_size():
+            start = dtensor.own_box(weight).offsets if isinstance(weight, DTensor) else ()
+            found[name] = {"start": list(start), "part": part.cpu().clone()}
+    return found
 
 
 def names_of(module: nn.Module) -> list[str]:

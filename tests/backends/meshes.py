@@ -47,17 +47,18 @@ class Compared:
 
     @property
     def trained(self) -> str:
-        chosen = {"plan": "{}", "layers": "{} blocks", "lossy": "loss {}"}
-        told = [chosen[name].format(value) for name, value in self.arguments.items()]
-        return ", ".join([self.model, *told])
+        words = {"plan": "{}", "layers": "{} blocks", "lossy": "loss {}"}
+        told = [words[name].format(value) for name, value in self.arguments.items()]
+        return ", ".join([self.model, *told]).replace("_", " ")
 
-    def of_ranks(self) -> list[dict[str, Any]]:
-        """What each makes of it."""
-        return mesh(self.size, **self.dimensions).run(JOBS[self.model], **self.arguments)
-
-    def of_one_process(self) -> dict[str, Any]:
-        """What it is to be."""
-        return alone(self.model, self.arguments.get("layers", 2))
+    def compare(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """What each rank makes of it, and what one process does. Raises AssertionError where more
+        is off than is allowed."""
+        seen = mesh(self.size, **self.dimensions).run(JOBS[self.model], **self.arguments)
+        expected = alone(self.model, self.arguments.get("layers", 2))
+        for rank in seen:
+            assert_alike(rank, expected)
+        return seen, expected
 
 
 @functools.cache
@@ -66,17 +67,23 @@ def alone(model: str, layers: int) -> dict[str, Any]:
     return Subject("cpu").run(JOBS[model], **more)[0]
 
 
-def cut(size: int, plan: str, always: bool = False, **dimensions: int) -> Compared:
-    lossy = {"lossy": "of_parts"} if plan == "logits" else {}
-    return Compared(size, dimensions, arguments={"plan": plan, **lossy}, always=always)
-
-
-def line(size: int, layers: int, always: bool = False, **dimensions: Any) -> Compared:
-    return Compared(size, dimensions, arguments={"layers": layers}, always=always)
-
-
-def dealt(size: int, always: bool = False, **dimensions: int) -> Compared:
-    return Compared(size, dimensions, "mixture of experts", always=always)
+def cut(
+    size: int,
+    how: str | int | None = None,
+    always: bool = False,
+    layers: int | None = None,
+    **dimensions: Any,
+) -> Compared:
+    """By a plan of that name, with so many `layers` if told; as a line of so many blocks; or a
+    mixture of experts."""
+    if how is None:
+        return Compared(size, dimensions, "mixture of experts", always=always)
+    arguments: dict[str, Any] = {"layers": how} if isinstance(how, int) else {"plan": how}
+    if layers is not None:
+        arguments["layers"] = layers
+    if how == "logits":
+        arguments["lossy"] = "of_parts"
+    return Compared(size, dimensions, arguments=arguments, always=always)
 
 
 MESHES = (
@@ -88,9 +95,11 @@ MESHES = (
     cut(4, "in sequence", always=True, tensor=2, context=2),
     cut(4, "plain", always=True, tensor=2),
     cut(4, "plain", always=True, replicate=2, context=2),
-    line(2, 2, always=True, pipeline=2),
-    line(4, 2, always=True, pipeline=2),
-    dealt(2, always=True, expert=2),
+    cut(2, 2, always=True, pipeline=2),
+    cut(4, 2, always=True, pipeline=2),
+    cut(4, "in sequence", always=True, pipeline=2, tensor=2),
+    cut(4, "plain", always=True, pipeline=2, context=2),
+    cut(2, always=True, expert=2),
     cut(1, "plain"),
     cut(3, "plain"),
     cut(3, "plain", replicate=3),
@@ -130,28 +139,45 @@ MESHES = (
     cut(8, "plain", tensor=2, replicate=4),
     cut(8, "in sequence", tensor=4, replicate=2),
     cut(8, "in sequence", tensor=4, context=2),
-    line(2, 3, pipeline=2, schedule="gpipe"),
-    line(2, 4, pipeline=2, schedule="interleaved"),
-    line(2, 6, pipeline=2, schedule="interleaved", stages_per_rank=3),
-    line(3, 4, pipeline=3),
-    line(4, 5, pipeline=4),
-    line(4, 2, pipeline=2, replicate=2),
-    line(4, 4, pipeline=2, schedule="interleaved"),
-    line(4, 2, pipeline=2, reshard_after_forward=False),
-    line(6, 3, pipeline=3),
-    line(8, 4, pipeline=4, replicate=2),
-    line(8, 2, pipeline=2, replicate=2),
-    dealt(2),
-    dealt(2, expert=2, context=2),
-    dealt(3, expert=3),
-    dealt(4, expert=2, shard=4),
-    dealt(4, expert=2, replicate=2),
-    dealt(4, expert=2, context=2),
-    dealt(6, expert=6),
-    dealt(6, expert=2),
-    dealt(6, expert=3),
-    dealt(8, expert=2),
-    dealt(8, expert=2, context=2, replicate=2),
+    cut(2, 3, pipeline=2, schedule="gpipe"),
+    cut(2, 4, pipeline=2, schedule="interleaved"),
+    cut(2, 6, pipeline=2, schedule="interleaved", stages_per_rank=3),
+    cut(3, 4, pipeline=3),
+    cut(4, 5, pipeline=4),
+    cut(4, 2, pipeline=2, replicate=2),
+    cut(4, 4, pipeline=2, schedule="interleaved"),
+    cut(4, 2, pipeline=2, reshard_after_forward=False),
+    cut(6, 3, pipeline=3),
+    cut(8, 4, pipeline=4, replicate=2),
+    cut(8, 2, pipeline=2, replicate=2),
+    cut(4, "plain", pipeline=2, tensor=2),
+    cut(4, "logits", pipeline=2, tensor=2),
+    cut(4, "plain", pipeline=2, tensor=2, schedule="gpipe"),
+    cut(4, "in sequence", layers=4, pipeline=2, tensor=2, schedule="interleaved"),
+    cut(4, "logits", layers=4, pipeline=2, tensor=2, schedule="interleaved"),
+    cut(6, "in sequence", layers=3, pipeline=3, tensor=2),
+    cut(8, "in sequence", pipeline=2, tensor=2),
+    cut(8, "logits", pipeline=2, tensor=2, replicate=2),
+    cut(8, "in sequence", pipeline=2, tensor=4),
+    cut(8, "plain", layers=4, pipeline=4, tensor=2),
+    cut(4, "plain", pipeline=2, context=2, schedule="gpipe"),
+    cut(4, "plain", layers=4, pipeline=2, context=2, schedule="interleaved"),
+    cut(8, "plain", pipeline=2, context=2),
+    cut(8, "plain", pipeline=2, context=2, replicate=2),
+    cut(8, "plain", pipeline=2, context=4),
+    cut(8, "in sequence", pipeline=2, tensor=2, context=2),
+    cut(8, "logits", layers=4, pipeline=2, tensor=2, context=2, schedule="interleaved"),
+    cut(2),
+    cut(2, expert=2, context=2),
+    cut(3, expert=3),
+    cut(4, expert=2, shard=4),
+    cut(4, expert=2, replicate=2),
+    cut(4, expert=2, context=2),
+    cut(6, expert=6),
+    cut(6, expert=2),
+    cut(6, expert=3),
+    cut(8, expert=2),
+    cut(8, expert=2, context=2, replicate=2),
 )
 
 
@@ -179,11 +205,8 @@ and of what the whole model computes then, absolute ones, of which 1e-5 and 1e-4
 
 
 def row(each: Compared) -> str:
-    """Of the page. Raises AssertionError where more is off than is allowed."""
-    expected = each.of_one_process()
-    seen = each.of_ranks()
-    for rank in seen:
-        assert_alike(rank, expected)
+    """Of the page."""
+    seen, expected = each.compare()
     most = (
         f"{max(column):.1e}" for column in zip(*(apart(r, expected) for r in seen), strict=True)
     )

@@ -20,15 +20,21 @@ from drivetrain.conformance.state import assemble
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError, SettingError
 
-OWN_LAWS = ("1_", "2_", "6_resume")
-"""Of the gradient, its norm and checkpoints; what others are about is done as by `fsdp`."""
+ALWAYS = {
+    "tensor": ("1_", "2_", "6_resume"),
+    "context": ("1_gradient-plain_sgd",),
+    "expert": ("1_gradient-plain_sgd",),
+}
+"""What of the laws is proved not only with the slow tests: of the gradient, its norm and
+checkpoints; what others are about is done as by `fsdp`."""
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=str(c), marks=() if str(c).startswith(OWN_LAWS) else pytest.mark.slow)
-        for c in cases("mesh", options={"tensor": 2})
+        pytest.param(c, id=f"{name}-{c}", marks=() if str(c).startswith(laws) else pytest.mark.slow)
+        for name, laws in ALWAYS.items()
+        for c in cases("mesh", options={name: 2})
     ],
 )
 def test_laws(case: Case) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
 import mesh_decoder
 import pytest
 import torch
-from mesh_decoder import assert_alike, assert_resumed, mesh, train
+from mesh_decoder import assert_alike, assert_resumed, held, mesh, train
 from torch import nn
 
 from drivetrain.backends.mesh.driver import driver
@@ -21,10 +22,19 @@ from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CapabilityRefused, RecipeError, SettingError
 from drivetrain.kernel.plan import Plan
 
+CUT = {"pipeline": 2, "tensor": 2}
+"""Stages whose layers are cut, on four ranks."""
+IN_PARTS = {"pipeline": 2, "context": 2}
+"""Stages that compute on parts of sequences."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id=str(c)) for c in cases("mesh", options={"pipeline": 2})]
+    "case",
+    [
+        *(pytest.param(c, id=str(c)) for c in cases("mesh", options={"pipeline": 2})),
+        *(pytest.param(c, id=f"cut {c}") for c in cases("mesh", num_processes=4, options=CUT)),
+    ],
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -59,6 +69,62 @@ def test_any_microbatches(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("inner", ["tensor", "context"])
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch": 5}, {"activation_checkpointing": ["Block"]}, {"micro_batch": 12}]
+)
+def test_any_microbatches_of_stages_that_are_cut(inner: str, settings: dict[str, Any]) -> None:
+    expected = alone(**{k: v for k, v in settings.items() if k == "micro_batch"})
+    plan = "in sequence" if inner == "tensor" else "plain"
+    for seen in mesh(4, pipeline=2, **{inner: 2}).run(train, plan=plan, settings=settings):
+        assert_alike(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [3, 1])
+def test_heads_that_do_not_divide_gather_keys_and_values_in_each_stage(heads: int) -> None:
+    expected = Subject("cpu").run(train, heads=heads)[0]
+    for seen in mesh(4, pipeline=2, context=2).run(train, heads=heads):
+        assert_alike(seen, expected)
+
+
+@pytest.mark.slow
+def test_layers_that_are_cut_may_begin_without_memory() -> None:
+    expected = mesh(2, meta=True).run(train)[0]
+    for seen in mesh(4, meta=True, **CUT).run(train):
+        assert_alike(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["in sequence", "logits"])
+def test_nothing_needs_to_be_tied(plan: str) -> None:
+    """A rank whose embedding or head is another's cuts what stands for it."""
+    expected = Subject("cpu").run(train, tied=False)[0]
+    arguments = {"plan": plan, "lossy": "of_parts" if plan == "logits" else "loss"}
+    for seen in mesh(4, **CUT).run(train, tied=False, **arguments):
+        assert_alike(seen, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["", "tied weights apart"])
+def test_copies_stay_equal_bit_for_bit(fault: str) -> None:
+    """Of what several ranks hold after training: normalisations, on all ranks of a stage, and the
+    embedding that is the head, of the first stage and the last; and no rank has memory for what
+    another stage has."""
+    ranks = mesh(4, **CUT).run(held, alone=bool(fault), plan="in sequence", fault=fault)
+    copies: dict[Any, list[torch.Tensor]] = {}
+    for rank in ranks:
+        for name, at in rank.items():
+            copies.setdefault((name, *at["start"]), []).append(at["part"])
+    assert {len(parts) for parts in copies.values()} == {1, 2}
+    assert [len(p) for (name, *_), p in copies.items() if name == "embed.weight"] == [2, 2]
+    same = [torch.equal(first, other) for first, *others in copies.values() for other in others]
+    assert all(same) is not bool(fault)
+    for rank, block in zip(ranks, ["blocks.0", "blocks.0", "blocks.1", "blocks.1"], strict=True):
+        assert {name[:8] for name in rank if name.startswith("blocks")} == {block}
+
+
+@pytest.mark.slow
 def test_a_step_of_ones_own_may_call_the_module_twice() -> None:
     """One microbatch after the other."""
     for seen in mesh(4, pipeline=2).run(train, own_step=True):
@@ -66,10 +132,13 @@ def test_a_step_of_ones_own_may_call_the_module_twice() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dimensions", [{"pipeline": 2}, CUT, IN_PARTS], ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision(precision: str) -> None:
+def test_mixed_precision(precision: str, dimensions: dict[str, int]) -> None:
     """To the roundings of 2**-8 of a few hundred products."""
-    (seen, _), expected = mesh(2, pipeline=2).run(train, settings={"precision": precision}), alone()
+    subject = mesh(math.prod(dimensions.values()), **dimensions)
+    seen, *_ = subject.run(train, settings={"precision": precision})
+    expected = alone()
     torch.testing.assert_close(seen["curve"], expected["curve"], rtol=2e-2, atol=0)
 
 
@@ -99,12 +168,50 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
         run()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dimensions", "plan", "fault"),
+    [
+        (CUT, "plain", "weights untied"),
+        (CUT, "plain", "several in one cut as one"),
+        (CUT, "plain", "one divisor for all norms"),
+        (CUT, "plain", "tied weights counted by each"),
+        (CUT, "plain", "items counted by each rank"),
+        (CUT, "plain", "each rank reads its own samples"),
+        (CUT, "in sequence", "a normalisation left out"),
+        (IN_PARTS, "plain", "exchanged twice"),
+        (IN_PARTS, "plain", "tied weights apart"),
+        (IN_PARTS, "plain", "each rank reads its own samples"),
+    ],
+)
+def test_a_fault_of_stages_that_are_cut_is_seen(
+    dimensions: dict[str, int], plan: str, fault: str
+) -> None:
+    def run() -> None:
+        for seen in mesh(4, **dimensions).run(train, alone=True, plan=plan, fault=fault):
+            assert_alike(seen, alone())
+
+    with pytest.raises((AssertionError, WorkerFailure)):
+        run()
+
+
+@pytest.mark.slow
+def test_a_process_may_train_on_one_mesh_after_the_other(tmp_path: Path) -> None:
+    """Parts of both meshes have the same ranks and the same names, and other groups."""
+    for turn, dimensions in enumerate((CUT, {"tensor": 2}, CUT)):
+        for seen in mesh(4, **dimensions).run(train, out=str(tmp_path / str(turn))):
+            assert_alike(seen, alone())
+
+
 LAYOUTS = {
     "cpu": Subject("cpu"),
     "fsdp 2": Subject("fsdp", 2),
     "tensor 2": mesh(2, tensor=2),
     "pipeline 2": mesh(2, pipeline=2),
     "pipeline 2 x shard 2": mesh(4, pipeline=2),
+    "pipeline 2 x tensor 2": mesh(4, **CUT),
+    "pipeline 2 x tensor 2 x shard 2": mesh(8, **CUT),
+    "pipeline 2 x context 2": mesh(4, **IN_PARTS),
 }
 PAIRS = [
     ("pipeline 2", "cpu"),
@@ -115,6 +222,17 @@ PAIRS = [
     ("pipeline 2 x shard 2", "tensor 2"),
     ("tensor 2", "pipeline 2 x shard 2"),
     ("pipeline 2 x shard 2", "pipeline 2"),
+    ("pipeline 2 x tensor 2", "cpu"),
+    ("cpu", "pipeline 2 x tensor 2"),
+    ("pipeline 2 x tensor 2", "fsdp 2"),
+    ("tensor 2", "pipeline 2 x tensor 2"),
+    ("pipeline 2", "pipeline 2 x tensor 2"),
+    ("pipeline 2 x tensor 2", "pipeline 2 x shard 2"),
+    ("pipeline 2 x tensor 2", "pipeline 2 x tensor 2 x shard 2"),
+    ("pipeline 2 x tensor 2 x shard 2", "tensor 2"),
+    ("pipeline 2 x context 2", "cpu"),
+    ("fsdp 2", "pipeline 2 x context 2"),
+    ("pipeline 2 x context 2", "pipeline 2 x tensor 2"),
 ]
 
 
@@ -132,8 +250,6 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tensor": 2}, "backend.pipeline is 2 and backend.tensor 2"),
-        ({"context": 2}, "backend.pipeline is 2 and backend.context 2"),
         ({"expert": 2}, "backend.pipeline is 2 and backend.expert 2"),
         ({"sync_buffers": False}, "Set backend.sync_buffers=True"),
         ({"sync_batch_norm": True}, "Set backend.sync_batch_norm=False"),
@@ -215,6 +331,17 @@ def test_blocks_must_be_called_in_their_order(order: str, stage: int, said: str)
         run(stage, torch.ones(1, 2), module.forward, torch.ones(1, 2))
 
 
+def test_what_a_hook_changes_is_changed_once() -> None:
+    """Before the block where a stage begins: not where the stage before is left as well."""
+    module = Row("012")
+    module.blocks[1].register_forward_pre_hook(lambda block, args: (2 * args[0],))
+    given, expected = torch.ones(1, 2), module(torch.ones(1, 2))
+    stages = Stages(module, ["blocks.?"], 2)
+    run = StageForward(module, stages, [0, 1]).run
+    made = run(0, None, module.forward, given)
+    assert torch.equal(run(1, made, module.forward, given), expected)
+
+
 def test_a_stage_hands_tensors_on() -> None:
     module = Row("012")
     module.blocks[0] = Pair(2, 2)
@@ -249,3 +376,23 @@ def test_an_old_torch_is_refused_before_a_process_group_exists(
 def test_what_cannot_be_dealt_is_refused(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(WorkerFailure, match=said):
         mesh(2, pipeline=2).run(train, alone=True, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dimensions", "arguments", "said"),
+    [
+        (CUT, {"fused": {}}, "pipeline=2 and backend.tensor=2 the loss .* in Parallel.fused"),
+        (CUT, {"tensor": {}}, "does not say how layers are cut"),
+        (CUT, {"plan": "logits", "lossy": "by_hand"}, "cut the head by 'vocabulary'"),
+        (IN_PARTS, {"lossy": "forgets_positions"}, "Each part must know its positions"),
+        (IN_PARTS, {"lossy": "mean"}, "a sum over positions"),
+        (IN_PARTS, {"length": 7}, "pad them to 8"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_in_stages_is_refused(
+    dimensions: dict[str, int], arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(4, **dimensions).run(train, alone=True, **arguments)
