@@ -26,9 +26,8 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 
 from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
 
-MESHES = ("mesh:2,tensor=2", "mesh:2,pipeline=2")
-"""Proved on the newest torch, which pipelines need. `context` and `expert` are not among them: most
-models of the suite have no sequence to cut, and no experts."""
+MESHES = tuple(f"mesh:2,{name}=2" for name in ("tensor", "context", "expert", "pipeline"))
+"""Proved on the newest torch, which pipelines need."""
 
 
 def commands() -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from .subject import Subject
 
-__all__ = ["LAWS", "Case", "Refused", "cases", "check"]
+__all__ = ["LAWS", "Case", "ModelRefused", "Refused", "cases", "check"]
 
 LAWS = (
     "law_1_gradient",
@@ -42,6 +42,10 @@ class Refused:
     message: str
 
 
+class ModelRefused(Exception):
+    """A driver's options refuse the model of a check by their name, and none stands in for it."""
+
+
 Check = Callable[..., "Refused | None"]
 F = TypeVar("F", bound=Check)
 
@@ -67,7 +71,7 @@ class Case:
     arguments: Mapping[str, Any]
     allow_unavailable: bool = False
     refused: Refused | None = field(default=None, init=False)
-    """Once checked: how the driver refused what it does not declare."""
+    """Once checked: how the driver refused what it does not declare, or what cannot be cut."""
 
     def check(self) -> None:
         """Raises `LawBroken` when the driver breaks the law, `WorkerFailure` when it crashed or
@@ -77,7 +81,10 @@ class Case:
 
             pytest.skip(self.subject.facts.reason)
         self.subject.require_usable()
-        self.refused = self.function(self.subject, **self.arguments)
+        try:
+            self.refused = self.function(self.subject, **self.arguments)
+        except ModelRefused as refused:
+            self.refused = Refused(str(refused))
 
     def to_json(self) -> dict[str, Any]:
         """What a report needs to know of it."""

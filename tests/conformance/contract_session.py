@@ -15,6 +15,7 @@ from .cases import check
 from .jobs import optimizer_called
 from .judge import require, require_same, require_same_bits
 from .problems import PROBLEMS
+from .refusal import problem_for
 from .state import assemble, pieces
 from .subject import Subject
 
@@ -259,17 +260,17 @@ def reopening(bench: Bench) -> list[float]:
 @check()
 def model_is_built_under_the_seed(subject: Subject) -> None:
     """The initial weights are those that the seed gives in plain PyTorch, on every rank."""
+    problem = problem_for(subject, "language")
     torch.manual_seed(11)
-    expected = PROBLEMS["language"].model()
-    weights = assemble(subject.run(building, seed=11))["weights"]
+    expected = PROBLEMS[problem].model()
+    weights = assemble(subject.run(building, problem=problem, seed=11))["weights"]
     require_same_bits(
         "initial weights", weights, {n: p.detach() for n, p in expected.named_parameters()}
     )
 
 
-def building(bench: Bench, *, seed: int) -> list[dict[str, Any]]:
+def building(bench: Bench, *, problem: str, seed: int) -> list[dict[str, Any]]:
     """A job."""
+    recipe = PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD"))
     with bench.open(seed=seed) as session:
-        return pieces(
-            session.prepare(PROBLEMS["language"].recipe(optimizer=optimizer_called("SGD")))
-        )
+        return pieces(session.prepare(recipe))

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["LENGTH", "VOCABULARY", "WIDTH", "LanguageModel", "MixtureModel"]
+from .experts import EXPERTS, Experts
+
+__all__ = ["LENGTH", "VOCABULARY", "WIDTH", "AllChosenModel", "LanguageModel", "MixtureModel"]
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 29, 10, 16, 2
-EXPERTS, CHOSEN = 4, 2
 
 
 class Block(nn.Module):
@@ -55,35 +56,17 @@ class LanguageModel(nn.Module):
         return logits
 
 
-class Experts(nn.Module):
-    """Tokens (N, D), the experts (N, K) that each goes to and what they weigh, to (N, D)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_experts = EXPERTS
-        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / (2 * WIDTH) ** 0.5)
-
-    def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(tokens)
-        for expert in range(self.num_experts):  # all tokens: on some devices shapes must not vary
-            share = torch.where(indices == expert, weights, 0.0).sum(-1, keepdim=True)
-            answer = functional.gelu(tokens @ self.up[expert]) @ self.down[expert]
-            result = result + (answer * share).to(result.dtype)
-        return result
-
-
 class MixtureBlock(nn.Module):
     """Attention with as many heads as ranks may cut it over, and a mixture of experts."""
 
-    HEADS = 4
+    HEADS, CHOSEN, HIDDEN = 4, 2, 2 * WIDTH
 
     def __init__(self) -> None:
         super().__init__()
         self.attention_norm, self.mixture_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = Experts()
+        self.experts = Experts(WIDTH, self.HIDDEN)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -93,7 +76,7 @@ class MixtureBlock(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         tokens = self.mixture_norm(x).flatten(0, 1)
-        weights, indices = self.router(tokens).float().softmax(-1).topk(CHOSEN)
+        weights, indices = self.router(tokens).float().softmax(-1).topk(self.CHOSEN)
         weights = weights / weights.sum(-1, keepdim=True)
         y: Tensor = x + self.experts(tokens, indices, weights).unflatten(0, x.shape[:2])
         return y
@@ -103,3 +86,14 @@ class MixtureModel(LanguageModel):
     """The same around blocks that are mixtures."""
 
     block = MixtureBlock
+
+
+class AllChosenBlock(MixtureBlock):
+    """Every expert answers, so that none is chosen by a rounding; together they are as large as the
+    MLP of a plain block."""
+
+    CHOSEN, HIDDEN = EXPERTS, 2 * WIDTH // EXPERTS
+
+
+class AllChosenModel(LanguageModel):
+    block = AllChosenBlock

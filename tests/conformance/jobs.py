@@ -17,10 +17,10 @@ from torch import Tensor
 from ..kernel.contract import Engine, Session
 from .bench import Bench
 from .optimizers import optimizer_class
-from .problems import PROBLEMS, Problem, Sample, Samples, collate
+from .problems import PROBLEMS, Problem, Sample
 from .state import pieces, whole_weights
 
-__all__ = ["deal", "optimizer_called", "train"]
+__all__ = ["Dealt", "deal", "optimizer_called", "train"]
 
 Dealt = list[tuple[list[int], bool]]
 """Sample indices of each microbatch, and whether they count."""
@@ -52,14 +52,13 @@ def train(
         engine.module.train()
         reader, readers = session.world.reader_index, session.world.num_readers
         dealt = [deal(group, reader, readers, micro_batch) for group in groups]
-        batches = session.feed(microbatches(problem, dealt))
+        batches = session.feed(microbatches(chosen, dealt))
         losses, outcomes = [], []
         for step, (parts, rate) in enumerate(zip(dealt, rates, strict=True)):
             factors = [0.0 if step in silent else 1.0 for _ in parts]
             if spoil and (step, reader) == (spoil["step"], spoil["feeder"] % readers):
                 factors[spoil["microbatch"]] = spoil["factor"]
-            counted = [counts for _, counts in parts]
-            losses.append(accumulate(session, engine, chosen, batches, counted, factors))
+            losses.append(accumulate(session, engine, chosen, batches, parts, factors))
             for group in engine.param_groups:
                 group["lr"] = rate
             outcomes.append(engine.update())
@@ -80,18 +79,19 @@ def accumulate(
     engine: Engine,
     problem: Problem,
     batches: Iterator[Sample],
-    counted: Sequence[bool],
-    factors: Sequence[float],
+    dealt: Dealt,
+    factors: Sequence[float] = (),
 ) -> float:
-    """Forward and backward of one update; the mean loss an item over the global batch."""
-    taken = [next(batches) for _ in counted]
-    mine = sum(problem.items(batch) for batch, counts in zip(taken, counted, strict=True) if counts)
+    """Forward and backward of one update; the mean loss an item over the global batch. Items are
+    counted in what was dealt to this reader, of which a feeder may be given a part."""
+    mine = sum(problem.items(problem.batch(part)) for part, counts in dealt if counts)
     items = session.tally([mine])()[0] * session.world.counts_once
     total = torch.zeros((), device=session.world.device)
-    for index, batch in enumerate(taken):
-        with engine.microbatch(index == len(taken) - 1):
-            factor = factors[index] if counted[index] else 0.0
-            part = _Part(engine, index, len(taken), session.world.num_feeders, items, factor)
+    taken = [next(batches) for _ in dealt]
+    for index, (batch, (_, counts)) in enumerate(zip(taken, dealt, strict=True)):
+        with engine.microbatch(index == len(dealt) - 1):
+            factor = (factors[index] if factors else 1.0) if counts else 0.0
+            part = _Part(engine, index, len(dealt), session.world.num_feeders, items, factor)
             if (step := getattr(engine, "step", None)) is not None:
                 total += step(engine.module, batch, part) * items / part.num_feeders
                 continue
@@ -143,11 +143,8 @@ def split(values: Sequence[int], parts: int) -> list[list[int]]:
     return [list(values[start:stop]) for start, stop in itertools.pairwise(ends)]
 
 
-def microbatches(problem: str, dealt: Sequence[Dealt]) -> Iterator[Sample]:
-    samples = Samples(problem, size=10**6)
-    for parts in dealt:
-        for part, _ in parts:
-            yield collate([samples[index] for index in part])
+def microbatches(problem: Problem, dealt: Sequence[Dealt]) -> Iterator[Sample]:
+    return (problem.batch(part) for parts in dealt for part, _ in parts)
 
 
 def optimizer_called(name: str, left_out: int = 0) -> Any:

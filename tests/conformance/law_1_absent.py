@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..data.parallel import Parallel
 from ..kernel.errors import RecipeError
 from .bench import Bench
 from .cases import Refused, check
@@ -29,7 +28,8 @@ from .jobs import accumulate, microbatches
 from .judge import require, require_same_bits
 from .law_7_capabilities import world_of
 from .oracle import batch_of
-from .problems import PROBLEMS
+from .problems import PROBLEMS, inside
+from .refusal import problem_for
 from .state import assemble, pieces
 from .subject import Subject
 
@@ -44,13 +44,15 @@ USERS: Mapping[str, Callable[[int], int | None]] = {
 MIXED_UP = "an update was made of what ranks had mixed up"
 
 ROWS = 4
-"""Samples of a feeder in each update, in two microbatches."""
+"""Samples of a reader in each update, in two microbatches."""
 
 
 @check(microbatch=(0, 1))
 def what_has_no_gradient_anywhere_is_left(subject: Subject, microbatch: int) -> Refused | None:
     """It is used in one of two microbatches of the first update, and in none of the second."""
-    ranks = subject.run(train, updates=("all", "none"), microbatch=microbatch, optimizer="AdamW")
+    how: dict[str, Any] = {"updates": ("all", "none"), "microbatch": microbatch}
+    problem = problem_for(subject, "regression")
+    ranks = subject.run(train, problem=problem, optimizer="AdamW", **how)
     if refused := refusal(ranks):
         return refused
     states = [assemble(parts) for parts in zip(*(rank["states"] for rank in ranks), strict=True)]
@@ -83,13 +85,14 @@ def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int
     if not subject.can("uneven_gradients"):
         return None
     updates = ("all", "none", "one", "each", "all")
-    ranks = subject.run(train, updates=updates, microbatch=microbatch)
+    problem = problem_for(subject, "regression")
+    ranks = subject.run(train, problem=problem, updates=updates, microbatch=microbatch)
     if refused := refusal(ranks):
         return refused
     weights = [
         assemble(parts)["weights"] for parts in zip(*(r["states"] for r in ranks), strict=True)
     ]
-    expected = in_plain_torch(weights[0], ranks[0]["feeders"], updates, microbatch)
+    expected = in_plain_torch(problem, weights[0], ranks[0]["feeders"], updates, microbatch)
     for name, tensor in expected.items():
         off = float((weights[-1][name].double() - tensor).norm() / tensor.norm())
         require(off < 1e-6, f"{name}: off by {off:.2g} of its length where ranks had no gradient")
@@ -104,9 +107,9 @@ def ranks_that_use_other_layers_end_by_name(subject: Subject, used: str) -> Refu
     alone = subject.run(world_of)[0]["feeders"] == 1
     if subject.can("uneven_gradients") or alone:
         return None
-    told = ""
+    problem, told = problem_for(subject, "regression"), ""
     try:
-        subject.run(train_to_the_end, alone=True, updates=[used], microbatch=1)
+        subject.run(train_to_the_end, alone=True, problem=problem, updates=[used], microbatch=1)
     except WorkerFailure as failure:
         told = str(failure)
     require(bool(told), "ranks that used different layers went on as if they had not")
@@ -133,10 +136,14 @@ def refusal(ranks: Sequence[Mapping[str, Any]]) -> Refused | None:
 
 
 def in_plain_torch(
-    weights: Mapping[str, Tensor], feeders: int, updates: Sequence[str], microbatch: int
+    problem: str,
+    weights: Mapping[str, Tensor],
+    feeders: int,
+    updates: Sequence[str],
+    microbatch: int,
 ) -> dict[str, Tensor]:
     """The weights at the end, in float64."""
-    whole = model(updates, microbatch, range(feeders))
+    whole = model(problem, updates, microbatch, range(feeders))
     whole.double().load_state_dict(weights)
     optimizer = decaying(whole.named_parameters())
     for step in range(len(updates)):
@@ -144,7 +151,7 @@ def in_plain_torch(
         for feeder in range(feeders):
             whole.turn = 2 * (feeder * len(updates) + step)
             for part in parts_of(step, feeder, feeders):
-                total = total + PROBLEMS["regression"].loss(whole, batch_of("regression", part))
+                total = total + PROBLEMS[problem].loss(whole, batch_of(problem, part))
         optimizer.zero_grad()
         (total / (ROWS * feeders)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -154,9 +161,9 @@ def in_plain_torch(
 class WithSparePart(nn.Module):
     """`plan`: which of its spare parts each forward uses; there are two if any uses the second."""
 
-    def __init__(self, plan: Sequence[int | None], spare: int) -> None:
+    def __init__(self, used: nn.Module, plan: Sequence[int | None], spare: int) -> None:
         super().__init__()
-        self.used = PROBLEMS["regression"].model()
+        self.used = used
         self.spare = nn.ModuleList(nn.Sequential(nn.Linear(6, 3)) for _ in range(spare))
         self.plan, self.turn = plan, 0
 
@@ -167,10 +174,12 @@ class WithSparePart(nn.Module):
         return self.used(x) if chosen is None else self.used(x) + self.spare[chosen](x)
 
 
-def model(updates: Sequence[str], microbatch: int, feeders: Sequence[int]) -> WithSparePart:
+def model(
+    problem: str, updates: Sequence[str], microbatch: int, feeders: Sequence[int]
+) -> WithSparePart:
     """For these feeders, one after the other."""
     used = list(chain(*(plan(feeder, updates, microbatch) for feeder in feeders)))
-    return WithSparePart(used, 2 if "each" in updates else 1)
+    return WithSparePart(PROBLEMS[problem].model(), used, 2 if "each" in updates else 1)
 
 
 def plan(feeder: int, updates: Sequence[str], microbatch: int) -> list[int | None]:
@@ -182,8 +191,8 @@ def plan(feeder: int, updates: Sequence[str], microbatch: int) -> list[int | Non
     ]
 
 
-def parts_of(step: int, feeder: int, feeders: int) -> list[list[int]]:
-    start = (step * feeders + feeder) * ROWS
+def parts_of(step: int, reader: int, readers: int) -> list[list[int]]:
+    start = (step * readers + reader) * ROWS
     middle = start + ROWS // 2
     return [list(range(start, middle)), list(range(middle, start + ROWS))]
 
@@ -212,6 +221,7 @@ def train(
     *,
     updates: list[str],
     microbatch: int,
+    problem: str = "regression",
     optimizer: str = "SGD",
     patient: bool = True,
     **settings: Any,
@@ -220,23 +230,23 @@ def train(
     is an error."""
     build = decaying_adam if optimizer == "AdamW" else decaying
     with bench.open(**settings) as session:
-        feeder, feeders = session.world.feeder_index, session.world.num_feeders
-        problem = replace(
-            PROBLEMS["regression"],
-            model=lambda: model(updates, microbatch, [feeder]),
-            parallel=Parallel(tensor={"used.0": "column", "used.2": "row"}, stages=["used.?"]),
+        world, used = session.world, PROBLEMS[problem]
+        chosen = replace(
+            used,
+            model=lambda: model(problem, updates, microbatch, [world.feeder_index]),
+            parallel=inside("used", used.parallel),
         )
-        engine = session.prepare(problem.recipe(optimizer=build))
+        engine = session.prepare(chosen.recipe(optimizer=build))
         engine.module.train()
         states = [pieces(engine)]
         dealt = [
-            [(part, True) for part in parts_of(step, feeder, feeders)]
+            [(part, True) for part in parts_of(step, world.reader_index, world.num_readers)]
             for step in range(len(updates))
         ]
-        batches = session.feed(microbatches("regression", dealt))
+        batches = session.feed(microbatches(chosen, dealt))
         try:
-            for update in updates:
-                accumulate(session, engine, problem, batches, [True, True], [1.0, 1.0])
+            for update, parts in zip(updates, dealt, strict=True):
+                accumulate(session, engine, chosen, batches, parts)
                 engine.update()
                 require(patient or update in ("all", "none"), MIXED_UP)
                 states.append(pieces(engine))
@@ -244,4 +254,4 @@ def train(
             if not patient:
                 raise
             return {"refused": str(error)}
-        return {"refused": "", "states": states, "feeders": feeders}
+        return {"refused": "", "states": states, "feeders": world.num_feeders}

@@ -19,11 +19,11 @@ from .bench import Bench
 from .cases import Refused, check
 from .judge import require
 from .problems import PROBLEMS, Samples
+from .refusal import problem_for
 from .resuming import STEPS, compare, record
 from .state import read_all
 from .subject import Subject
 
-PROBLEM = "language"
 SEED = 3
 STOPPED_AT = 4
 ELEMENTWISE: list[dict[str, Any]] = [
@@ -51,21 +51,27 @@ def elementwise(model: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-MATRICES: list[dict[str, Any]] = [
-    {"pattern": "embedding.*"},
-    {"pattern": "position"},
-    {"dims": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"momentum": 0.8}},
-    {},
-]
+def matrices(problem: str) -> list[dict[str, Any]]:
+    """Those of the blocks, but for routers. A softmax sees differences alone, so that one direction
+    of their gradient is made of roundings, which Muon makes as large as any other."""
+    routers = [{"pattern": "*.router.*"}] if PROBLEMS[problem].parallel.experts else []
+    return [
+        {"pattern": "embedding.*"},
+        {"pattern": "position"},
+        *routers,
+        {"dims": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"momentum": 0.8}},
+        {},
+    ]
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What `MATRICES` says, by hand."""
+    """What `matrices` says, by hand."""
     named = dict(model.named_parameters())
-    matrices = [p for n, p in named.items() if p.dim() == 2 and n.startswith("blocks.")]
-    rest = [p for p in named.values() if all(p is not each for each in matrices)]
+    inner = {n: p for n, p in named.items() if n.startswith("blocks.") and ".router." not in n}
+    whole = [p for p in inner.values() if p.dim() == 2]
+    rest = [p for p in named.values() if all(p is not each for each in whole)]
     return [
-        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0, momentum=0.8),
+        torch.optim.Muon(whole, lr=0.02, weight_decay=0.0, momentum=0.8),
         torch.optim.AdamW(rest, lr=0.01, weight_decay=0.0, eps=EPS),
     ]
 
@@ -80,19 +86,21 @@ def each_group_has_its_own_optimizer_and_rate(subject: Subject) -> None:
 def a_matrix_is_updated_whole(subject: Subject) -> Refused | None:
     """By Muon, and all else by AdamW; or refused by name, as by a driver that keeps no matrices, or
     where torch is older than Muon."""
-    ((name, message),) = {tuple(told) for told in subject.run(refused, groups=MATRICES)}
+    problem = problem_for(subject, "language")
+    answers = subject.run(refused, problem=problem, groups=matrices(problem))
+    ((name, message),) = {tuple(told) for told in answers}
     if name:
         require(name in ("CapabilityRefused", "SettingError"), f"{name}: {message}")
         require("Muon" in message, f"the refusal does not name Muon: {message}")
         return Refused(message)
     # it orthogonalises in bfloat16, so that a float32 gradient may round otherwise
-    prove(subject, MATRICES, muon, off=2.0**-5)
+    prove(subject, matrices(problem), muon, off=2.0**-5)
     return None
 
 
-def refused(bench: Bench, *, groups: list[dict[str, Any]]) -> tuple[str, str]:
+def refused(bench: Bench, *, problem: str, groups: list[dict[str, Any]]) -> tuple[str, str]:
     """A job: one step; the name and the words of an error that refuses it."""
-    recipe = PROBLEMS[PROBLEM].recipe(train_data=Samples(PROBLEM, 8))
+    recipe = PROBLEMS[problem].recipe(train_data=Samples(problem, 8))
     try:
         bench.fit(recipe, {"steps": 1, "global_batch": 8, "optimizer.groups": groups})
     except UsageError as error:
@@ -109,9 +117,10 @@ def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: flo
         "seed": SEED,
     }
     with tempfile.TemporaryDirectory() as folder:
-        how: dict[str, Any] = {"problem": PROBLEM, "settings": settings}
+        problem = problem_for(subject, "language")
+        how: dict[str, Any] = {"problem": problem, "settings": settings}
         straight = record(subject, f"{folder}/straight", **how)
-        first, weights = by_hand(straight["ids"], split)
+        first, weights = by_hand(problem, straight["ids"], split)
         require_near(
             read_all(CheckpointReader(straight["checkpoint"]))["weights"], first, weights, off
         )
@@ -122,15 +131,17 @@ def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: flo
         require(exact is None, f"resumed at {STOPPED_AT}: {exact}")
 
 
-def by_hand(ids: Iterable[list[int]], split: Split) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def by_hand(
+    problem: str, ids: Iterable[list[int]], split: Split
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The weights before and after, in float64."""
     torch.manual_seed(SEED)
-    model = PROBLEMS[PROBLEM].model().double().train()
+    model = PROBLEMS[problem].model().double().train()
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = list(split(model))
     for step in ids:
-        batch = oracle.batch_of(PROBLEM, step)
-        loss = PROBLEMS[PROBLEM].loss(model, batch) / PROBLEMS[PROBLEM].items(batch)
+        batch = oracle.batch_of(problem, step)
+        loss = PROBLEMS[problem].loss(model, batch) / PROBLEMS[problem].items(batch)
         loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

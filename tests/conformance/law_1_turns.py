@@ -25,9 +25,11 @@ from ..trainer.turns import Models, Turns
 from . import oracle
 from .bench import Bench
 from .cases import Refused, check
+from .experts import InParts
 from .judge import require, require_same_bits
 from .law_1_groups import EPS, require_near
 from .problems import PROBLEMS, Sample, Samples
+from .refusal import problem_for
 from .state import read_all
 from .subject import Subject
 
@@ -54,12 +56,20 @@ SETTINGS = {
 }
 
 
-def models() -> Models:
+PARALLEL = Parallel(
+    tensor={"*.0": "column", "*.2": "row"}, experts=["*.experts"], sequence={"x": 1, "y": 1}
+)
+"""Of both models; experts and sequences are there where the problem is one in parts."""
+
+
+def models(problem: str = "regression") -> Models:
     """One makes what the other tells from what is right."""
-    made = {
+    made: dict[str, nn.Module] = {
         "maker": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
         "critic": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
     }
+    if PROBLEMS[problem].parallel.experts:
+        made = {"maker": InParts(made["maker"], 3), "critic": InParts(made["critic"], 1)}
     return Models(made)
 
 
@@ -84,13 +94,14 @@ LOSSES = {"critic": of_critic, "maker": of_maker}
 def each_update_trains_its_own_models(subject: Subject) -> Refused | None:
     """With an evaluation in between; resumed, too. A log tells the loss of each. Or turns are
     refused by name."""
+    problem = problem_for(subject, "regression")
     with tempfile.TemporaryDirectory() as folder:
-        straight, logs = subject.run(run, out=f"{folder}/straight")[0]
+        straight, logs = subject.run(run, problem=problem, out=f"{folder}/straight")[0]
         if not logs:
             require("Turns" in straight, f"turns are refused without their name: {straight}")
             return Refused(straight)
         states = [state_of(straight, step) for step in range(1, STEPS + 1)]
-        first, expected, losses = by_hand()
+        first, expected, losses = by_hand(problem)
         require_near(states[-1]["weights"], first, expected, off=1e-5)
         for step, (before, after) in enumerate(itertools.pairwise(states), 2):
             held = "critic" if ORDER[(step - 1) % len(ORDER)] == "maker" else "maker"
@@ -98,7 +109,8 @@ def each_update_trains_its_own_models(subject: Subject) -> Refused | None:
                 what = f"{kind} of the {held} in step {step}, which trains the other"
                 require_same_bits(what, part(after[kind], held), part(before[kind], held))
         source = str(checkpoint(straight, STOPPED_AT))
-        resumed, later = subject.run(run, out=f"{folder}/resumed", resume=source)[0]
+        on: dict[str, Any] = {"problem": problem, "out": f"{folder}/resumed", "resume": source}
+        resumed, later = subject.run(run, **on)[0]
         again = state_of(resumed, STEPS)
     require_near(again["weights"], first, expected, off=1e-5)
     require_losses(logs, losses)
@@ -120,7 +132,7 @@ def require_losses(logs: list[tuple[int, dict[str, float]]], losses: list[float]
 
 
 def run(
-    bench: Bench, *, out: str, resume: str | None = None
+    bench: Bench, *, out: str, problem: str = "regression", resume: str | None = None
 ) -> tuple[str, list[tuple[int, dict[str, float]]]]:
     """A job: all steps; the last checkpoint, and each log's step and losses. Where turns are
     refused, in which words, and no logs."""
@@ -131,13 +143,13 @@ def run(
             logs.append((event.step, dict(event.losses)))
 
     turns = Turns(LOSSES, order=ORDER)
-    recipe = PROBLEMS["regression"].recipe(
-        model=models,
+    recipe = PROBLEMS[problem].recipe(
+        model=lambda: models(problem),
         loss=turns,
         measure=turns.measure,
-        train_data=Samples("regression", ROWS * STEPS),
-        eval_data={"some": Samples("regression", 3)},
-        parallel=Parallel(tensor={"*.0": "column", "*.2": "row"}),
+        train_data=Samples(problem, ROWS * STEPS),
+        eval_data={"some": Samples(problem, 3)},
+        parallel=PARALLEL,
     )
     try:
         result = bench.fit(recipe, SETTINGS, out=out, resume=resume, observers=[observe])
@@ -159,10 +171,12 @@ def part(state: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
 
 
 @oracle.one_thread()
-def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], list[float]]:
+def by_hand(
+    problem: str = "regression",
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], list[float]]:
     """The weights before and after, in float64, with an optimizer for each; each step's loss."""
     torch.manual_seed(SEED)
-    built = models().double()
+    built = models(problem).double()
     first = {name: p.detach().clone() for name, p in built.named_parameters()}
     optimizers = {
         "critic": torch.optim.AdamW(built["critic"].parameters(), 0.05, eps=EPS, weight_decay=0.1),
@@ -171,7 +185,7 @@ def by_hand() -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], list[float]]:
     losses = []
     for step in range(STEPS):
         name = ORDER[step % len(ORDER)]
-        batch = oracle.batch_of("regression", range(step * ROWS, (step + 1) * ROWS))
+        batch = oracle.batch_of(problem, range(step * ROWS, (step + 1) * ROWS))
         loss = LOSSES[name](built, batch) / ROWS
         losses.append(loss.item())
         loss.backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from typing import Any
 from ..trainer.schedule import build_schedule
 from .cases import Refused, check
 from .judge import require, require_close, require_same, require_same_bits
-from .refusal import refuses_precision
+from .refusal import problem_for, refuses_precision
 from .rehearsal import Rehearsal, consecutive, rehearse
 from .runs import run
 from .subject import Subject
@@ -66,8 +66,9 @@ def skipped_step_is_told_and_the_clock_waits(subject: Subject) -> None:
     """One sample is not a number: its step is reported on every rank, and the next one takes the
     learning rate that it would have had."""
     settings = {"steps": 6, "global_batch": 4, "optimizer.lr": 0.01, "log_every": 1}
+    problem = problem_for(subject, "regression")
     ranks = subject.run(
-        run, problem="regression", samples=24, poison=9, settings={**settings, "micro_batch": 1}
+        run, problem=problem, samples=24, poison=9, settings={**settings, "micro_batch": 1}
     )
     for rank, told in enumerate(ranks):
         require_same(f"steps reported as skipped on rank {rank}", len(told["skipped"]), 1)

@@ -20,6 +20,7 @@ from .bench import Bench
 from .cases import check
 from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS, Sample, Samples
+from .refusal import problem_for
 from .runs import run
 from .state import KINDS, read_all
 from .subject import Subject
@@ -32,12 +33,12 @@ def training_is_bitwise_the_same(subject: Subject, every: int) -> None:
     """With dropout: weights, buffers, optimizer state and random state after a run that evaluates
     on the way, and after one that does not."""
     with tempfile.TemporaryDirectory() as folder:
-        states, logs = [], []
+        problem, states, logs = problem_for(subject, "dropout"), [], []
         for name, settings in (("with", {"evaluate.every": every}), ("without", {})):
             evaluate = [1, 5] if settings else []
             ranks = subject.run(
                 run,
-                problem="dropout",
+                problem=problem,
                 samples=15,
                 settings={**SETTINGS, **settings},
                 evaluate=evaluate,
@@ -70,7 +71,7 @@ def require_no_draws(evaluated: Mapping[str, Tensor], plain: Mapping[str, Tensor
 def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
     """For sizes around the multiples of a microbatch and of the world, fewer samples than ranks
     included; sums over samples and classes must be exact."""
-    part = 2 * subject.world
+    problem, part = problem_for(subject, problem), 2 * subject.world
     sizes = sorted({1, 2, part - 1, part, part + 1, 3 * part - 1, 3 * part + 1})
     ranks = subject.run(
         run,
@@ -94,13 +95,14 @@ def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
 def memory_does_not_grow_with_the_data(subject: Subject) -> None:
     """Batches and results alive at once, for a data set and one ten times as large; when the last
     microbatch is let go is a matter of threads, and may make it twice as many."""
-    peaks = [max(subject.run(peak, samples=samples)) for samples in (40, 400)]
+    problem = problem_for(subject, "regression")
+    peaks = [max(subject.run(peak, problem=problem, samples=samples)) for samples in (40, 400)]
     require(peaks[1] <= 2 * peaks[0], f"tensors alive at once with 40 and 400 samples: {peaks}")
 
 
-def peak(bench: Bench, *, samples: int) -> int:
+def peak(bench: Bench, *, problem: str, samples: int) -> int:
     """A job: the largest number of evaluation's tensors that were alive at one time."""
-    chosen = PROBLEMS["regression"]
+    chosen = PROBLEMS[problem]
     alive: set[int] = set()
     largest = 0
 
@@ -116,8 +118,8 @@ def peak(bench: Bench, *, samples: int) -> int:
     settings: dict[str, Any] = {"steps": 1, "global_batch": 8, "evaluate.micro_batch": 2}
     recipe = chosen.recipe(
         measure=measure,
-        train_data=Samples("regression", 8),
-        eval_data={"eval": Samples("regression", samples)},
+        train_data=Samples(problem, 8),
+        eval_data={"eval": Samples(problem, samples)},
     )
     bench.fit(recipe, settings)
     return largest

@@ -18,6 +18,7 @@ from .cases import check
 from .jobs import optimizer_called
 from .judge import require, require_same
 from .problems import PROBLEMS, Sample, Samples, collate
+from .refusal import problem_for
 from .state import assemble, pieces
 from .subject import Subject
 
@@ -29,7 +30,7 @@ PADDING = -7
 def each_sample_once_in_order(subject: Subject, problem: str) -> None:
     """For sizes around the multiples of a microbatch and of the world, fewer samples than ranks
     included; rows of uneven width are filled up."""
-    part = MICRO_BATCH * subject.world
+    problem, part = problem_for(subject, problem), MICRO_BATCH * subject.world
     for size in sorted({1, 2, part - 1, part, part + 1, 3 * part + 2}):
         ranks = subject.run(outputs, problem=problem, samples=size)
         weights = assemble([rank["state"] for rank in ranks])["weights"]
@@ -52,7 +53,7 @@ def each_sample_once_in_order(subject: Subject, problem: str) -> None:
 @check()
 def only_who_asks_is_given_them(subject: Subject) -> None:
     """One rank asks, in chunks that come in order."""
-    ranks = subject.run(chunks, samples=23)
+    ranks = subject.run(chunks, problem=problem_for(subject, "regression"), samples=23)
     for rank, told in enumerate(ranks):
         expected = list(range(23)) if rank == 0 else []
         require_same(f"samples handed to rank {rank}", told["ids"], expected)
@@ -62,7 +63,9 @@ def only_who_asks_is_given_them(subject: Subject) -> None:
 @check()
 def memory_of_chunks_does_not_grow_with_the_data(subject: Subject) -> None:
     """Outputs alive at once, for a data set and one ten times as large; as for evaluation."""
-    peaks = [max(told["peak"] for told in subject.run(chunks, samples=n)) for n in (40, 400)]
+    problem = problem_for(subject, "regression")
+    runs = (subject.run(chunks, problem=problem, samples=samples) for samples in (40, 400))
+    peaks = [max(told["peak"] for told in ranks) for ranks in runs]
     require(peaks[1] <= 2 * peaks[0], f"outputs alive at once with 40 and 400 samples: {peaks}")
 
 
@@ -84,7 +87,7 @@ def outputs(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
         return {"outputs": found, "state": pieces(engine)}
 
 
-def chunks(bench: Bench, *, samples: int) -> dict[str, Any]:
+def chunks(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
     """A job: what the first rank is handed, and how many outputs were alive at one time."""
     ids: list[int] = []
     firsts: list[int] = []
@@ -110,9 +113,9 @@ def chunks(bench: Bench, *, samples: int) -> dict[str, Any]:
         ids.extend(chunk.outputs.tolist())
 
     with bench.open() as session:
-        recipe = PROBLEMS["regression"].recipe(optimizer=optimizer_called("SGD"))
+        recipe = PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD"))
         engine = session.prepare(recipe)
-        groups = samples_of(bench, session, "regression", samples)
+        groups = samples_of(bench, session, problem, samples)
         options: dict[str, Any] = {"groups_in_chunk": 2, "ranks": [0], "receive": receive}
         nothing = gather_predictions(session, engine, forward, groups, **options)
     require(nothing is None, "outputs were both handed over and returned")

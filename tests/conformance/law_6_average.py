@@ -19,13 +19,11 @@ from . import oracle
 from .cases import Refused, check
 from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS
-from .refusal import ask, refuses
+from .refusal import ask, problem_for, refuses
 from .resuming import STEPS, compare, record, restore
 from .state import assemble, read_all
 from .subject import Subject
 
-PROBLEM = "language"
-"""Tied weights."""
 DECAY = 0.75
 MOVED_AT = (4, 6, 8)
 SETTINGS = {
@@ -41,19 +39,22 @@ STOPPED_AT = 5
 def averages_are_those_of_plain_torch_after_any_resume(subject: Subject) -> Refused | None:
     """Saved, resumed by the same driver bit for bit and by another as they were, and shown to an
     evaluation, after which the weights are what they were."""
-    if subject.run(ask, settings={"average.decay": DECAY})[0] is not None:
+    problem = problem_for(subject, "language")  # with tied weights
+    if subject.run(ask, problem=problem, settings={"average.decay": DECAY})[0] is not None:
         return refuses(subject, "", "average.decay", {"average.decay": DECAY})
-    how: dict[str, Any] = {"problem": PROBLEM, "settings": SETTINGS, "evaluate": [11]}
+    how: dict[str, Any] = {"problem": problem, "settings": SETTINGS, "evaluate": [11]}
     with tempfile.TemporaryDirectory() as folder:
         straight = record(subject, f"{folder}/straight", **how)
         steps = [straight["checkpoint"].replace(f"{STEPS:06}", f"{n + 1:06}") for n in range(STEPS)]
         stored = [read_all(CheckpointReader(step)) for step in steps]
-        for number, (step, expected) in enumerate(zip(stored, by_hand(stored), strict=True), 1):
+        for number, (step, expected) in enumerate(
+            zip(stored, by_hand(problem, stored), strict=True), 1
+        ):
             require_averages(f"step {number}", step["optimizer"], expected)
         source = steps[STOPPED_AT - 1]
         resumed = record(subject, f"{folder}/resumed", resume=source, **how)
         for other in (subject, *subject.peers[:1]):
-            ranks = other.run(restore, problem=PROBLEM, source=source)
+            ranks = other.run(restore, problem=problem, source=source)
             state = assemble([rank["state"] for rank in ranks])["optimizer"]
             what = f"optimizer and averages, restored by {other}"
             require_same_bits(what, state, stored[STOPPED_AT - 1]["optimizer"])
@@ -61,7 +62,7 @@ def averages_are_those_of_plain_torch_after_any_resume(subject: Subject) -> Refu
     if subject.can("exact_resume"):
         exact = compare(resumed, straight, last=STEPS - STOPPED_AT)
         require(exact is None, f"resumed at {STOPPED_AT}: {exact}")
-    loss = oracle.evaluate(PROBLEM, shown, 11)["loss"]
+    loss = oracle.evaluate(problem, shown, 11)["loss"]
     evaluated = straight["evaluated"][-1]["metrics"]["loss"]
     require_close("loss of the averages", [evaluated], [loss], 1e-6)
     for number, weights in enumerate(straight["shown"]):
@@ -72,10 +73,11 @@ def averages_are_those_of_plain_torch_after_any_resume(subject: Subject) -> Refu
 
 
 def by_hand(
+    problem: str,
     stored: Sequence[Mapping[str, Mapping[str, Tensor]]],
 ) -> list[dict[str, Tensor]]:
     """The averages after each step, made of the weights that were stored after each."""
-    model = PROBLEMS[PROBLEM].model()
+    model = PROBLEMS[problem].model()
     moved = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
     averaged = AveragedModel(model, multi_avg_fn=moved)
     after = []

@@ -11,25 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from .bench import Bench
-from .cases import Refused, check
+from .cases import check
 from .jobs import accumulate, deal, microbatches, optimizer_called
 from .judge import require, require_same_bits
 from .problems import PROBLEMS, Normalised
-from .refusal import refuses_model
+from .refusal import problem_for
 from .rehearsal import rehearse
 from .state import assemble, pieces
 from .subject import Subject
 
 
 @check(micro_batch=(None, 2))
-def each_forward_begins_with_those_of_rank_0(
-    subject: Subject, micro_batch: int | None
-) -> Refused | None:
+def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int | None) -> None:
     """Each rank has seen other samples. Those that rank 0's last forward in training left are saved
     once, and shown on every rank."""
-    if refused := refuses_model(subject, "normalised"):
-        return refused
-    ranks = subject.run(watch, micro_batch=micro_batch)
+    problem = problem_for(subject, "normalised")
+    ranks = subject.run(watch, problem=problem, micro_batch=micro_batch)
     first = ranks[0]
     for number, rank in enumerate(ranks):
         for turn, (seen, expected) in enumerate(zip(rank["seen"], first["seen"], strict=True)):
@@ -41,28 +38,22 @@ def each_forward_begins_with_those_of_rank_0(
     require_same_bits("buffers that are saved, beside those of rank 0", saved, first["left"])
     moved = [not torch.equal(first["left"][name], first["seen"][0][name]) for name in saved]
     require(all(moved), "training has left buffers as they were")
-    return None
 
 
 @check()
-def one_process_normalises_as_plain_torch(subject: Subject) -> Refused | None:
+def one_process_normalises_as_plain_torch(subject: Subject) -> None:
     """Means, variances and counts are those of the samples of each batch."""
-    one = subject.at(1)
-    if refused := refuses_model(one, "normalised"):
-        return refused
-    seen = rehearse(one, "normalised", optimizer="SGD", steps=9, rates=[0.005] * 9)
+    rates = [0.005] * 9
+    seen = rehearse(subject.at(1), "normalised", optimizer="SGD", steps=9, rates=rates)
     seen.require_losses(2e-6)
     seen.require_weights(2e-6)
-    return None
 
 
 @check()
-def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
+def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
     """Though they run twice where activations are recomputed."""
     if not subject.can("activation_checkpointing"):
-        return None
-    if refused := refuses_model(subject.at(1), "normalised"):
-        return refused
+        return
     seen = rehearse(
         subject.at(1),
         "normalised",
@@ -72,7 +63,6 @@ def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
         activation_checkpointing=("BatchNorm1d",),
     )
     seen.require_weights(2e-6)
-    return None
 
 
 class Watched(Normalised):
@@ -95,7 +85,7 @@ def copied_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().cpu().clone() for name, buffer in module.named_buffers()}
 
 
-def watch(bench: Bench, *, micro_batch: int | None) -> dict[str, Any]:
+def watch(bench: Bench, *, problem: str, micro_batch: int | None) -> dict[str, Any]:
     """A job: two updates, two batches of evaluation, and an update."""
     made: list[Watched] = []
 
@@ -103,15 +93,15 @@ def watch(bench: Bench, *, micro_batch: int | None) -> dict[str, Any]:
         made.append(Watched())
         return made[-1]
 
-    problem = replace(PROBLEMS["normalised"], model=model)
+    chosen = replace(PROBLEMS[problem], model=model)
     with bench.open() as session:
-        engine = session.prepare(problem.recipe(optimizer=optimizer_called("SGD")))
+        engine = session.prepare(chosen.recipe(optimizer=optimizer_called("SGD")))
         reader, readers = session.world.reader_index, session.world.num_readers
         groups = [
             range(start, start + 4 * readers) for start in range(0, 20 * readers, 4 * readers)
         ]
         dealt = [deal(group, reader, readers, micro_batch) for group in groups]
-        batches = session.feed(microbatches("normalised", dealt))
+        batches = session.feed(microbatches(chosen, dealt))
         for turn, parts in enumerate(dealt):
             training = turn in (0, 1, 4)
             engine.module.train(training)
@@ -120,7 +110,7 @@ def watch(bench: Bench, *, micro_batch: int | None) -> dict[str, Any]:
                     for _ in parts:
                         engine.module(next(batches)["x"])
                 continue
-            accumulate(session, engine, problem, batches, [True] * len(parts), [1.0] * len(parts))
+            accumulate(session, engine, chosen, batches, parts)
             for group in engine.param_groups:
                 group["lr"] = 0.005
             engine.update()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .cases import check
 from .judge import LawBroken, require
+from .refusal import problem_for
 from .runs import run
 from .subject import Subject
 
@@ -18,7 +19,8 @@ SETTINGS = {"steps": 2, "global_batch": 6}
 def files_are_json_and_safetensors(subject: Subject) -> None:
     """Read here by a few lines that know nothing of the library."""
     with tempfile.TemporaryDirectory() as folder:
-        told = subject.run(run, problem="language", samples=12, settings=SETTINGS, out=folder)[0]
+        problem = problem_for(subject, "language")
+        told = subject.run(run, problem=problem, samples=12, settings=SETTINGS, out=folder)[0]
         files = sorted(path for path in Path(told["checkpoint"]).rglob("*") if path.is_file())
         require(any(path.name == "manifest.json" for path in files), "there is no manifest.json")
         for path in files:

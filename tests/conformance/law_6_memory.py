@@ -10,6 +10,7 @@ from typing import Any
 
 from .cases import check
 from .judge import require, require_close, require_same
+from .refusal import problem_for
 from .runs import run
 from .subject import Subject
 
@@ -51,4 +52,5 @@ def train(subject: Subject, **how: Any) -> list[dict[str, Any]]:
         "checkpoint.every": 1,
     }
     samples = 3 * ROWS * subject.world
-    return subject.run(run, problem="regression", samples=samples, settings=settings, **how)
+    problem = problem_for(subject, "regression")
+    return subject.run(run, problem=problem, samples=samples, settings=settings, **how)

@@ -7,6 +7,7 @@ import tempfile
 from . import law_6_resume
 from .cases import check
 from .judge import require_close, require_same
+from .refusal import problem_for
 from .resuming import SAMPLES, STEPS, record, recorded
 from .subject import Subject
 
@@ -29,11 +30,12 @@ def a_stream_read_by_a_worker_resumes(subject: Subject) -> None:
 @check()
 def a_stream_keeps_its_order_on_any_world_size(subject: Subject) -> None:
     """The samples of each update are the next ones of the stream, before and after resuming."""
+    problem = problem_for(subject, "language")
     for peer in subject.peers:
         with tempfile.TemporaryDirectory() as folder:
-            straight = recorded(subject, problem="language", data="stateful")
+            straight = recorded(subject, problem=problem, data="stateful")
             source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
-            on = {"problem": "language", "data": "stateful", "resume": source}
+            on = {"problem": problem, "data": "stateful", "resume": source}
             resumed = record(peer, f"{folder}/on", **on)
         expected = [IN_ORDER[step % len(IN_ORDER)] for step in range(STEPS)]
         require_same(f"samples of each step on {subject}", straight["ids"], expected)

@@ -26,7 +26,7 @@ from .cases import Refused, check
 from .jobs import deal, microbatches, optimizer_called, train
 from .judge import require, require_same
 from .problems import PROBLEMS, Sample
-from .refusal import refuses, refuses_precision
+from .refusal import problem_for, refuses, refuses_precision
 from .rehearsal import rehearse
 from .subject import Subject
 
@@ -81,7 +81,9 @@ def stall_seconds(subject: Subject) -> Refused | None:
         return refuses(subject, "stall_seconds", "stall_seconds=1.0", asked, world=2)
     with tempfile.TemporaryDirectory() as folder:
         told = subject.at(2).run(late_ranks_told, folder=folder, longest=5.0, stall_seconds=1.0)
-    require_same("the sums, as they are waited for", [each["sums"] for each in told], [[2.0]] * 2)
+    size = len(told)
+    sums = [each["sums"] for each in told]
+    require_same("the sums, as they are waited for", sums, [[float(size)]] * size)
     for rank, each in enumerate(told):
         require_same(f"the late ranks that rank {rank} is told of", each["late"], [LATE])
     return None
@@ -97,7 +99,7 @@ def timeout_seconds(subject: Subject) -> Refused | None:
         asked = {"timeout_seconds": 2.0}
         return refuses(subject, "timeout_seconds", "timeout_seconds=2.0", asked, world=2)
     with tempfile.TemporaryDirectory() as folder:
-        waiting, late = subject.at(2).run(
+        told = subject.at(2).run(
             late_ranks_blamed,
             alone=True,
             folder=folder,
@@ -105,12 +107,14 @@ def timeout_seconds(subject: Subject) -> Refused | None:
             timeout_seconds=2.0,
             stall_seconds=None,
         )
-    require(waiting["late"] is not None, "a rank that others wait for in vain is waited for on")
-    require_same("the ranks that it names who has waited", waiting["late"], [LATE])
-    seconds = waiting["seconds"]
-    require(seconds < 9.0, f"timeout_seconds is 2, and it was waited for {seconds:.1f} s")
+    late = told.pop(LATE)
+    for waiting in told:
+        require(waiting["late"] is not None, "a rank that others wait for in vain is waited for on")
+        require_same("the ranks that it names who has waited", waiting["late"], [LATE])
+        seconds = waiting["seconds"]
+        require(seconds < 9.0, f"timeout_seconds is 2, and it was waited for {seconds:.1f} s")
     require(late["late"] is not None, "the late rank finds the others gone, and does not fail")
-    require(0 not in late["late"], "the late rank names one that had waited for it")
+    require(not {*late["late"]} - {LATE}, "the late rank names one that had waited for it")
     return None
 
 
@@ -124,14 +128,15 @@ def one_rank_gives_up(subject: Subject) -> None:
         told = subject.at(2).run(
             giving_up, alone=True, folder=folder, longest=40.0, timeout_seconds=10.0
         )
-    require_same("all give up, and may go on", [each["together"] for each in told], [True] * 2)
-    ended, other = told[LATE], told[1 - LATE]
-    require(not ended["goes on"], "a rank that gives up alone is told to go on")
-    require(other["error"], "a rank that others wait for has given up, and they wait on")
-    require(WHY in other["error"], f"why rank {LATE} gave up is not said: {other['error']}")
-    require_same("the ranks that it names who has waited", other["late"], [LATE])
-    seconds = other["seconds"]
-    require(seconds < 15.0, f"the others end {seconds:.1f} s after a rank has given up")
+    together = [each["together"] for each in told]
+    require_same("all give up, and may go on", together, [True] * len(told))
+    require(not told.pop(LATE)["goes on"], "a rank that gives up alone is told to go on")
+    for other in told:
+        require(other["error"], "a rank that others wait for has given up, and they wait on")
+        require(WHY in other["error"], f"why rank {LATE} gave up is not said: {other['error']}")
+        require_same("the ranks that it names who has waited", other["late"], [LATE])
+        seconds = other["seconds"]
+        require(seconds < 15.0, f"the others end {seconds:.1f} s after a rank has given up")
 
 
 @check()
@@ -147,11 +152,14 @@ def compilation(subject: Subject) -> Refused | None:
 @check()
 def activation_checkpointing(subject: Subject) -> Refused | None:
     """The chosen layers run once more in the backward, and the losses are the same."""
-    asked: dict[str, Any] = {"activation_checkpointing": ("Block",)}
+    problem = problem_for(subject, "language")
+    layer = PROBLEMS[problem].trained_layer
+    asked: dict[str, Any] = {"activation_checkpointing": (layer,)}
     if not subject.can("activation_checkpointing"):
         return refuses(subject, "activation_checkpointing", "activation_checkpointing", asked)
-    rehearse(subject, "language", optimizer="SGD", steps=3, **asked).require_losses(1e-6)
-    plain, again = (max(subject.run(forwards, settings=settings)) for settings in ({}, asked))
+    rehearse(subject, problem, optimizer="SGD", steps=3, **asked).require_losses(1e-6)
+    runs = (subject.run(forwards, problem=problem, settings=settings) for settings in ({}, asked))
+    plain, again = map(max, runs)
     require_same("forwards of a recomputed layer, for one of a plain one", again / plain, 2.0)
     return None
 
@@ -167,8 +175,9 @@ def feeds_ahead(subject: Subject) -> None:
 @check()
 def sharded(subject: Subject) -> None:
     """Where it is not declared, each rank holds all of the weights; where it is, less."""
-    held = subject.run(weights_held)
-    whole = sum(p.numel() for p in PROBLEMS["language"].model().parameters())
+    problem = problem_for(subject, "language")
+    held = subject.run(weights_held, problem=problem)
+    whole = sum(p.numel() for p in PROBLEMS[problem].model().parameters())
     if not subject.can("sharded"):
         require_same("weights held by each rank", held, [whole] * len(held))
     elif len(held) > 1:
@@ -199,7 +208,7 @@ def late_ranks_told(
         cast(WatchesRanks, session).watch(note)
         session.tally([1.0])()
         if session.world.rank == LATE:
-            nap_until(["told 0", "told 1"], folder, longest)
+            nap_until([f"told {rank}" for rank in range(session.world.size)], folder, longest)
         sums = session.tally([1.0])()
         session.exchange(None)
     return {"late": sorted(late), "sums": sums}
@@ -215,20 +224,21 @@ def nap_until(names: Sequence[str], folder: str, longest: float) -> None:
 def late_ranks_blamed(
     bench: Bench, *, folder: str, longest: float, **settings: Any
 ) -> dict[str, Any]:
-    """A job: one rank naps until the others have given up; whom each names, or None, and when."""
+    """A job: one rank naps until all others have given up; whom each names, or None, and when."""
     late, rank, began = None, LATE, time.monotonic()
     with suppress(CollectiveFailed), bench.open(**settings) as session:
         session.exchange(None)
         rank, began = session.world.rank, time.monotonic()
         if rank == LATE:
-            nap_until(["given up"], folder, longest)
+            others = {*range(session.world.size)} - {LATE}
+            nap_until([f"given up {other}" for other in others], folder, longest)
         try:
             session.tally([1.0])()
         except CollectiveFailed as error:
             late = list(error.late)
             raise
     seconds = time.monotonic() - began
-    Path(folder, "came" if rank == LATE else "given up").touch()
+    Path(folder, "came" if rank == LATE else f"given up {rank}").touch()
     nap_until(["came"], folder, longest + 3.0)  # who leaves takes the store along
     return {"late": late, "seconds": seconds}
 
@@ -240,7 +250,7 @@ def giving_up(bench: Bench, *, folder: str, longest: float, **settings: Any) -> 
     """A job: all ranks give up and go on, then one does and ends; what each is told, and when."""
     told: dict[str, Any] = {"error": "", "late": [], "goes on": False}
     with suppress(CollectiveFailed), bench.open(**settings) as session:
-        rank, watched = session.world.rank, cast(WatchesRanks, session)
+        rank, size, watched = session.world.rank, session.world.size, cast(WatchesRanks, session)
         told["together"] = watched.give_up("no memory")
         session.tally([1.0])()
         began = time.monotonic()
@@ -255,7 +265,8 @@ def giving_up(bench: Bench, *, folder: str, longest: float, **settings: Any) -> 
         finally:
             told["seconds"] = time.monotonic() - began
     Path(folder, f"ended {rank}").touch()
-    nap_until(["ended 0", "ended 1"], folder, longest)  # who leaves takes the store along
+    # who leaves takes the store along
+    nap_until([f"ended {each}" for each in range(size)], folder, longest)
     return told
 
 
@@ -269,7 +280,7 @@ def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:
         return {"rank": world.rank, "size": world.size, "feeders": world.num_feeders}
 
 
-def forwards(bench: Bench, *, settings: dict[str, Any]) -> int:
+def forwards(bench: Bench, *, problem: str, settings: dict[str, Any]) -> int:
     """A job: how often a layer inside a block ran in one update."""
     count = 0
 
@@ -278,13 +289,12 @@ def forwards(bench: Bench, *, settings: dict[str, Any]) -> int:
         count += torch.is_grad_enabled()  # a driver may look at the loss before it trains
 
     def model() -> nn.Module:
-        built = PROBLEMS["language"].model()
-        norms = [part for name, part in built.named_modules() if name.endswith("mlp_norm")]
+        built = PROBLEMS[problem].model()
+        norms = [part for name, part in built.named_modules() if name.endswith("attention_norm")]
         norms[0].register_forward_pre_hook(counted)
         return built
 
-    problem = dataclasses.replace(PROBLEMS["language"], model=model)
-    PROBLEMS["counted"] = problem
+    PROBLEMS["counted"] = dataclasses.replace(PROBLEMS[problem], model=model)
     try:
         train(bench, problem="counted", groups=[range(6)], rates=[0.1], optimizer="SGD", **settings)
     finally:
@@ -298,7 +308,7 @@ def batches_ahead(bench: Bench) -> int:
 
     def source() -> Iterator[Sample]:
         nonlocal pulled
-        for batch in microbatches("regression", [deal(range(3), 0, 1, None)] * 5):
+        for batch in microbatches(PROBLEMS["regression"], [deal(range(3), 0, 1, None)] * 5):
             pulled += 1
             yield batch
 
@@ -310,10 +320,10 @@ def batches_ahead(bench: Bench) -> int:
     return max(before)
 
 
-def weights_held(bench: Bench) -> int:
+def weights_held(bench: Bench, *, problem: str) -> int:
     """A job: elements of the parameters in this rank's memory."""
     with bench.open() as session:
-        engine = session.prepare(PROBLEMS["language"].recipe(optimizer=optimizer_called("SGD")))
+        engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD")))
         parts = [local(parameter) for parameter in engine.module.parameters()]
         in_memory = (part.untyped_storage().nbytes() // part.element_size() for part in parts)
         return sum(min(part.numel(), n) for part, n in zip(parts, in_memory, strict=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .problems import PROBLEMS, Sample, Samples, collate
+from .problems import PROBLEMS, Sample
 
 __all__ = ["Trained", "evaluate", "outputs", "train"]
 
@@ -98,6 +98,5 @@ def named(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def batch_of(problem: str, group: Sequence[int]) -> Sample:
-    samples = Samples(problem, size=max(group) + 1)
-    batch = collate([samples[index] for index in group])
+    batch = PROBLEMS[problem].batch(group)
     return {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}

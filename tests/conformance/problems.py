@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.nn import functional
 
 from ..data.parallel import Parallel
 from ..kernel.recipe import Recipe
-from .decoders import LENGTH, VOCABULARY, WIDTH, LanguageModel, MixtureModel
+from .decoders import LENGTH, VOCABULARY, WIDTH, AllChosenModel, LanguageModel, MixtureModel
+from .experts import InParts
 
-__all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate"]
+__all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate", "inside"]
 
 Sample = dict[str, Tensor]
 
@@ -32,10 +33,10 @@ class Samples:
         return self.size
 
     def __getitem__(self, index: int) -> Sample:
-        sample = PROBLEMS[self.problem].sample(torch.Generator().manual_seed(1000 + index))
+        sample = PROBLEMS[self.problem].draw(index)
         if index == self.poison:
             sample["x"] = sample["x"].index_fill(0, torch.tensor(0), float("nan"))
-        return {"id": torch.tensor(index), **sample}
+        return sample
 
 
 @dataclass
@@ -90,8 +91,20 @@ class Problem:
     count_items: Callable[[Sample], int] | None = None
     trained_layer: str = "Linear"
     """Class name of a submodule whose activations can be recomputed."""
-    parallel: Parallel | None = None
+    parallel: Parallel = field(default_factory=Parallel)
     """For drivers that cut layers or sequences."""
+    stand_in: str | None = None
+    """The problem that is taken where a driver cannot cut this one: one that has layers, sequences
+    and experts to cut, as its own stand-in has."""
+
+    def draw(self, index: int) -> Sample:
+        """The sample of that index, which it carries as `id`."""
+        generator = torch.Generator().manual_seed(1000 + index)
+        return {"id": torch.tensor(index), **self.sample(generator)}
+
+    def batch(self, indices: Iterable[int]) -> Sample:
+        """These samples."""
+        return collate([self.draw(index) for index in indices])
 
     def loss(self, module: nn.Module, batch: Sample) -> Tensor:
         return self.measure(module, batch)["loss"]
@@ -202,7 +215,8 @@ def classification_sample(generator: torch.Generator) -> Sample:
 
 
 def classification_measure(module: nn.Module, batch: Sample) -> dict[str, Tensor]:
-    logits, y = at_least_float32(module(batch["x"])), batch["y"]
+    logits = at_least_float32(module(batch["x"])).flatten(0, -2)
+    y = batch["y"].flatten()
     right = logits.argmax(-1) == y
     return {
         "loss": functional.cross_entropy(logits, y, reduction="sum"),
@@ -269,12 +283,40 @@ class Scaled(nn.Module):
         return y
 
 
+# --- in parts: what cannot be cut as it is ------------------------------------------------------
+
+
+def inside(name: str, parallel: Parallel) -> Parallel:
+    """How a model is cut that is a submodule of that name."""
+    return replace(
+        parallel,
+        tensor={f"{name}.{pattern}": how for pattern, how in parallel.tensor.items()},
+        fused={f"{name}.{pattern}": parts for pattern, parts in parallel.fused.items()},
+        experts=[f"{name}.{pattern}" for pattern in parallel.experts],
+        stages=[f"{name}.{pattern}" for pattern in parallel.stages],
+    )
+
+
+def in_parts(problem: Problem, width: int) -> Problem:
+    """The same in sequences of two positions, with experts behind a model whose outputs are of
+    that width."""
+    return replace(
+        problem,
+        model=lambda: InParts(problem.model(), width),
+        sample=lambda generator: collate([problem.sample(generator) for _ in range(2)]),
+        parallel=replace(
+            inside("model", problem.parallel), experts=["experts"], sequence={"x": 1, "y": 1}
+        ),
+    )
+
+
 PROBLEMS: dict[str, Problem] = {
     "regression": Problem(
         regression_model,
         regression_sample,
         squared_error,
         parallel=Parallel(tensor={"0": "column", "2": "row"}, stages=["?"]),
+        stand_in="regression in parts",
     ),
     "language": Problem(
         LanguageModel,
@@ -286,6 +328,7 @@ PROBLEMS: dict[str, Problem] = {
             DECODER,
             tensor={**DECODER.tensor, "blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"},
         ),
+        stand_in="language in parts",
     ),
     "mixture": Problem(
         MixtureModel,
@@ -294,24 +337,28 @@ PROBLEMS: dict[str, Problem] = {
         count_tokens,
         trained_layer="MixtureBlock",
         parallel=replace(DECODER, experts=["blocks.*.experts"]),
+        stand_in="mixture",
     ),
     "classification": Problem(
         classification_model,
         classification_sample,
         classification_measure,
         parallel=Parallel(tensor={"3": "vocabulary"}, stages=["?"]),
+        stand_in="classification in parts",
     ),
     "dropout": Problem(
         Dropout,
         regression_sample,
         squared_error,
         parallel=Parallel(tensor={"body.0": "vocabulary"}, stages=["body.?"]),
+        stand_in="dropout in parts",
     ),
     "scaled": Problem(
         Scaled,
         regression_sample,
         squared_error,
         parallel=Parallel(tensor={"body.0": "column", "body.2": "row"}, stages=["body.?"]),
+        stand_in="scaled in parts",
     ),
     "normalised": Problem(
         Normalised,
@@ -320,3 +367,12 @@ PROBLEMS: dict[str, Problem] = {
         parallel=Parallel(tensor={"head": "vocabulary"}),
     ),
 }
+WIDTHS = {"regression": 3, "classification": CLASSES, "dropout": 3, "scaled": 3}
+"""Of their outputs."""
+PROBLEMS |= {f"{name} in parts": in_parts(PROBLEMS[name], width) for name, width in WIDTHS.items()}
+PROBLEMS["language in parts"] = replace(
+    PROBLEMS["mixture"],
+    model=AllChosenModel,
+    trained_layer="AllChosenBlock",
+    stand_in="language in parts",
+)

@@ -14,6 +14,7 @@ from . import oracle
 from .jobs import train
 from .judge import require, require_close
 from .optimizers import optimizer_class
+from .refusal import problem_for
 from .state import State, assemble
 from .subject import Subject
 
@@ -124,8 +125,9 @@ def rehearse(
     rates: Sequence[float] | None = None,
     **arguments: Any,
 ) -> Rehearsal:
-    """Train on ragged groups of samples; `arguments` are those of the job and settings."""
-    groups = groups or consecutive(steps)
+    """Train on ragged groups of samples, of that problem or its stand-in; `arguments` are those of
+    the job and settings."""
+    problem, groups = problem_for(subject, problem), groups or consecutive(steps)
     rates = list(rates or [RATES[optimizer]] * len(groups))
     ranks = subject.run(
         train, problem=problem, groups=groups, rates=rates, optimizer=optimizer, **arguments

@@ -35,6 +35,7 @@ class Run:
         return cls(record["subject"])
 
     def add(self, record: Mapping[str, Any]) -> None:
+        self.subject.setdefault("stand_ins", {}).update(record["subject"].get("stand_ins", {}))
         self.laws[record["law"]] = record["statement"]
         kept = ("law", "check", "arguments", "status", "seconds", "message")
         self.results.append({name: record[name] for name in kept})
@@ -98,12 +99,16 @@ def section(run: Run) -> str:
     facts = {**run.subject.get("versions", {}), **run.subject.get("capabilities", {})}
     shown = ", ".join(f"{html.escape(str(k))} {html.escape(str(v))}" for k, v in facts.items())
     devices = html.escape(", ".join(run.subject.get("devices", [])))
+    stand_ins = "".join(
+        f"<p>In place of {html.escape(problem)}, which is refused, {html.escape(why)}</p>"
+        for problem, why in run.subject.get("stand_ins", {}).items()
+    )
     rows = "".join(row(result) for result in run.results)
     opened = " open" if run.counts["failed"] else ""
     return (
         f"<details{opened}><summary>{html.escape(run.title)} "
         f"{' '.join(badge(s, f'{n} {s}') for s, n in run.counts.items() if n)}</summary>"
-        f"<p>{devices}</p><p><small>{shown}</small></p><ul>{rows}</ul></details>"
+        f"<p>{devices}</p><p><small>{shown}</small></p>{stand_ins}<ul>{rows}</ul></details>"
     )
 
 

@@ -18,6 +18,7 @@ from .bench import Bench
 from .jobs import accumulate, microbatches, optimizer_called
 from .judge import LawBroken, require_same, require_same_bits
 from .problems import PROBLEMS
+from .refusal import problem_for
 from .runs import run
 from .state import KINDS, pieces, read_all, whole_weights
 from .subject import Subject
@@ -54,7 +55,7 @@ def record(
     weights and buffers on each, and `state` is the content of its last checkpoint."""
     ranks = subject.run(
         run,
-        problem=problem,
+        problem=problem_for(subject, problem),
         samples=SAMPLES,
         settings={
             **SETTINGS,
@@ -131,7 +132,8 @@ class DamagedEntry(WeightsAlone):
     def __init__(self, reader: Reader, damage: str) -> None:
         super().__init__(reader)
         self.damage = damage
-        self.entry = "4.weight/step" if damage == "no number" else "4.weight/exp_avg"
+        state = "4.weight/step" if damage == "no number" else "4.weight/exp_avg"
+        (self.entry,) = (name for name in reader.names("optimizer") if name.endswith(state))
 
     def names(self, kind: Kind) -> Any:
         names = self.reader.names(kind)
@@ -194,9 +196,10 @@ def update(session: Session, engine: Engine, problem: str) -> None:
     """One, on four samples of each reader."""
     world = session.world
     mine = list(range(world.reader_index, 4 * world.num_readers, world.num_readers))
-    batches = session.feed(microbatches(problem, [[(mine, True)]]))
+    chosen, dealt = PROBLEMS[problem], [(mine, True)]
+    batches = session.feed(microbatches(chosen, [dealt]))
     engine.module.train()
-    accumulate(session, engine, PROBLEMS[problem], batches, [True], [1.0])
+    accumulate(session, engine, chosen, batches, dealt)
     for group in engine.param_groups:
         group["lr"] = 0.01
     engine.update()

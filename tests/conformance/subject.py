@@ -65,6 +65,8 @@ class Subject:
     """For one job; the longest compiles a model."""
     python: str | None = None
     """The interpreter of the ranks, when it is of another environment than this one."""
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    """By problem that the options refuse: which one was taken for it, and why."""
 
     def run(
         self,
@@ -144,6 +146,7 @@ class Subject:
             "backend": self.backend,
             "processes": self.world,
             "options": dict(self.options),
+            "stand_ins": dict(self.stand_ins),
             **facts,
         }
 

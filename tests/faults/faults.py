@@ -210,8 +210,9 @@ class TurnsCountedAnew(WrappedSession):
 
     def prepare(self, recipe: Recipe) -> WrappedEngine:
         loss: Any = recipe.loss
-        of_update, counted = loss.of_update, itertools.count(1)
-        loss.of_update = lambda number: of_update(next(counted))
+        if of_update := getattr(loss, "of_update", None):
+            counted = itertools.count(1)
+            loss.of_update = lambda number: of_update(next(counted))
         return super().prepare(recipe)
 
 
@@ -699,6 +700,33 @@ def modest(able: Capabilities) -> Capabilities:
     )
 
 
+class RefusesAll(WrappedSession):
+    """Every model is one that cannot be cut, so that nothing is left to be proved."""
+
+    def prepare(self, recipe: Recipe) -> WrappedEngine:
+        if self.takes(recipe):
+            return super().prepare(recipe)
+        raise RecipeError(self.words)
+
+    words = "backend.fault is set, and the recipe says nothing that helps"
+
+    def takes(self, recipe: Recipe) -> bool:
+        return False
+
+
+class RefusesWhatHasNoSequence(RefusesAll):
+    """As a driver that cuts sequences must."""
+
+    def takes(self, recipe: Recipe) -> bool:
+        return bool(recipe.parallel and recipe.parallel.sequence)
+
+
+class RefusesWithoutAReason(RefusesWhatHasNoSequence):
+    """By words that name no option."""
+
+    words = "this model is none that can be trained"
+
+
 # --- law 7: late ranks --------------------------------------------------------------------------
 
 
@@ -775,6 +803,7 @@ NO_FAULTS: dict[str, Fault] = {
     "three together": Fault("", ThreeTogether, plan=finding_unused),
     "none": Fault(""),
     "modest": Fault("", capabilities=modest),
+    "takes sequences": Fault("", session=RefusesWhatHasNoSequence),
 }
 FAULTS: dict[str, Fault] = {
     "two by default": Fault("7_capabilities-without_a_launcher", session=TwoByDefault),
@@ -839,6 +868,8 @@ FAULTS: dict[str, Fault] = {
     "own part counted": Fault("6_resume-whole_weights", OwnPartCounted),
     "written twice": Fault("6_resume-whole_weights", WrittenTwice),
     "exactness not declared": Fault(RESUMED, capabilities=inexact),
+    "refuses all": Fault("1_gradient-experts_equal_one_process", session=RefusesAll),
+    "refuses without a reason": Fault(SGD + "-regression", session=RefusesWithoutAReason),
     "feeds ahead": Fault("7_capabilities-feeds_ahead", session=FeedsAhead),
     "nothing recomputed": Fault(
         "7_capabilities-activation_checkpointing", plan=without_recomputing

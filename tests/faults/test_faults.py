@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from faults import FAULTS, SAME_BITS, THREE_TOGETHER
+from faults import BUFFERS, FAULTS, RESUMED, SAME_BITS, SGD, THREE_TOGETHER
 
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.judge import LawBroken
@@ -38,6 +38,29 @@ def test_draws_of_evaluation_are_told_by_generator() -> None:
 def test_three_faults_together_are_each_named(check: str) -> None:
     case = chosen("three together", check)[0]
     with pytest.raises(LawBroken, match=re.escape(THREE_TOGETHER[check])):
+        case.check()
+
+
+def test_a_model_that_cannot_be_cut_has_a_stand_in() -> None:
+    """Which is proved in its place, and told of."""
+    case = chosen("takes sequences", SGD + "-regression")[0]
+    case.check()
+    assert case.refused is None
+    (why,) = case.to_json()["subject"]["stand_ins"].values()
+    assert why.startswith("regression in parts: backend.fault is set")
+
+
+def test_a_model_that_nothing_stands_in_for_is_refused() -> None:
+    case = chosen("takes sequences", BUFFERS)[0]
+    case.check()
+    assert case.refused is not None
+    assert case.refused.message.startswith("backend.fault is set")
+
+
+@pytest.mark.parametrize("check", [SGD + "-regression", SGD + "-language", RESUMED])
+def test_who_refuses_all_has_proved_nothing(check: str) -> None:
+    case = chosen("refuses all", check)[0]
+    with pytest.raises(LawBroken, match="has layers, sequences and experts to cut, but backend"):
         case.check()
 
 

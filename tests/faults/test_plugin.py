@@ -38,6 +38,20 @@ def test_report_shows_all_runs_of_a_folder(
     assert "faulty x2 fault=feeds ahead" in page
 
 
+def test_report_tells_which_problem_stood_in_for_which(tmp_path: Path) -> None:
+    """And the reason of a refusal."""
+    fault = "--backend-set=fault=takes sequences"
+    chosen = ("-k", "a_rate_of_zero or recomputed_layers or looking_changes")
+    assert run("--backend=faulty", "--nproc=2", f"--report={tmp_path}", fault, *chosen) == 0
+    page = (tmp_path / "index.html").read_text()
+    assert "In place of regression, which is refused, regression in parts: backend.fault" in page
+    (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    told = {result["check"]: (result["status"], result["message"]) for result in report["results"]}
+    assert told["a_rate_of_zero_moves_nothing"] == ("passed", "")
+    status, message = told["recomputed_layers_count_a_batch_once"]
+    assert (status, message.partition(" is set")[0]) == ("refused", "backend.fault")
+
+
 def test_a_broken_case_is_one_line_with_the_whole_message() -> None:
     result = {
         "law": "1_gradient",
