@@ -5,6 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.tensor.html
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -41,9 +42,12 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
 def forget_meshes() -> None:
     """At the end of a session. What torch remembers of operations it finds by the ranks and the
-    names of a mesh, and would give tensors of the next session a mesh whose groups are gone."""
+    names of a mesh, and would give tensors of the next session a mesh whose groups are gone. And a
+    module that was sharded is a cycle, which keeps its groups, each with three threads that wake a
+    hundred times a second, until it is collected."""
     if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # not yet in torch 2.8
         forget()
+    gc.collect()
 
 
 def steps_parts(optimizer: torch.optim.Optimizer) -> bool:

@@ -113,11 +113,11 @@ def opened(plan: Plan) -> Iterator[World]:
     device = choose_device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with process_group(plan, device) as world:
-        try:
+    try:
+        with process_group(plan, device) as world:
             yield world
-        finally:
-            dtensor.forget_meshes()
+    finally:
+        dtensor.forget_meshes()
 
 
 def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

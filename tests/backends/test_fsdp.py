@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -642,3 +643,19 @@ def training_often_inside(bench: Bench) -> list[float]:
 def test_what_is_used_inside_a_unit_is_a_rank_s_own_matter() -> None:
     first, second = Subject("fsdp", 2, {"min_unit_params": 10**6}).run(training_often_inside)
     assert first == second and all(norm > 0 for norm in first)
+
+
+def threads_after_sessions(bench: Bench) -> list[int]:
+    """How many threads this process has after each of four sessions, one after the other."""
+    seen = []
+    for _ in range(4):
+        optimize(bench, name="SGD")
+        seen.append(len(os.listdir("/proc/self/task")))
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "mesh"])
+def test_sessions_do_not_leave_their_threads_behind(backend: str) -> None:
+    """But for the first, whose mesh torch remembers, and the last, until the next one ends."""
+    for seen in Subject(backend, 2).run(threads_after_sessions, alone=True):
+        assert seen[3] == seen[2] == seen[1], seen
