@@ -1,24 +1,28 @@
 """Evaluation beside training: what of the rate of training a follower leaves.
 
-    uv run python -m benchmarks follow --rounds 5
+    uv run python -m benchmarks follow --rounds 2
 
 `drivetrain evaluate RUN --follow` reads checkpoints and adds lines to a file, and training knows
 nothing of it. On other hardware it can only cost what both do with the storage. Here both run on
 one machine, each on cores of its own, and what is compared is the CPU time of the process that
-trains: what it does itself, its saves included, and not what it waits for. Caches and memory are
-shared all the same, which they are not elsewhere.
+trains: what it does itself, its saves included, and not what it waits for. Memory and a part of the
+caches are shared all the same, which they are not elsewhere. So training is also measured beside
+an evaluation that does as much, and follows a copy of the run, which training never touches: what
+is lost beside that one is lost by following.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,8 +46,8 @@ def model() -> nn.Module:
 
 
 def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    for watch in WATCHES:
-        watch.next_step()
+    for pace in PACES:
+        pace.next_step()
     return (module(batch[0]) - batch[1]).square().sum()
 
 
@@ -65,98 +69,143 @@ def recipe() -> Recipe:
 
 
 settings = Settings(
-    steps=EVERY,
+    steps=10**6,
     global_batch=BATCH,
     checkpoint=CheckpointSettings(every=EVERY, at_end=False),
     evaluate=EvaluateSettings(at_end=False),
 )
 
 
-@dataclass
-class Watch:
-    """Takes the time of the steps after the first checkpoint; `begin` and `end` come before and
-    after them, and count for nothing."""
+class Pace:
+    """In the process that trains: takes `EVERY` steps, each time with their checkpoint, when a line
+    on stdin gives leave to, and tells on stdout what they took."""
 
-    steps: int
-    begin: Callable[[], None]
-    end: Callable[[], None]
-    step: int = 0
-    cpu: float = 0.0
-    wall: float = 0.0
+    def __init__(self) -> None:
+        self._steps, self._began, self._answers = 0, (0.0, 0.0), sys.stdout
 
     def next_step(self) -> None:
-        """The next one begins."""
-        self.step += 1
-        if self.step == EVERY + 1:
-            self.begin()
-            self.cpu, self.wall = time.process_time(), time.perf_counter()
-        elif self.step == EVERY + 1 + self.steps:
-            self.cpu = time.process_time() - self.cpu
-            self.wall = time.perf_counter() - self.wall
-            self.end()
+        """A step begins."""
+        if self._steps % EVERY == 0:
+            took = [now - then for now, then in zip(_now(), self._began, strict=True)]
+            print(json.dumps(took), file=self._answers, flush=True)
+            if not sys.stdin.readline():
+                raise SystemExit("all blocks were measured")
+            self._began = _now()
+        self._steps += 1
 
 
-WATCHES: list[Watch] = []
+PACES: list[Pace] = []
 """One in the process that trains; the follower has none."""
 
 
-def measure(candidate: str, quick: bool) -> Measured:
-    own, *others = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {own})
-    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
-        run, file = Path(temporary, "run"), Path(temporary, "trains.py")
-        file.write_text(RECIPE)
-        found: list[int] = []
-
-        def begin() -> None:
-            if candidate == "followed":
-                stack.enter_context(_follower(run, others or [own]))
-            _until(lambda: bool(_evaluated(run) if candidate == "followed" else _saved(run)))
-            found.append(_evaluated(run))
-
-        def end() -> None:
-            found.append(_evaluated(run))
-
-        steps = EVERY * (2 if quick else 6)
-        watch = Watch(steps, begin, end)
-        WATCHES.append(watch)
-        _train(file, run, EVERY + steps + 1)
-    evaluated = found[1] - found[0]
-    if candidate == "followed" and not evaluated:
-        raise SystemExit("nothing was evaluated while it trained, so it was not followed")
-    return {
-        "cpu": watch.cpu / steps,
-        "wall": watch.wall / steps,
-        "rate": steps / watch.cpu,
-        "evaluated": evaluated,
-    }
-
-
-def _train(file: Path, run: Path, steps: int) -> None:
+def train(file: str, run: str) -> None:
+    """What the process that trains does."""
     from drivetrain.cli.app import app
 
-    words = ["train", str(file), "--backend", "cpu", "--steps", str(steps), "--out", str(run)]
+    torch.set_num_threads(1)
+    PACES.append(Pace())
     with contextlib.redirect_stdout(sys.stderr):
-        app(words, standalone_mode=False)
+        app(["train", file, "--backend", "cpu", "--out", run])
+
+
+def measure(candidate: str, quick: bool) -> Iterator[Measured]:
+    own, *others = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        run, copy, file = (Path(temporary, each) for each in ("run", "copy", "trains.py"))
+        file.write_text(RECIPE)
+        trains = stack.enter_context(_trains(file, run, own))
+        _told(trains)  # nothing, before the first step
+        _go(trains)
+        followed = copy if candidate == "copy" else run
+        follower = None
+        if candidate != "alone":
+            if followed is copy:
+                shutil.copytree(run, copy)
+            follower = stack.enter_context(_follower(followed, others or [own]))
+            _until(lambda: bool(_evaluated(followed)))
+        while True:
+            if followed is copy:
+                _bring(run / "checkpoints", copy / "checkpoints")
+            before = _evaluated(followed)
+            with _awake(follower):
+                cpu, wall = _go(trains)
+            yield {
+                "cpu": cpu / EVERY,
+                "wall": wall / EVERY,
+                "rate": EVERY / cpu,
+                "evaluated": _evaluated(followed) - before,
+            }
+
+
+def _bring(run: Path, copy: Path) -> None:
+    """The checkpoints that are new; each appears whole."""
+    for found in run.glob("checkpoint-*"):
+        if not (copy / found.name).exists():
+            shutil.copytree(found, hidden := copy / f".{found.name}.coming")
+            hidden.rename(copy / found.name)
+
+
+def _now() -> tuple[float, float]:
+    return time.process_time(), time.perf_counter()
 
 
 @contextlib.contextmanager
-def _follower(run: Path, cores: list[int]) -> Iterator[None]:
+def _trains(file: Path, run: Path, core: int) -> Iterator[subprocess.Popen[str]]:
+    words = f"from benchmarks.follow import train; train({str(file)!r}, {str(run)!r})"
+    with subprocess.Popen(
+        [sys.executable, "-c", words],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        os.sched_setaffinity(process.pid, {core})  # before it has any other thread
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _go(trains: subprocess.Popen[str]) -> tuple[float, float]:
+    """CPU and wall seconds of the next steps."""
+    assert trains.stdin is not None
+    trains.stdin.write("go\n")
+    trains.stdin.flush()
+    return _told(trains)
+
+
+def _told(trains: subprocess.Popen[str]) -> tuple[float, float]:
+    assert trains.stdout is not None
+    if not (line := trains.stdout.readline()):
+        raise SystemExit("the training ended")
+    cpu, wall = json.loads(line)
+    return cpu, wall
+
+
+@contextlib.contextmanager
+def _awake(follower: subprocess.Popen[bytes] | None) -> Iterator[None]:
+    """It sleeps while the other candidate has its turn."""
+    if follower is None:
+        yield
+        return
+    follower.send_signal(signal.SIGCONT)
+    yield
+    if follower.poll() is not None:
+        raise SystemExit(f"the evaluation ended with exit code {follower.returncode}")
+    follower.send_signal(signal.SIGSTOP)
+
+
+@contextlib.contextmanager
+def _follower(run: Path, cores: list[int]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "drivetrain.cli", "evaluate", str(run), "--follow"]
     command += ["--seconds", "0.2", "--backend", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         os.sched_setaffinity(process.pid, cores)  # before it has any other thread
         try:
-            yield
+            yield process
         finally:
-            process.terminate()
-
-
-def _saved(run: Path) -> int:
-    from drivetrain.checkpoint import list_checkpoints
-
-    return len(list_checkpoints(run / "checkpoints").complete)
+            process.kill()  # also where it sleeps
 
 
 def _evaluated(run: Path) -> int:
@@ -185,17 +234,23 @@ BENCHMARKS = [
         "A multilayer perceptron of 2.1 million parameters, a checkpoint every 100 steps, each "
         "evaluated by `drivetrain evaluate --follow` in a process that is kept to other cores. CPU "
         "time of the process that trains, its saves included; the rate kept is in steps a second "
-        "of it. Both share the machine's caches and memory, which they do not on other hardware; "
-        "wall time, which waits for the same disk, is told beside it.",
-        {"alone": "training alone", "followed": "followed by an evaluation"},
+        "of it. All share the machine's memory, which they do not on other hardware; so the base "
+        "is training beside an evaluation of a copy of the run, which does as much and shares no "
+        "file with it. They train 100 steps in turn, while the others and their evaluations sleep.",
+        {
+            "copy": "beside an evaluation of a copy",
+            "followed": "followed by an evaluation",
+            "alone": "alone",
+        },
         measure,
         (
             Column("CPU ms a step", "cpu", scale=1000, digits=2),
-            Column("rate kept", "rate", ratio=True, digits=4),
+            Column("rate kept, its median at 95 %", "rate", ratio=True, digits=4, certain=True),
             Column("wall ms a step", "wall", scale=1000, digits=2),
             Column("evaluated", "evaluated", digits=0),
         ),
         plotted="CPU ms a step",
+        blocks=50,
         missing=_missing,
     )
 ]

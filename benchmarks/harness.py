@@ -40,6 +40,8 @@ class Column:
     ratio: bool = False
     scale: float = 1.0
     digits: int = 2
+    certain: bool = False
+    """Its interval is that of the median (`interval`), and not the spread of what was measured."""
 
     def values(self, own: Sequence[Measured], base: Sequence[Measured]) -> list[float]:
         if not self.ratio:
@@ -54,7 +56,7 @@ class Column:
         middle = f"{statistics.median(values):.{self.digits}f}"
         if not self.ratio or len(values) == 1:
             return middle
-        low, high = spread(values)
+        low, high = interval(values) if self.certain else spread(values)
         return f"{middle} [{low:.{self.digits}f}-{high:.{self.digits}f}]"
 
 
@@ -64,6 +66,21 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
         return min(values), max(values)
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of all that could be measured lies, with a confidence of 95 %, however the
+    values are distributed; of fewer than 6 the least and the greatest, which are less sure. Of n
+    values each lies below it by a toss of a coin, so that their ranks are those of a binomial
+    distribution (Conover, Practical Nonparametric Statistics, 3rd edition, 3.2)."""
+    ordered, missed, left_out = sorted(values), 0.0, -1
+    while True:
+        missed += 2 * math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)
+        if missed > 0.05:
+            break
+        left_out += 1
+    left_out = max(left_out, 0)
+    return ordered[left_out], ordered[-1 - left_out]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ the records in [performance/](performance), which hold every round. Each candida
 of its own, and all take turns in every round; a cell is the median over rounds, and a ratio is
 taken inside a round: [least-greatest]. In rounds of blocks the processes live side by side and take
 turns by blocks; the median is over all blocks, a ratio is taken inside one turn of all, and its
-spread is that of the middle half: [first-third quartile]. The load beside a machine's name is that
+spread is that of the middle half: [first-third quartile]; where a column says "its median at 95 %",
+the interval is where the median lies. The load beside a machine's name is that
 of others when the measurement began (the average over a minute; 0 is a quiet machine): where it is
 not near 0, read ratios and not absolutes.
 """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from side_by_side import LIBRARIES, TIMES, Side, accuracy, both, samples
+from side_by_side import LIBRARIES, Side, accuracy, both, samples, without_times
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -67,7 +67,7 @@ ASKED = st.none() | st.tuples(
 
 def figures(logs: dict[str, Any]) -> dict[str, Any]:
     """But for times, and what the callback that prints takes out, there for all who come after."""
-    return {name: logs[name] for name in logs if not name.endswith((*TIMES, "total_flos"))}
+    return {k: value for k, value in without_times(logs).items() if k != "total_flos"}
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from house_rules import ROOT
 
 
@@ -50,6 +51,19 @@ def test_a_spread_is_of_all_or_of_the_middle_half(benchmark_module: Callable[[st
     spread = benchmark_module("harness").spread
     assert spread([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert spread([*map(float, range(9))]) == (2.0, 6.0)
+
+
+def test_an_interval_holds_the_median_as_often_as_it_says(
+    benchmark_module: Callable[[str], Any],
+) -> None:
+    """By the tables of the binomial distribution; and by draws."""
+    interval = benchmark_module("harness").interval
+    assert interval([*map(float, range(6))]) == (0.0, 5.0)
+    assert interval([*map(float, range(20))]) == (5.0, 14.0)
+    assert interval([2.0, 1.0, 3.0]) == (1.0, 3.0)
+    draws = torch.rand(2000, 25, generator=torch.Generator().manual_seed(1)).tolist()
+    held = sum(low <= 0.5 <= high for low, high in map(interval, draws))
+    assert 0.94 < held / len(draws) < 0.98
 
 
 def test_a_load_gives_what_was_saved() -> None:
