@@ -14,6 +14,7 @@ is lost beside that one is lost by following.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -123,17 +124,20 @@ def measure(candidate: str, quick: bool) -> Iterator[Measured]:
                 shutil.copytree(run, copy)
             follower = stack.enter_context(_follower(followed, others or [own]))
             _until(lambda: bool(_evaluated(followed)))
-        while True:
+        for block in itertools.count(1):
             if followed is copy:
                 _bring(run / "checkpoints", copy / "checkpoints")
             before = _evaluated(followed)
             with _awake(follower):
                 cpu, wall = _go(trains)
+            evaluated = _evaluated(followed) - before
+            if follower and block > 1 and not evaluated:  # the first finds nothing that is new
+                raise SystemExit("nothing was evaluated while it trained, so it was not followed")
             yield {
                 "cpu": cpu / EVERY,
                 "wall": wall / EVERY,
                 "rate": EVERY / cpu,
-                "evaluated": _evaluated(followed) - before,
+                "evaluated": evaluated,
             }
 
 

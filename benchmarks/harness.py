@@ -118,19 +118,20 @@ class Benchmark:
     def rounds(self, count: int, quick: bool, told: Callable[[str], None]) -> dict[str, Any]:
         """Everything that was measured, and where."""
         load, started = os.getloadavg()[0], time.time()
+        blocks = min(self.blocks, 2) if quick else self.blocks
         measured: dict[str, list[Measured]] = {name: [] for name in self.here()}
         for number in range(1, count + 1):
             with contextlib.ExitStack() as round_:
                 begun: dict[str, Callable[[], Measured]] = {}
                 for name, found in measured.items():
                     told(f"{self.name}: round {number} of {count}, {name}")
-                    if self.blocks:
+                    if blocks:
                         begun[name] = round_.enter_context(self._process(name, quick))
                         begun[name]()
                     else:
                         with self._process(name, quick) as measure:
                             found.append(measure())
-                for _ in range(self.blocks):
+                for _ in range(blocks):
                     for name, measure in begun.items():
                         measured[name].append(measure())
         if self.equal:
@@ -139,7 +140,7 @@ class Benchmark:
         return {
             "benchmark": self.name,
             "rounds": count,
-            **({"blocks": self.blocks} if self.blocks else {}),
+            **({"blocks": blocks} if blocks else {}),
             "quick": quick,
             "machine": machine() | {"load_before": load, "seconds": round(seconds)},
             "measured": measured,
