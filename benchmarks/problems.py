@@ -17,6 +17,12 @@ def collate(samples: list[Batch]) -> Batch:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
+def summed_loss(module: nn.Module, batch: Batch) -> Tensor:
+    """The loss as the kernel takes it, of a model that knows means: a sum over samples."""
+    mean: Tensor = module(**batch)["loss"]
+    return mean * len(batch["labels"])
+
+
 @dataclass(frozen=True)
 class Problem:
     """Every candidate trains `model()` on `data()`, in order, `batch` samples a forward."""
@@ -25,6 +31,8 @@ class Problem:
     data: Callable[[], torch.utils.data.Dataset[Batch]]
     batch: int
     log_every: int
+    sum: Callable[[nn.Module, Batch], Tensor] = summed_loss
+    """The same loss for the kernel, which takes sums and divides them itself."""
 
 
 # --- a tiny MLP: the trainer is most of the work ------------------------------------------------
@@ -48,18 +56,24 @@ class Rows(torch.utils.data.Dataset[Batch]):
 
 
 class Mlp(nn.Module):
-    """Its forward returns the mean squared error under `loss`."""
+    """Its forward returns the squared error under `loss`, reduced as torch's losses are."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(FEATURES, 32), nn.Tanh(), nn.Linear(32, 1))
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"loss": (self.layers(inputs) - labels).square().mean()}
+    def forward(self, inputs: Tensor, labels: Tensor, reduction: str = "mean") -> dict[str, Tensor]:
+        errors = (self.layers(inputs) - labels).square()
+        return {"loss": errors.mean() if reduction == "mean" else errors.sum()}
 
 
-MLP = Problem(Mlp, Rows, batch=8, log_every=500)
+def summed_error(module: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = module(**batch, reduction="sum")["loss"]
+    return loss
+
+
+MLP = Problem(Mlp, Rows, batch=8, log_every=500, sum=summed_error)
 
 
 # --- a GPT: the model is most of the work ---------------------------------------------------------
@@ -134,12 +148,6 @@ class Gpt(nn.Module):
 GPT = Problem(Gpt, Tokens, batch=8, log_every=10)
 
 PROBLEMS = {"mlp": MLP, "gpt": GPT}
-
-
-def summed_loss(module: nn.Module, batch: Batch) -> Tensor:
-    """The loss as the kernel takes it: a sum over samples, of which it makes the mean."""
-    mean: Tensor = module(**batch)["loss"]
-    return mean * len(batch["labels"])
 
 
 def checksum(module: nn.Module) -> float:

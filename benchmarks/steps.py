@@ -96,6 +96,7 @@ WORK = (
     "logged; the checksums of the trained weights are equal, or nothing is shown. The raw loop "
     "is what one writes by hand: it neither checks gradients for NaN nor keeps their norm."
 )
+SUM = "The kernel takes the sum of the squared errors, and divides it; the others take their mean."
 TUNED = (
     "The tuned loop is what one writes who counts each call: samples fetched without a DataLoader, "
     "one norm, scaled by it only where it is too large, the weight given to backward; it checks "
@@ -105,7 +106,7 @@ BENCHMARKS = [
     _steps(
         "step",
         "A step of a tiny MLP",
-        f"Batch 8; 1,000 steps a block, logged every 500. {WORK} {TUNED}",
+        f"Batch 8; 1,000 steps a block, logged every 500. {WORK} {SUM} {TUNED}",
         MLP,
         accumulation=1,
         steps=1000,
@@ -113,7 +114,7 @@ BENCHMARKS = [
     _steps(
         "accumulation",
         "The same, accumulating over 4 batches",
-        f"Batch 8, four an update; 500 updates a block, logged every 500. {WORK} {TUNED}",
+        f"Batch 8, four an update; 500 updates a block, logged every 500. {WORK} {SUM} {TUNED}",
         MLP,
         accumulation=4,
         steps=500,
@@ -121,8 +122,8 @@ BENCHMARKS = [
     _steps(
         "ddp",
         "The same on 2 processes, DDP over gloo",
-        f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} "
-        f"Nor do its ranks agree on anything but gradients. {TUNED} Trainers like HF's look for "
+        f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} Nor "
+        f"do its ranks agree on anything but gradients. {SUM} {TUNED} Trainers like HF's look for "
         "parameters that an update does not use, unless told not to.",
         MLP,
         accumulation=1,

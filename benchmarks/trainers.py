@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .problems import Problem, collate, plain, summed_loss
+from .problems import Problem, collate, plain
 
 RATE, CLIP = 1e-3, 1.0
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -139,7 +139,7 @@ def kernel(
         checkpoint=CheckpointSettings(every=saved_every, at_end=False, behind=True),
     )
     recipe = Recipe(
-        model=lambda: module, loss=summed_loss, train_data=problem.data(), collate=collate
+        model=lambda: module, loss=problem.sum, train_data=problem.data(), collate=collate
     )
     backend = "ddp" if WORLD > 1 else "cpu"
     with tempfile.TemporaryDirectory() as folder:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .contract import Engine, Outcome, Session
@@ -44,7 +46,7 @@ class Stepper:
         self.num_feeders, self.counts_once = world.num_feeders, world.counts_once
         self._agreed: Callable[[], list[float]] = list
         self._sums: list[float] | None = None
-        self._number = 0
+        self._number, self._weight, self._as_tensor = 0, math.nan, torch.empty(0)
 
     def __call__(
         self,
@@ -108,9 +110,11 @@ class Stepper:
         if loss.element_size() < 4:
             loss = loss.float()  # the weight must not be rounded to bfloat16
         value = loss.detach()
+        if weight != self._weight or value.dtype != self._as_tensor.dtype:
+            self._weight, self._as_tensor = weight, value.new_full((), weight)
         # a loss that is not finite makes its weight NaN, and so every gradient, so that no rank
         # applies it: the gradient of an overflowed loss may be finite
-        factor = value.new_full((), weight).add_(value, alpha=0.0)
+        factor = torch.add(self._as_tensor, value, alpha=0.0)
         self.engine.backward(loss, factor)
         return value * factor
 

@@ -236,12 +236,13 @@ class Loader(Dealing):
                 )
             spans = chain(order.spans(offset, self.global_batch), ((0, 0),))
             offset, size = next(spans)
+            position = Position(epoch, offset)
             for stop, next_size in spans:
                 if size < fewest:
                     break
                 after = Position(epoch, stop) if next_size >= fewest else Position(epoch + 1)
-                yield _Step(Position(epoch, offset), after, size, self.parts(size), order)
-                offset, size = stop, next_size
+                yield _Step(position, after, size, self.parts(size), order)
+                position, size = after, next_size
             epoch, offset = epoch + 1, 0
 
     def _begun_with(self, epoch: int) -> Begun:

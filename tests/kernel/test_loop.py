@@ -453,3 +453,23 @@ def test_a_recipe_may_take_over_the_microbatch() -> None:
     _, taken_over = fit(mine, SHORT)
     assert losses(taken_over) == pytest.approx(losses(usual), rel=1e-6)
     assert seen[:3] == [(0, 3, False, 8.0), (1, 3, False, 8.0), (2, 3, True, 8.0)]
+
+
+def test_a_weight_is_as_exact_as_its_loss() -> None:
+    """Losses of several kinds and weights in one update: each as if it were alone."""
+    kinds = (torch.float32, torch.float64, torch.bfloat16)
+    told: list[Tensor] = []
+
+    def step(module: nn.Module, batch: Any, microstep: Any) -> Tensor:
+        losses = [
+            (squared_error(module, batch).to(kind), weight)
+            for weight in (1 / 3, 0.7)
+            for kind in kinds
+        ]
+        parts = [(loss, weight, microstep.backward(loss, weight)) for loss, weight in losses]
+        told.extend(part - loss.detach() * weight for loss, weight, part in parts[1::3])
+        assert all(part.dtype == torch.float32 for *_, part in (parts[0], parts[2]))
+        return parts[0][2]
+
+    fit(dataclasses.replace(recipe(), step=step), SHORT)
+    assert told and not any(told)  # in float64, so a weight of float32 would show
