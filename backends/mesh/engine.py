@@ -135,7 +135,7 @@ class MeshEngine(FsdpEngine):
         """Raises `RecipeError` where they compute another loss."""
         batch = prefetch.move(batch, self.world.device)
         with evaluating(self.module):
-            with self.autocast():
+            with self.autocast(), _explaining_mixtures():
                 cut = float(self.recipe.loss(self.module, batch))
             with self.full_params() as module, self._autocast():
                 whole = float(self.recipe.loss(module, batch))
@@ -232,6 +232,21 @@ class MeshEngine(FsdpEngine):
         if name in self.fused.parts:
             whole = self.fused.reordered(name, whole)
         return super().own_of(name, parameter, whole)
+
+
+@contextmanager
+def _explaining_mixtures() -> Iterator[None]:
+    """Of whole tensors and cut ones, at which torch stops."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RecipeError(
+            f"a layer that is cut computes with more than its weights and what it is given: "
+            f"{error} What stands in for a layer, such as an adapter, may use nothing else (LoRA "
+            "does not; DoRA does). Take another adapter, or set backend.tensor=1"
+        ) from error
 
 
 def _recomputing(group: Any) -> Callable[..., Any]:

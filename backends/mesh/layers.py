@@ -1,22 +1,22 @@
 """Layers that are cut over ranks, each by its inputs, outputs or positions.
 
-Megatron's way (https://arxiv.org/abs/1909.08053), by torch's `parallelize_module`. What that leaves
-to its caller is here: tied weights stay tied, layers that are several in one are cut in each, and
-what does not divide is refused before it is cut.
+Megatron's way (https://arxiv.org/abs/1909.08053), by torch's `DTensor`s. What these leave to their
+caller is here: tied weights stay tied, layers that are several in one are cut in each, and what
+does not divide is refused before it is cut.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ...data.parallel import Parallel, TensorCut
 from ...kernel.errors import RecipeError
@@ -24,6 +24,7 @@ from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
 from ..fsdp import dtensor, meta_init
 from .logits import whole_without_gradient
 from .matching import largest_divisor, matching
+from .one_layer import Layer, layer_of
 from .stages import hollow
 
 __all__ = ["Fused", "cut_layers"]
@@ -131,28 +132,33 @@ def cut_layers(
     """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
     takes no memory then either. Raises `RecipeError`, before anything is changed, for a pattern
     that fits nothing or two things, and for what does not divide."""
-    chosen, fused = _chosen(module, parallel), Fused(mesh.size())
+    layers = {
+        name: layer_of(name, how, module.get_submodule(name))
+        for name, how in _chosen(module, parallel).items()
+    }
+    fused = Fused(mesh.size())
     for pattern, name in matching(module, "fused", parallel.fused):
-        if chosen.get(name) != "column":
+        if name not in layers or layers[name].how != "column":
             raise RecipeError(
                 f"Parallel.fused names {name!r}, which Parallel.tensor does not cut by 'column'"
             )
-        for key, _ in module.get_submodule(name).named_parameters(recurse=False):
+        layers[name].check_order()
+        for key in layers[name].cut:
             fused.parts.setdefault(f"{name}.{key}", parallel.fused[pattern])
-    for name, how in chosen.items():
-        _check(name, how, module.get_submodule(name), mesh.size(), fused)
+    for layer in layers.values():
+        _check(layer, mesh.size(), fused)
     with torch.no_grad():
         for name in fused.parts:
             weight = module.get_parameter(name)
             fused.shapes[name] = tuple(weight.shape)
             if weight not in absent:
                 weight.data = fused.reordered(name, weight)
-    _parallelise(module, chosen, mesh, absent)
+    _parallelise(layers.values(), mesh, absent)
     _tie_again(module, tied)
     return fused
 
 
-def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, str]:
+def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     """How each submodule is cut, by name."""
     plan = parallel.tensor or _brought(module)
     if not plan:
@@ -169,23 +175,41 @@ def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, str]:
                 f"Parallel.tensor cuts {name!r} in two ways: {plan[first]!r} by {first!r}, and "
                 f"{plan[pattern]!r} by {pattern!r}"
             )
+    for name, pattern in found.items():
+        if outer := next((other for other in found if name.startswith(f"{other}.")), None):
+            raise RecipeError(
+                f"Parallel.tensor cuts {name!r} by {pattern!r}, which is inside of {outer!r}, and "
+                f"that is cut by {found[outer]!r}: name one of them"
+            )
     return {name: plan[pattern] for name, pattern in found.items()}
 
 
 def _brought(module: nn.Module) -> Mapping[str, TensorCut]:
-    """The plan that a model of transformers has, in its own words. Raises `RecipeError` for one
-    that has no counterpart here."""
-    plan: Mapping[str, str] = getattr(module, "tp_plan", None) or {}
-    for pattern, how in plan.items():
-        if how not in _COUNTERPARTS:
-            raise RecipeError(
-                f"the model's own plan cuts {pattern!r} by {how!r}, which is not done here: say "
-                "how layers are cut by Parallel(tensor={PATTERN: 'column', ...}), or set "
-                "backend.tensor=1"
-            )
+    """The plan that a model of transformers has, in its own words, also where it is in another
+    module. Raises `RecipeError` for one that has no counterpart here."""
+    found: dict[str, TensorCut] = {}
     names = [name for name, _ in module.named_modules()]
-    used = [pattern for pattern in plan if fnmatch.filter(names, pattern)]  # a model may lack some
-    return {pattern: _COUNTERPARTS[plan[pattern]] for pattern in used}
+    for prefix, plan in _plans(module):
+        for pattern, how in plan.items():
+            if how not in _COUNTERPARTS:
+                raise RecipeError(
+                    f"the model's own plan cuts {pattern!r} by {how!r}, which is not done here: "
+                    "say how layers are cut by Parallel(tensor={PATTERN: 'column', ...}), or set "
+                    "backend.tensor=1"
+                )
+            if fnmatch.filter(names, f"{prefix}{pattern}"):  # a model may lack some
+                found[f"{prefix}{pattern}"] = _COUNTERPARTS[how]
+    return found
+
+
+def _plans(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Of the outermost models that have one of their own, each with how its names begin."""
+    # of its own: an adapter around it passes on whatever it is asked for
+    if hasattr(type(module), "tp_plan") or "tp_plan" in vars(module):
+        yield prefix, cast(Any, module).tp_plan or {}
+        return
+    for name, part in module.named_children():
+        yield from _plans(part, f"{prefix}{name}.")
 
 
 _COUNTERPARTS: Mapping[str, TensorCut] = {
@@ -197,41 +221,26 @@ _COUNTERPARTS: Mapping[str, TensorCut] = {
 }
 
 
-def _check(name: str, how: str, part: nn.Module, size: int, fused: Fused) -> None:
-    """Raises `RecipeError` for a layer that cannot be cut so."""
-    kinds = {
-        "column": (nn.Linear,),
-        "row": (nn.Linear,),
-        "vocabulary": (nn.Linear, nn.Embedding),
-        "logits": (nn.Linear,),
-        "sequence": (nn.Module,),
-    }[how]
-    if not isinstance(part, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
+def _check(layer: Layer, size: int, fused: Fused) -> None:
+    """Raises `RecipeError` for a layer that so many ranks do not divide."""
+    name, how, width = layer.name, layer.how, layer.width
+    if how in ("vocabulary", "logits") and not _each_has_rows(width, size):
+        most = max(n for n in range(1, size) if _each_has_rows(width, n))
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, which is for {wanted}, and it is "
-            f"{type(part).__name__}"
+            f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, and of its {width} "
+            f"rows the last rank would have none; backend.tensor={most} would do"
         )
-    if how in ("vocabulary", "logits"):
-        rows = len(part.get_parameter("weight"))
-        if not _each_has_rows(rows, size):
-            most = max(n for n in range(1, size) if _each_has_rows(rows, n))
-            raise RecipeError(
-                f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, and of its {rows} "
-                f"rows the last rank would have none; backend.tensor={most} would do"
-            )
-    if how in ("column", "row"):
-        assert isinstance(part, nn.Linear)
-        width = part.out_features if how == "column" else part.in_features
-        several = fused.parts.get(f"{name}.weight", 1)
-        if width % (size * several):
-            of = f" of {several} in one" if several > 1 else ""
-            fits = 1 if width % several else largest_divisor(width // several, size)
-            raise RecipeError(
-                f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
-                f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}; "
-                f"backend.tensor={fits} would do"
-            )
+    if how not in ("column", "row"):
+        return
+    several = max(fused.parts.get(f"{name}.{key}", 1) for key in layer.cut)
+    if width % (size * several):
+        of = f" of {several} in one" if several > 1 else ""
+        fits = 1 if width % several else largest_divisor(width // several, size)
+        raise RecipeError(
+            f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
+            f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}; "
+            f"backend.tensor={fits} would do"
+        )
 
 
 def _each_has_rows(rows: int, size: int) -> bool:
@@ -239,45 +248,17 @@ def _each_has_rows(rows: int, size: int) -> bool:
     return -(-rows // size) * (size - 1) < rows
 
 
-def _parallelise(
-    module: nn.Module, chosen: Mapping[str, str], mesh: Any, absent: AbstractSet[nn.Parameter]
-) -> None:
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    between: Any = Shard(1) if "sequence" in chosen.values() else Replicate()
-
-    def style(name: str, how: str) -> Any:
-        if how == "column":
-            return ColwiseParallel(input_layouts=between)
-        if how == "row":
-            return RowwiseParallel(output_layouts=between)
-        if how == "sequence":
-            return SequenceParallel(use_local_output=True)
-        if isinstance(module.get_submodule(name), nn.Embedding):
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
-        if how == "logits":
-            return ColwiseParallel(
-                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-            )
-        return ColwiseParallel(input_layouts=between, output_layouts=Replicate())
-
+def _parallelise(layers: Collection[Layer], mesh: Any, absent: AbstractSet[nn.Parameter]) -> None:
+    in_sequence = any(layer.how == "sequence" for layer in layers)
     # the view is of an output that a layer has made whole for its caller
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    for name, how in chosen.items():
-        # one by one: given all names, torch 2.8 takes the parts of one for names of others.
-        # Every rank has built the same weights, so nobody sends any
-        part = module.get_submodule(name)
+    for layer in layers:
+        part = layer.part
         empty = [key for key, weight in part.named_parameters() if weight in absent]
-        parallelize_module(part, mesh, style(name, how), src_data_rank=None)
+        layer.parallelise(mesh, Shard(1) if in_sequence else Replicate())
         for key in empty:
             _let_go(part, key)
-        if how == "logits":
+        if layer.how == "logits":
             part.register_forward_hook(whole_without_gradient)
 
 
@@ -293,7 +274,7 @@ def _let_go(part: nn.Module, key: str) -> None:
 
 
 def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """`parallelize_module` makes two of one. Raises `RecipeError` where both are cut otherwise."""
+    """Cutting has made two of one. Raises `RecipeError` where both are cut otherwise."""
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:

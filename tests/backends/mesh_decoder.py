@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from drivetrain import Parallel, Recipe
+from drivetrain import Parallel, Recipe, lora
 from drivetrain.backends.fsdp import dtensor
 from drivetrain.backends.fsdp.driver import FsdpDriver
 from drivetrain.backends.mesh import context, flights, layers, line, pipeline
@@ -75,6 +75,31 @@ class Block(nn.Module):
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return y
+
+
+class Scaled(nn.Linear):
+    """By a tensor that is none of its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.ones(self.out_features)
+
+
+def scaled(decoder: nn.Module) -> nn.Module:
+    for block in decoder.get_submodule("blocks"):
+        block.up = Scaled(WIDTH, 48)
+    return decoder
+
+
+def adapted(decoder: nn.Module) -> nn.Module:
+    """By changes that do something from the beginning on, so that faults would be seen."""
+    changed = lora(decoder, "qkv|out|up|down", rank=3)
+    for name, weight in changed.named_parameters():
+        if name.endswith("lora_b"):
+            nn.init.normal_(weight, std=0.3)
+    return changed
+
+
+CHANGES = {"": lambda decoder: decoder, "adapted": adapted, "scaled": scaled}
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
@@ -292,6 +317,7 @@ def train(
     heads: int = HEADS,
     layers: int = 2,
     tied: bool = True,
+    changed: str = "",
     length: int = LENGTH,
     lossy: str = "loss",
     own_step: bool = False,
@@ -306,7 +332,7 @@ def train(
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
     parts = {
-        "model": lambda: Decoder(heads, layers, tied),
+        "model": lambda: CHANGES[changed](Decoder(heads, layers, tied)),
         "loss": LOSSES[lossy],
         "parallel": dataclasses.replace(PLANS[plan], **changes),
         "step": step_of_twice if own_step else None,

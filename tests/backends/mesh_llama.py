@@ -12,6 +12,7 @@ from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.conformance.bench import Bench
 
 VOCABULARY, LENGTH = 61, 12
+ADAPTED = ["q_proj", "o_proj", "down_proj", "lm_head", "embed_tokens"]
 
 
 class Sentences:
@@ -29,8 +30,11 @@ class Sentences:
         return {"input_ids": words, "labels": labels}
 
 
-def train(bench: Bench, *, folder: str, tp_size: int, tied: bool) -> dict[str, Any]:
-    """Losses, norms, an evaluation, and what is saved."""
+def train(
+    bench: Bench, *, folder: str, tp_size: int, tied: bool, adapter: bool = False
+) -> dict[str, Any]:
+    """Losses, norms, an evaluation, and what is saved: the model, or an adapter that is trained
+    alone, around layers cut in each way and around none."""
     from accelerate.utils import ParallelismConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,6 +44,13 @@ def train(bench: Bench, *, folder: str, tp_size: int, tied: bool) -> dict[str, A
         num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=32,
         tie_word_embeddings=tied,
     )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        # by default nothing comes of an adapter at first: faults would not be seen
+        lora = LoraConfig(r=3, init_lora_weights=False, target_modules=ADAPTED)
+        model = get_peft_model(model, lora)
     args = TrainingArguments(
         folder, use_cpu=True, max_steps=5, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, logging_steps=1, report_to=[], disable_tqdm=True,
@@ -47,9 +58,7 @@ def train(bench: Bench, *, folder: str, tp_size: int, tied: bool) -> dict[str, A
         lr_scheduler_type="constant",
         parallelism_config=ParallelismConfig(tp_size=tp_size) if tp_size > 1 else None,
     )  # fmt: skip
-    trainer = Trainer(
-        LlamaForCausalLM(config), args, train_dataset=Sentences(40), eval_dataset=Sentences(7)
-    )
+    trainer = Trainer(model, args, train_dataset=Sentences(40), eval_dataset=Sentences(7))
     try:
         trainer.train()
         assert trainer.get_tp_size() == tp_size
@@ -59,7 +68,7 @@ def train(bench: Bench, *, folder: str, tp_size: int, tied: bool) -> dict[str, A
             "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
             "evaluated": [log["eval_loss"] for log in logs if "eval_loss" in log],
             "global batch": trainer.get_total_train_batch_size(args),
-            "saved": load_file(f"{folder}/checkpoint-5/model.safetensors"),
+            "saved": load_file(f"{folder}/checkpoint-5/{'adapter_' * adapter}model.safetensors"),
         }
     finally:
         trainer.end()

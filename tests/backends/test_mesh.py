@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mesh_decoder
 import pytest
@@ -13,6 +13,7 @@ from mesh_decoder import assert_alike, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
 from drivetrain import Parallel
+from drivetrain.backends.mesh.one_layer import layer_of
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.harness import WorkerFailure
@@ -69,16 +70,63 @@ def test_mixed_precision(precision: str) -> None:
         torch.testing.assert_close(seen["curve"], expected["curve"], rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_model_of_transformers_brings_its_plan(tied: bool, tmp_path: Path) -> None:
-    """By compat's Trainer and `parallelism_config`: ranks of one layer see the same samples."""
-    (one,) = Subject("cpu").run(llama, folder=str(tmp_path / "one"), tp_size=1, tied=tied)
-    for seen in mesh(2, tensor=2).run(llama, folder=str(tmp_path / "two"), tp_size=2, tied=tied):
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"tied": True},
+        pytest.param({"tied": False}, marks=pytest.mark.slow),
+        {"tied": False, "adapter": True},
+    ],
+    ids=str,
+)
+def test_a_model_of_transformers_brings_its_plan(model: dict[str, bool], tmp_path: Path) -> None:
+    """By compat's Trainer and `parallelism_config`: ranks of one layer see the same samples. Also
+    with an adapter around layers, which is saved whole."""
+    (one,) = Subject("cpu").run(llama, folder=str(tmp_path / "one"), tp_size=1, **model)
+    for seen in mesh(2, tensor=2).run(llama, folder=str(tmp_path / "two"), tp_size=2, **model):
         for name in ("losses", "norms", "evaluated"):
             torch.testing.assert_close(seen[name], one[name], rtol=1e-5, atol=0)
         assert seen["global batch"] == one["global batch"] == 8
         assert seen["saved"].keys() == one["saved"].keys()
         torch.testing.assert_close(seen["saved"], one["saved"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["plain", pytest.param("in sequence", marks=pytest.mark.slow)])
+def test_adapters_are_cut_as_the_layers_that_they_stand_for(plan: str) -> None:
+    """Also around layers that are several in one."""
+    seen, *_ = mesh(2, tensor=2).run(train, plan=plan, changed="adapted")
+    assert_alike(seen, alone(changed="adapted"))
+
+
+def stand_in(*sizes: int, **buffers: torch.Tensor) -> torch.nn.Module:
+    """For a layer of 8 inputs and 24 outputs, with a weight of this size besides."""
+    module: Any = torch.nn.Module()
+    module.in_features, module.out_features = 8, 24
+    module.layer = torch.nn.Linear(8, 24)
+    module.own = torch.nn.Parameter(torch.ones(sizes))
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    return cast(torch.nn.Module, module)
+
+
+def quantized(layer: torch.nn.Linear) -> torch.nn.Module:
+    bits = torch.zeros(96, 1, dtype=torch.uint8)
+    layer.weight = torch.nn.Parameter(bits, requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        (stand_in(3, s=torch.ones(3)), r"'q' by 'column', which has buffers \(s\)"),
+        (torch.nn.Sequential(torch.nn.Linear(2, 2)), "is for Linear, and it is Sequential"),
+        (quantized(torch.nn.Linear(8, 24)), r"\(96, 1\) of torch.uint8: quantized layers are not"),
+        (stand_in(24, 24), r"of 24 outputs, whose own is \(24, 24\)"),
+    ],
+)
+def test_what_stands_in_for_a_layer_is_refused(part: torch.nn.Module, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        layer_of("q", "column", part).check_order()
 
 
 # --- what goes wrong in silence is seen ----------------------------------------------------------
@@ -160,6 +208,8 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
         ({"tensor": 2}, {"tensor": {"norm": "row"}, "fused": {}}, "which is for Linear"),
         ({"tensor": 2}, {"tensor": {"blocks.*.up": "column"}, "fused": {"*.up": 5}}, "5 in one"),
         ({"tensor": 2}, {"tensor": {"*": "sequence", "head": "row"}}, "in two ways"),
+        ({"tensor": 2}, {"tensor": {"blocks.*": "sequence"}}, "inside of .*: name one of them"),
+        ({"tensor": 2}, {"changed": "scaled"}, "LoRA does not; DoRA does"),
         ({"tensor": 2}, {"tensor": {"embed": "vocabulary"}, "fused": {}}, "are one parameter"),
     ],
     ids=str,
