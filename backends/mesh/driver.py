@@ -45,12 +45,12 @@ class MeshDriver(FsdpDriver):
     def capabilities(self, plan: Plan) -> Capabilities:
         options = options_of(plan)
         cuts_more = max(options.context, options.expert, options.tensor, options.pipeline) > 1
-        multiple = math.lcm(options.context, options.expert) * options.pipeline
+        of_stage = math.lcm(options.context * options.tensor, options.expert)
         return dataclasses.replace(
             super().capabilities(plan),
             compile=not cuts_more,
             static_shapes=options.pipeline > 1,
-            multiple_of_ranks=options.replicate * multiple * options.tensor,
+            multiple_of_ranks=options.replicate * of_stage * options.pipeline,
         )
 
     def num_parts(self, options: Any, world_size: int) -> int:

@@ -26,7 +26,7 @@ from ..process_group.collectives import keep_for_a_while
 from .comparing import alike, evaluating
 from .context import SequenceParts, WholeAttention
 from .experts import Experts, find_experts
-from .layers import Fused, InOrder, cut_layers, split
+from .layers import Fused, InOrder, cut_layers, split, used_on_parts
 from .logits import LossOfParts, require_whole
 from .shape import Mesh, options_of
 
@@ -43,7 +43,8 @@ _WHAT_MAY_BE_WRONG = {
     "what blocks keep for the loss, nor what passes them by. Name other blocks in Parallel.stages",
     "tensor": "Layers that are several in one, such as queries, keys and values, must be named in "
     "Parallel.fused, and what lies between 'column' and 'row' must take as many heads or units as "
-    "it is given",
+    "it is given; with 'sequence' nothing may be added to the loss that is of a part of the "
+    "positions, such as what routers say",
 }
 """Where cut layers compute another loss than whole ones, by the dimension."""
 
@@ -55,6 +56,7 @@ class MeshEngine(FsdpEngine):
         self.mesh, self.parallel = mesh, recipe.parallel or Parallel()
         self.fused = Fused(mesh.shape.tensor)
         self.experts: Mapping[nn.Module, Experts] = {}
+        self._names_on_parts: list[str] = []
         self.sequences: SequenceParts | None = None
         self._attention: AbstractContextManager[Any] = nullcontext()
         cuts_logits = mesh.shape.tensor > 1 and "logits" in self.parallel.tensor.values()
@@ -75,6 +77,7 @@ class MeshEngine(FsdpEngine):
                 "layers by 'vocabulary'",
             )
         self._dealt = [p for module in self.experts for p in module.parameters()]
+        self._on_parts = [self.module.get_parameter(name) for name in self._names_on_parts]
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
         self._layers_compared = not (
@@ -89,7 +92,9 @@ class MeshEngine(FsdpEngine):
         plan = dataclasses.replace(self.plan, activation_checkpointing=())
         module = models.build_model(recipe, plan, None)
         if self.mesh.expert is not None:  # what recomputes experts sends them their tokens again
-            found = find_experts(module, self.parallel.experts, self.mesh.expert)
+            tensor = self.mesh.tensor if self.mesh.shape.tensor > 1 else None
+            alike = None if "sequence" in self.parallel.tensor.values() else tensor
+            found = find_experts(module, self.parallel, self.mesh.expert, alike)
             self.experts = {each.module: each for each in found}
         run = None if self.mesh.context is None else _recomputing(self.mesh.context)
         for pattern in self.plan.activation_checkpointing:
@@ -110,13 +115,15 @@ class MeshEngine(FsdpEngine):
                 absent={*self.elsewhere.values()},
             )
         for experts in self.experts.values():
-            experts.cut()
+            experts.cut({*self.elsewhere.values()})
+        if self.mesh.shape.tensor > 1:
+            self._names_on_parts = used_on_parts(self.module, self.parallel)
         return self.mesh.sharded
 
     def shard(self, unit: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
         if unit not in self.experts:
             return super().shard(unit, mesh, ignored)
-        placement = self.experts[unit].placement(self.mesh.shape.num_cut // self.mesh.shape.expert)
+        placement = self.experts[unit].placement(self.mesh.shape.num_cut_experts)
         return sharding.shard(unit, self.plan, self.mesh.experts_sharded, ignored, placement)
 
     def fed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -168,6 +175,7 @@ class MeshEngine(FsdpEngine):
         super().backward(loss, weight)
 
     def update(self) -> Outcome:
+        self._add_up_parts()
         if not self._replicas_compared:
             self._compare_replicas()
             self._replicas_compared = True
@@ -176,10 +184,20 @@ class MeshEngine(FsdpEngine):
 
     def _average_experts(self) -> None:
         """Their gradients are of the tokens of all ranks that they are dealt over, and were divided
-        by the number of those that hold the same."""
-        dealt = [parameter.grad for parameter in self._dealt]
-        if grads := [dtensor.own_part(grad) for grad in dealt if grad is not None]:
-            torch._foreach_mul_(grads, 1 / self.mesh.shape.expert)
+        by the number of those that hold the same, not by that of feeders."""
+        if grads := _grads_of(self._dealt):
+            shape = self.mesh.shape
+            torch._foreach_mul_(grads, shape.num_cut_experts / shape.num_cut)
+
+    def _add_up_parts(self) -> None:
+        """The gradients of weights that ranks use on a part of the positions each."""
+        if not (grads := _grads_of(self._on_parts)):
+            return
+        total = torch.cat([grad.reshape(-1) for grad in grads]).to(self.world.device)
+        with self._named("adding up gradients of what is computed on parts of the positions"):
+            dist.all_reduce(keep_for_a_while(total), group=self.mesh.tensor.get_group())
+        for grad, summed in zip(grads, torch.split(total, [g.numel() for g in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
 
     def _compare_replicas(self) -> None:
         """Raises `RecipeError` for weights that no layer cuts and whose gradients differ between
@@ -187,9 +205,9 @@ class MeshEngine(FsdpEngine):
         units, without being named. They would drift apart."""
         names, sums = [], []
         for name, parameter in self.module.named_parameters():
-            cut = isinstance(parameter, DTensor) and "tensor" in (
-                parameter.device_mesh.mesh_dim_names or ()
-            )
+            cut = isinstance(parameter, DTensor) and {"tensor", "expert"} & {
+                *(parameter.device_mesh.mesh_dim_names or ())
+            }
             if not cut and parameter.grad is not None:
                 names.append(name)
                 sums.append(dtensor.own_part(parameter.grad).double().abs().sum())
@@ -247,6 +265,11 @@ def _explaining_mixtures() -> Iterator[None]:
             f"{error} What stands in for a layer, such as an adapter, may use nothing else (LoRA "
             "does not; DoRA does). Take another adapter, or set backend.tensor=1"
         ) from error
+
+
+def _grads_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """This rank's parts of those that there are."""
+    return [dtensor.own_part(p.grad) for p in parameters if p.grad is not None]
 
 
 def _recomputing(group: Any) -> Callable[..., Any]:

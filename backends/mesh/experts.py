@@ -4,12 +4,13 @@ As in GShard (https://arxiv.org/abs/2006.16668). A module of experts is called w
 size D, the K experts that each goes to, and what each of their answers weighs: (N, D), (N, K) and
 (N, K), and returns (N, D), as those of transformers' mixtures are. Of its weights dimension 0 is
 the experts, of which a rank has E / R. It computes nothing but its own, on the tokens of all ranks.
+Ranks that have the same tokens, since they cut layers, send a part of them each.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from ...data.parallel import Parallel
 from ...kernel.errors import RecipeError
 from ..common import models
 from ..process_group.collectives import keep_for_a_while
+from .layers import let_go
 from .matching import largest_divisor, matching
 
 __all__ = ["Experts", "find_experts"]
@@ -49,23 +52,61 @@ def _exchange(tensor: Tensor, sent: Sequence[int], taken: Sequence[int], group: 
     return found
 
 
+class _Split(torch.autograd.Function):
+    """Of what all ranks of a group have, this rank's rows; the gradients are joined."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Sequence[int], group: Any, *wholes: Tensor) -> tuple[Tensor, ...]:
+        ctx.way = rows, group
+        return tuple(_own_rows(whole, rows, group) for whole in wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, None, *(_joined(each, *ctx.way) for each in gradients))
+
+
+class _Join(torch.autograd.Function):
+    """The rows of all ranks of a group; of the gradient, which all have, this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Sequence[int], group: Any, part: Tensor) -> Tensor:
+        ctx.way = rows, group
+        return _joined(part, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, _own_rows(gradients[0], *ctx.way)
+
+
+def _own_rows(whole: Tensor, rows: Sequence[int], group: Any) -> Tensor:
+    own = dist.get_rank(group)
+    return whole.narrow(0, sum(rows[:own]), rows[own]).clone()
+
+
+def _joined(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
+    return _exchange(part.repeat(len(rows), 1), [len(part)] * len(rows), rows, group)
+
+
 class Experts:
     """One module of experts: stands in for its forward. `mesh` is the ranks that they are dealt
-    over."""
+    over, `alike` those that call it with the same tokens; None: all have others."""
 
-    def __init__(self, name: str, module: nn.Module, mesh: Any) -> None:
-        self.name, self.mesh = name, mesh
+    def __init__(self, name: str, module: nn.Module, mesh: Any, alike: Any) -> None:
+        self.name, self.mesh, self.alike = name, mesh, alike
         self.module: Any = module
         self.num_experts = _num_experts(name, module)
         self.num_own = self.num_experts // mesh.size()
         self._forward, self._signature = module.forward, inspect.signature(module.forward)
-        module.forward = self._dispatched
+        module.forward = self._called
 
-    def cut(self) -> None:
-        """Keep this rank's experts. Every rank has built the same weights, so nobody sends any."""
+    def cut(self, absent: Set[nn.Parameter] = frozenset()) -> None:
+        """Keep this rank's experts. Every rank has built the same weights, so nobody sends any.
+        What stands for weights that are `absent` takes no memory afterwards either."""
         for owner, key, parameter in list(self._weights()):
             own = distribute_tensor(parameter.detach(), self.mesh, [Shard(0)], src_data_rank=None)
             owner.register_parameter(key, nn.Parameter(own, parameter.requires_grad))
+            if parameter in absent:
+                let_go(owner, key)
 
     def placement(self, num_ranks: int) -> Any:
         """Says of a weight along which dimension a rank's experts are cut over so many ranks: the
@@ -108,9 +149,20 @@ class Experts:
             if counted:
                 self.module.num_experts = self.num_experts
 
-    def _dispatched(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _called(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the module's forward: (N, D), (N, K), (N, K) to (N, D)."""
         tokens, indices, weights = self._checked(*args, **kwargs)
+        if self.alike is None:
+            return self._dispatched(tokens, indices, weights)
+        group, size = self.alike.get_group(), self.alike.size()
+        rows = [len(part) for part in indices.tensor_split(size)]
+        split, join = cast(Any, _Split.apply), cast(Any, _Join.apply)
+        tokens, weights = split(rows, group, tokens, weights)
+        answers = self._dispatched(tokens, _own_rows(indices, rows, group), weights)
+        return cast(Tensor, join(rows, group, answers))
+
+    def _dispatched(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Tokens that no other rank has go to their experts, and come back."""
         group, size = self.mesh.get_group(), self.mesh.size()
         chosen = indices.flatten()
         order = chosen.argsort(stable=True)
@@ -159,21 +211,21 @@ class Experts:
         return cast("tuple[Tensor, Tensor, Tensor]", given)
 
 
-def find_experts(module: nn.Module, patterns: Sequence[str], mesh: Any) -> list[Experts]:
+def find_experts(module: nn.Module, parallel: Parallel, mesh: Any, alike: Any) -> list[Experts]:
     """The modules of experts that the recipe names, each given to `Experts`. Raises `RecipeError`,
     before anything is changed, for what cannot be dealt over the ranks of `mesh`."""
-    if not patterns:
+    if not parallel.experts:
         raise RecipeError(
             "backend.expert is more than 1, and the recipe does not say which modules hold "
             "experts: give it parallel=drivetrain.Parallel(experts=[PATTERN, ...]), or set "
             "backend.expert=1"
         )
-    chosen = matching(module, "experts", patterns)
+    chosen = matching(module, "experts", parallel.experts)
     found = {name: module.get_submodule(name) for _, name in chosen}
     tied = {name for group in models.tied_groups(module) for name in group}
     for name, part in found.items():
         _check(name, part, mesh.size(), found, tied)
-    return [Experts(name, part, mesh) for name, part in found.items()]
+    return [Experts(name, part, mesh, alike) for name, part in found.items()]
 
 
 def _num_experts(name: str, part: nn.Module) -> int:

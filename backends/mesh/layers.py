@@ -27,7 +27,7 @@ from .matching import largest_divisor, matching
 from .one_layer import Layer, layer_of
 from .stages import hollow
 
-__all__ = ["Fused", "cut_layers"]
+__all__ = ["Fused", "cut_layers", "let_go", "used_on_parts"]
 
 
 @dataclass
@@ -132,9 +132,11 @@ def cut_layers(
     """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
     takes no memory then either. Raises `RecipeError`, before anything is changed, for a pattern
     that fits nothing or two things, and for what does not divide."""
+    chosen = _chosen(module, parallel)
     layers = {
         name: layer_of(name, how, module.get_submodule(name))
-        for name, how in _chosen(module, parallel).items()
+        for name, how in chosen.items()
+        if how != "sequence"  # which computes with whole weights on what it is given
     }
     fused = Fused(mesh.size())
     for pattern, name in matching(module, "fused", parallel.fused):
@@ -153,9 +155,30 @@ def cut_layers(
             fused.shapes[name] = tuple(weight.shape)
             if weight not in absent:
                 weight.data = fused.reordered(name, weight)
-    _parallelise(layers.values(), mesh, absent)
+    between = Shard(1) if "sequence" in chosen.values() else Replicate()
+    _parallelise(layers.values(), mesh, between, absent)
     _tie_again(module, tied)
     return fused
+
+
+def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
+    """The FQNs of weights that no layer cuts and that ranks use on a part of the positions each.
+    Raises `RecipeError` for one that is also used elsewhere."""
+    inside = [name for name, how in _chosen(module, parallel).items() if how == "sequence"]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not isinstance(parameter, DTensor):
+            names.setdefault(parameter, []).append(name)
+    found = []
+    for first, *others in names.values():
+        on_parts = [any(n.startswith(f"{part}.") for part in inside) for n in (first, *others)]
+        if any(on_parts) and not all(on_parts):
+            raise RecipeError(
+                f"{', '.join([first, *others])} are one parameter, of which Parallel.tensor names "
+                "one by 'sequence': name all, or none"
+            )
+        found += [first] if all(on_parts) else []
+    return found
 
 
 def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
@@ -248,22 +271,23 @@ def _each_has_rows(rows: int, size: int) -> bool:
     return -(-rows // size) * (size - 1) < rows
 
 
-def _parallelise(layers: Collection[Layer], mesh: Any, absent: AbstractSet[nn.Parameter]) -> None:
-    in_sequence = any(layer.how == "sequence" for layer in layers)
+def _parallelise(
+    layers: Collection[Layer], mesh: Any, between: Any, absent: AbstractSet[nn.Parameter]
+) -> None:
     # the view is of an output that a layer has made whole for its caller
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     for layer in layers:
         part = layer.part
         empty = [key for key, weight in part.named_parameters() if weight in absent]
-        layer.parallelise(mesh, Shard(1) if in_sequence else Replicate())
+        layer.parallelise(mesh, between)
         for key in empty:
-            _let_go(part, key)
+            let_go(part, key)
         if layer.how == "logits":
             part.register_forward_hook(whole_without_gradient)
 
 
 @torch.no_grad()
-def _let_go(part: nn.Module, key: str) -> None:
+def let_go(part: nn.Module, key: str) -> None:
     """What stands there for a weight is cut as that would be, and takes no memory."""
     stand_in = part.get_parameter(key)
     if isinstance(stand_in, DTensor):

@@ -37,7 +37,7 @@ class Layer:
     layer: nn.Module
     """The part, or the one within that it stands for."""
     width: int
-    """Of what it is cut by: inputs of `row`, outputs or rows of others; 0 of `sequence`."""
+    """Of what it is cut by: inputs of `row`, outputs or rows of others."""
     cut: Mapping[str, int]
     """The dimension along which each of its weights is cut, by its name within; all others every
     rank holds whole. Of an adapter those are cut that have the size of the layer there."""
@@ -89,7 +89,6 @@ class Layer:
             "row": (channels, channels, between),
             "vocabulary": (between, whole, whole),
             "logits": (between, whole, channels),
-            "sequence": (Shard(1), Shard(1), Shard(1)),
         }[self.how]
 
 
@@ -106,8 +105,6 @@ def layer_of(name: str, how: TensorCut, part: nn.Module) -> Layer:
             f"Parallel.tensor cuts {name!r} by {how!r}, which has buffers ({', '.join(buffers)}): "
             "what is cut may have weights alone. Adapt other layers, or set backend.tensor=1"
         )
-    if how == "sequence":
-        return Layer(name, how, part, part, 0, {})
     dim = 1 if how == "row" else 0
     layer = _stands_for(name, how, part)
     width = layer.get_parameter("weight").shape[dim]

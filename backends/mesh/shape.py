@@ -38,14 +38,14 @@ class MeshOptions(ShardingOptions):
     (https://arxiv.org/abs/2309.14509), or, where the heads do not divide, on keys and values that
     every rank gathers."""
     expert: int = 1
-    """Of the ranks over which weights are cut (shard x context) so many deal the experts of a layer
-    among themselves, and send each other the tokens for them (`Parallel.experts`)."""
+    """Of the ranks of shard x context x tensor so many neighbours deal the experts of a layer among
+    themselves, and send each other the tokens for them (`Parallel.experts`)."""
     tensor: int = 1
-    """Ranks over which single layers are cut (`Parallel.tensor`). Not with `expert`."""
+    """Ranks over which single layers are cut (`Parallel.tensor`)."""
     pipeline: int = 1
     """Ranks, or meshes of them, that have one part of the model's blocks each (`Parallel.stages`),
     and hand activations on. What is in flight are the microbatches of an update: so many times as
-    many should an update have (`micro_batch`). Not with `expert`."""
+    many should an update have (`micro_batch`)."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """In which order a pipeline's ranks compute. `gpipe` (https://arxiv.org/abs/1811.06965): all
     forwards, then all backwards. `1f1b` (https://arxiv.org/abs/1806.03377): backwards as soon as
@@ -64,12 +64,6 @@ class MeshOptions(ShardingOptions):
         super().__post_init__()
         for name in (*_FIXED, "shard", "expert"):
             check_range(f"backend.{name}", getattr(self, name), 1)
-        if self.expert > 1 and self.tensor > 1:
-            raise SettingError(
-                f"backend.expert is {self.expert} and backend.tensor {self.tensor}: experts are "
-                "not dealt where layers are cut, whose ranks share their tokens. Set one of them "
-                "to 1"
-            )
         self._check_pipeline()
 
     def _check_pipeline(self) -> None:
@@ -84,12 +78,6 @@ class MeshOptions(ShardingOptions):
             )
         if self.pipeline == 1:
             return
-        if self.expert > 1:
-            raise SettingError(
-                f"backend.pipeline is {self.pipeline} and backend.expert {self.expert}: stages "
-                "have whole experts so far. Set one of them to 1; replicate, shard and context go "
-                "with either"
-            )
         for name, wanted in (("sync_buffers", True), ("sync_batch_norm", False)):
             if getattr(self, name) is not wanted:
                 raise SettingError(
@@ -113,7 +101,7 @@ class Shape:
     context: int
     tensor: int
     expert: int = 1
-    """Of shard x context."""
+    """Of shard x context x tensor."""
     pipeline: int = 1
 
     @classmethod
@@ -141,13 +129,20 @@ class Shape:
         """The ranks over which weights are cut."""
         return self.shard * self.context
 
+    @property
+    def num_cut_experts(self) -> int:
+        """The ranks over which the experts of one rank are: ranks that cut layers see other tokens
+        of their experts."""
+        return self.num_cut * self.tensor // self.expert
+
     def __post_init__(self) -> None:
-        if self.num_cut % self.expert:
-            fits = largest_divisor(self.num_cut, self.expert)
+        number = self.num_cut * self.tensor
+        if number % self.expert:
+            fits = largest_divisor(number, self.expert)
             raise SettingError(
-                f"backend.expert is {self.expert}, and must divide the {self.num_cut} ranks that "
-                f"weights are cut over (shard {self.shard} x context {self.context}): set "
-                f"backend.expert={fits}, or start other ranks"
+                f"backend.expert is {self.expert}, and must divide the {number} ranks that experts "
+                f"are dealt to (shard {self.shard} x context {self.context} x tensor "
+                f"{self.tensor}): set backend.expert={fits}, or start other ranks"
             )
 
     def world(self, world: World) -> World:
@@ -171,11 +166,13 @@ class Mesh:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.shape = shape
-        sizes: tuple[int, ...] = (shape.replicate, shape.num_cut, shape.tensor)
-        names: tuple[str, ...] = ("replicate", "shard", "tensor")
-        if shape.pipeline > 1:
-            sizes, names = (shape.pipeline, *sizes), ("pipeline", *names)
-        self._root = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+        def of_ranks(**sizes: int) -> Any:
+            of_stages = {"pipeline": shape.pipeline} if shape.pipeline > 1 else {}
+            sizes = {**of_stages, "replicate": shape.replicate, **sizes}
+            return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+        self._root = of_ranks(shard=shape.num_cut, tensor=shape.tensor)
         self.tensor: Any = self._root["tensor"]
         """Over which layers are cut."""
         self.sharded: Any = self._root["shard"]
@@ -187,11 +184,7 @@ class Mesh:
         self.experts_sharded: Any = None
         """Over which those of one rank are cut."""
         if shape.expert > 1:
-            dealt = init_device_mesh(
-                device.type,
-                (shape.replicate, shape.num_cut // shape.expert, shape.expert),
-                mesh_dim_names=("replicate", "shard", "expert"),
-            )
+            dealt = of_ranks(shard=shape.num_cut_experts, expert=shape.expert)
             self.expert, self.experts_sharded = dealt["expert"], dealt["shard"]
             if shape.replicate > 1:
                 self.experts_sharded = dealt["replicate", "shard"]

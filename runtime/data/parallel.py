@@ -26,10 +26,11 @@ class Parallel:
     its rows, or the head by its outputs, which every rank is given whole; need not divide.
     `logits`: the head likewise, whose outputs stay cut while there are gradients, for losses by
     `torch.nn.functional.cross_entropy`: no rank then holds the logits of all words.
-    `sequence`: a normalisation, and all between `row` and `column`, on a part of the positions each
-    (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence, channels). In the place of
-    a layer may stand what has it within and its `in_features` and `out_features`, as adapters of
-    PEFT do: of its weights those are cut that have the layer's size there."""
+    `sequence`: a normalisation, a router, or what else has weights between `row` and `column`, on a
+    part of the positions each (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence,
+    channels). In the place of a layer may stand what has it within and its `in_features` and
+    `out_features`, as adapters of PEFT do: of its weights those are cut that have the layer's size
+    there."""
 
     fused: Mapping[str, int] = field(default_factory=dict)
     """For patterns of `column` layers that are several in one, of equal sizes one after the other

@@ -443,11 +443,18 @@ def assert_alike(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def assert_resumed(
-    jobs: Any, first: Subject, then: Subject, steps: int, whole: Mapping[str, Any], out: Path
+    jobs: Any,
+    first: Subject,
+    then: Subject,
+    steps: int,
+    whole: Mapping[str, Any],
+    out: Path,
+    **arguments: Any,
 ) -> None:
     """Weights and moments that the first wrote after so many steps are bit for bit what the other
-    reads, and its curve goes on as that of the whole run; `jobs` has `train` and `parts`."""
-    first.run(jobs.train, steps=steps, out=str(out))
+    reads, and its curve goes on as that of the whole run; `jobs` has `train`, which is given these
+    arguments, and `parts`."""
+    first.run(jobs.train, steps=steps, out=str(out), **arguments)
     source = str(out / "checkpoints" / f"checkpoint-{steps:06}")
     stored, read = (
         assemble(subject.run(jobs.parts, source=source)) for subject in (Subject("cpu"), then)
@@ -455,5 +462,5 @@ def assert_resumed(
     for kind in ("weights", "optimizer"):
         assert stored[kind].keys() == read[kind].keys()
         assert all(torch.equal(stored[kind][name], read[kind][name]) for name in stored[kind])
-    resumed = then.run(jobs.train, resume=source)[0]
+    resumed = then.run(jobs.train, resume=source, **arguments)[0]
     torch.testing.assert_close(resumed["curve"], whole["curve"][steps:], rtol=1e-5, atol=0)

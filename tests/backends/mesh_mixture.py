@@ -29,9 +29,22 @@ from drivetrain.conformance.bench import Bench
 
 EXPERTS, CHOSEN, HIDDEN = 6, 2, 15
 
+TENSOR: dict[str, Any] = {
+    "embed": "vocabulary",
+    "head": "vocabulary",
+    "layers.*.qkv": "column",
+    "layers.*.out": "row",
+}
 PARALLEL = Parallel(
-    experts=["layers.*.experts"], sequence={"tokens": 1, "targets": 1}, positions="positions"
+    experts=["layers.*.experts"],
+    tensor=TENSOR,
+    fused={"layers.*.qkv": 3},
+    sequence={"tokens": 1, "targets": 1},
+    positions="positions",
 )
+ON_PARTS = ("norm", "layers.*.norm?", "layers.*.router", "layers.*.experts")
+IN_SEQUENCE: dict[str, Any] = {**TENSOR, **dict.fromkeys(ON_PARTS, "sequence")}
+PLANS = {"plain": PARALLEL, "in sequence": dataclasses.replace(PARALLEL, tensor=IN_SEQUENCE)}
 
 
 class Experts(nn.Module):
@@ -102,18 +115,19 @@ KINDS: dict[str, type[nn.Module]] = {
 
 
 class Layer(nn.Module):
-    def __init__(self, kind: str) -> None:
+    """`routed`: the loss is told how far the router's numbers are from 0."""
+
+    def __init__(self, kind: str, routed: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.experts = KINDS[kind]()
-        self.weighs = kind != "Unweighted"
+        self.weighs, self.routed = kind != "Unweighted", routed
 
-    def forward(self, x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """What comes of it, and how far the router's numbers are from 0."""
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         query, key, value = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            part.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         turned = (turn(query, angles), turn(key, angles), value)
@@ -125,14 +139,16 @@ class Layer(nn.Module):
         weights, indices = numbers.masked_fill(never, -1e9).softmax(-1).topk(CHOSEN)
         given = (tokens, indices, weights / weights.sum(-1, keepdim=True))
         answers = self.experts(*given[: 3 if self.weighs else 2])
-        return x + answers.unflatten(0, x.shape[:2]), numbers.logsumexp(-1).square().sum()
+        x = x + answers.unflatten(0, x.shape[:2])
+        return (x, numbers.logsumexp(-1).square().sum()) if self.routed else x
 
 
 class Mixture(nn.Module):
-    def __init__(self, kind: str = "Experts") -> None:
+    def __init__(self, kind: str = "Experts", routed: bool = True, layers: int = 2) -> None:
         super().__init__()
+        self.routed = routed
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(kind, routed) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         half = WIDTH // HEADS // 2
         self.register_buffer("speeds", 100.0 ** (-torch.arange(half) / half))
@@ -143,8 +159,10 @@ class Mixture(nn.Module):
         angles = (positions[..., None] * self.speeds)[:, None]
         x, far = self.embed(tokens), torch.zeros((), device=tokens.device)
         for layer in self.layers:
-            x, more = layer(x, angles)
-            far = far + more
+            x = layer(x, angles)
+            if self.routed:
+                x, more = x
+                far = far + more
         return self.head(self.norm(x)), far
 
 
@@ -181,7 +199,22 @@ def nothing_in_place_of_nothing() -> None:
     experts.Experts._compute = computed  # type: ignore[method-assign]
 
 
+def each_of_all_tokens() -> None:
+    def joined(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
+        return join(part, rows, group) * len(rows)
+
+    join = experts._joined
+    experts._joined = joined
+
+
+def parts_apart() -> None:
+    driver.MeshEngine._add_up_parts = lambda self: None  # type: ignore[method-assign]
+    driver.MeshEngine._compare_replicas = lambda self: None  # type: ignore[method-assign]
+
+
 FAULTS = {
+    "gradients joined as if each rank had all": each_of_all_tokens,
+    "gradients of parts of positions apart": parts_apart,
     "averaged as others": averaged_as_others,
     "answers in another order": answers_in_another_order,
     "nothing in place of nothing": nothing_in_place_of_nothing,
@@ -197,17 +230,22 @@ def train(
     out: str | None = None,
     resume: str | None = None,
     fault: str = "",
+    plan: str = "plain",
+    routed: bool = True,
+    layers: int = 2,
     **changes: Any,
 ) -> dict[str, Any]:
     """A job: the curve, what an evaluation says, and the weights at the end."""
     if fault:  # for good: this process does nothing else afterwards
         FAULTS[fault]()
     parts = {
-        "model": lambda: Mixture(kind),
+        "model": lambda: Mixture(kind, routed, layers),
         "loss": loss,
-        "parallel": dataclasses.replace(PARALLEL, **changes),
+        "parallel": dataclasses.replace(PLANS[plan], **changes),
     }
-    chosen = {"steps": steps, "micro_batch": 2, "evaluate.every": 2, **(settings or {})}
+    # by default a gradient that is nothing but rounding moves a weight as any other does
+    steady = {"optimizer.args": {"eps": 1e-6}}
+    chosen = {"steps": steps, "micro_batch": 2, "evaluate.every": 2, **steady, **(settings or {})}
     return observed(bench, parts, chosen, out=out, resume=resume)
 
 
@@ -216,7 +254,7 @@ def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
     return parts_of(bench, Recipe(model=Mixture, loss=loss, parallel=PARALLEL), source)
 
 
-def mixtral(bench: Bench, *, how: str) -> dict[str, Any]:
+def mixtral(bench: Bench, *, how: str = "eager") -> dict[str, Any]:
     """A job: a small Mixtral, whose experts are computed by that implementation."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -235,6 +273,14 @@ def mixtral(bench: Bench, *, how: str) -> dict[str, Any]:
             lambda tokens, _: module(input_ids=tokens).logits,  # type: ignore[arg-type]
             batch,
         ),
-        "parallel": Parallel(experts=["model.layers.*.mlp.experts"]),
+        "parallel": Parallel(
+            experts=["model.layers.*.mlp.experts"],
+            tensor={
+                "model.embed_tokens": "vocabulary",
+                "lm_head": "vocabulary",
+                "model.layers.*.self_attn.[qkv]_proj": "column",
+                "model.layers.*.self_attn.o_proj": "row",
+            },
+        ),
     }
     return observed(bench, parts, {"steps": 3})

@@ -32,7 +32,7 @@ class Compared:
     dimensions: Mapping[str, Any]
     model: str = "decoder"
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the job, and whether one process is given them, too."""
+    """Of the job; one process is given those of the model alone."""
     always: bool = False
     """Not only with the slow tests."""
 
@@ -47,43 +47,53 @@ class Compared:
 
     @property
     def trained(self) -> str:
-        words = {"plan": "{}", "layers": "{} blocks", "lossy": "loss {}"}
-        told = [words[name].format(value) for name, value in self.arguments.items()]
+        words = {"layers": "{} blocks", "lossy": "loss {}", "routed": "without a loss of routers"}
+        told = [words.get(k, "{}").format(value) for k, value in self.arguments.items()]
         return ", ".join([self.model, *told]).replace("_", " ")
 
     def compare(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """What each rank makes of it, and what one process does. Raises AssertionError where more
         is off than is allowed."""
         seen = mesh(self.size, **self.dimensions).run(JOBS[self.model], **self.arguments)
-        expected = alone(self.model, self.arguments.get("layers", 2))
+        of_model = {k: v for k, v in self.arguments.items() if k in ("layers", "routed")}
+        expected = alone(self.model, **of_model)
         for rank in seen:
             assert_alike(rank, expected)
         return seen, expected
 
 
 @functools.cache
-def alone(model: str, layers: int) -> dict[str, Any]:
-    more = {"layers": layers} if model == "decoder" else {}
-    return Subject("cpu").run(JOBS[model], **more)[0]
+def alone(model: str, **arguments: Any) -> dict[str, Any]:
+    return Subject("cpu").run(JOBS[model], **arguments)[0]
 
 
 def cut(
     size: int,
-    how: str | int | None = None,
+    how: str | int,
     always: bool = False,
     layers: int | None = None,
     **dimensions: Any,
 ) -> Compared:
-    """By a plan of that name, with so many `layers` if told; as a line of so many blocks; or a
-    mixture of experts."""
-    if how is None:
-        return Compared(size, dimensions, "mixture of experts", always=always)
+    """By a plan of that name, with so many `layers` if told; or as a line of so many blocks."""
     arguments: dict[str, Any] = {"layers": how} if isinstance(how, int) else {"plan": how}
     if layers is not None:
         arguments["layers"] = layers
     if how == "logits":
         arguments["lossy"] = "of_parts"
     return Compared(size, dimensions, arguments=arguments, always=always)
+
+
+def mix(
+    size: int, plan: str = "", always: bool = False, layers: int = 2, **dimensions: Any
+) -> Compared:
+    """A mixture of experts. What its routers add to the loss is had where no rank has a part of the
+    model's layers or, by the plan "in sequence", of the positions that layers see."""
+    arguments: dict[str, Any] = {"plan": plan} if plan else {}
+    if layers != 2:
+        arguments["layers"] = layers
+    if plan == "in sequence" or "pipeline" in dimensions:
+        arguments["routed"] = False
+    return Compared(size, dimensions, "mixture of experts", arguments, always)
 
 
 MESHES = (
@@ -99,7 +109,10 @@ MESHES = (
     cut(4, 2, always=True, pipeline=2),
     cut(4, "in sequence", always=True, pipeline=2, tensor=2),
     cut(4, "plain", always=True, pipeline=2, context=2),
-    cut(2, always=True, expert=2),
+    mix(2, always=True, expert=2),
+    mix(2, "plain", always=True, tensor=2, expert=2),
+    mix(4, always=True, pipeline=2, expert=2),
+    mix(4, "in sequence", always=True, pipeline=2, tensor=2, expert=2),
     cut(1, "plain"),
     cut(3, "plain"),
     cut(3, "plain", replicate=3),
@@ -167,17 +180,36 @@ MESHES = (
     cut(8, "plain", pipeline=2, context=4),
     cut(8, "in sequence", pipeline=2, tensor=2, context=2),
     cut(8, "logits", layers=4, pipeline=2, tensor=2, context=2, schedule="interleaved"),
-    cut(2),
-    cut(2, expert=2, context=2),
-    cut(3, expert=3),
-    cut(4, expert=2, shard=4),
-    cut(4, expert=2, replicate=2),
-    cut(4, expert=2, context=2),
-    cut(6, expert=6),
-    cut(6, expert=2),
-    cut(6, expert=3),
-    cut(8, expert=2),
-    cut(8, expert=2, context=2, replicate=2),
+    mix(2),
+    mix(2, expert=2, context=2),
+    mix(3, expert=3),
+    mix(4, expert=2, shard=4),
+    mix(4, expert=2, replicate=2),
+    mix(4, expert=2, context=2),
+    mix(6, expert=6),
+    mix(6, expert=2),
+    mix(6, expert=3),
+    mix(8, expert=2),
+    mix(8, expert=2, context=2, replicate=2),
+    mix(2, "plain", tensor=2),
+    mix(2, "in sequence", tensor=2),
+    mix(2, "in sequence", tensor=2, expert=2),
+    mix(4, "plain", tensor=2, expert=2),
+    mix(4, "in sequence", tensor=2, expert=2),
+    mix(4, "plain", tensor=4, expert=2),
+    mix(4, "plain", tensor=2, expert=2, context=2),
+    mix(6, "plain", tensor=2, expert=3),
+    mix(6, "in sequence", tensor=2, expert=6),
+    mix(8, "in sequence", tensor=2, expert=2, replicate=2),
+    mix(8, "plain", tensor=2, expert=2, context=2, replicate=2),
+    mix(4, pipeline=2, expert=2, schedule="gpipe"),
+    mix(4, layers=4, pipeline=2, expert=2, schedule="interleaved"),
+    mix(6, pipeline=2, expert=3),
+    mix(8, pipeline=2, expert=2, replicate=2),
+    mix(8, pipeline=2, expert=2, context=2),
+    mix(8, layers=4, pipeline=4, expert=2),
+    mix(8, "plain", pipeline=2, tensor=2, expert=2),
+    mix(8, "in sequence", pipeline=2, tensor=2, expert=2, context=2),
 )
 
 

@@ -211,6 +211,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
         ({"tensor": 2}, {"tensor": {"blocks.*": "sequence"}}, "inside of .*: name one of them"),
         ({"tensor": 2}, {"changed": "scaled"}, "LoRA does not; DoRA does"),
         ({"tensor": 2}, {"tensor": {"embed": "vocabulary"}, "fused": {}}, "are one parameter"),
+        ({"tensor": 2}, {"tensor": {"head": "sequence"}, "fused": {}}, "one by 'sequence'"),
     ],
     ids=str,
 )

@@ -10,7 +10,7 @@ import mesh_mixture
 import pytest
 import torch
 from mesh_decoder import assert_alike, assert_resumed, mesh
-from mesh_mixture import mixtral, train
+from mesh_mixture import IN_SEQUENCE, mixtral, train
 
 from drivetrain import Parallel
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
@@ -27,10 +27,11 @@ def alone(**arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["Layer", "Experts"])
-def test_activations_are_recomputed(part: str) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_activations_are_recomputed(part: str, tensor: int) -> None:
     """Tokens are sent again where their experts are computed again."""
     settings = {"activation_checkpointing": [part]}
-    assert_alike(mesh(2, expert=2).run(train, settings=settings)[0], alone())
+    assert_alike(mesh(2, expert=2, tensor=tensor).run(train, settings=settings)[0], alone())
 
 
 @pytest.mark.slow
@@ -43,6 +44,9 @@ def test_activations_are_recomputed(part: str) -> None:
         {"cpu_offload": True},
         {"optimizer_step": "whole"},
         {"min_unit_params": 1},
+        {"tensor": 2, "sync_each_microbatch": True},
+        {"tensor": 2, "cpu_offload": True},
+        {"tensor": 2, "optimizer_step": "whole"},
     ],
     ids=str,
 )
@@ -58,39 +62,58 @@ def test_experts_may_compute_in_groups() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision(precision: str) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_mixed_precision(precision: str, tensor: int) -> None:
     """The curve is that of one process, to the roundings of 2**-8 of a few hundred products."""
-    seen, _ = mesh(2, expert=2).run(train, settings={"precision": precision})
+    seen, _ = mesh(2, expert=2, tensor=tensor).run(train, settings={"precision": precision})
     torch.testing.assert_close(seen["curve"], alone()["curve"], rtol=3e-2, atol=0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "fault"),
+    ("size", "dimensions", "plan", "fault"),
     [
-        (2, "averaged as others"),
-        (2, "answers in another order"),
-        (3, "nothing in place of nothing"),
+        (2, {"expert": 2}, "plain", "averaged as others"),
+        (4, {"expert": 2, "tensor": 4}, "plain", "averaged as others"),
+        (2, {"expert": 2}, "plain", "answers in another order"),
+        (3, {"expert": 3}, "plain", "nothing in place of nothing"),
+        (2, {"expert": 2, "tensor": 2}, "plain", "gradients joined as if each rank had all"),
+        (2, {"expert": 2, "tensor": 2}, "in sequence", "gradients of parts of positions apart"),
     ],
 )
-def test_a_planted_fault_is_seen(size: int, fault: str) -> None:
+def test_a_planted_fault_is_seen(
+    size: int, dimensions: dict[str, int], plan: str, fault: str
+) -> None:
     """By the curve, the norm or the weights, or since the run does not come to its end."""
+    model = {"routed": plan == "plain"}
+    settings = {"timeout_seconds": 10}
 
     def run() -> None:
-        settings = {"timeout_seconds": 10}
-        first, *_ = mesh(size, expert=size).run(train, alone=True, fault=fault, settings=settings)
-        assert_alike(first, alone())
+        first, *_ = mesh(size, **dimensions).run(
+            train, alone=True, plan=plan, fault=fault, settings=settings, **model
+        )
+        assert_alike(first, alone(**model))
 
     with pytest.raises((AssertionError, WorkerFailure)):
         run()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["eager", "grouped_mm"])
-def test_a_mixture_of_transformers_is_dealt(how: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "dimensions", "how"),
+    [
+        (2, {}, "eager"),
+        (2, {}, "grouped_mm"),
+        (2, {"tensor": 2}, "eager"),
+        (4, {"pipeline": 2}, "eager"),
+    ],
+)
+def test_a_mixture_of_transformers_is_dealt(
+    size: int, dimensions: dict[str, int], how: str
+) -> None:
     """Its experts are stacked, and called so."""
-    (one,) = Subject("cpu").run(mixtral, how="eager")
-    for seen in mesh(2, expert=2).run(mixtral, how=how):
+    (one,) = Subject("cpu").run(mixtral)
+    for seen in mesh(size, expert=2, **dimensions).run(mixtral, how=how):
         assert_alike(seen, one)
 
 
@@ -100,8 +123,16 @@ LAYOUTS = {
     "fsdp 2": Subject("fsdp", 2),
     "expert 3": mesh(3, expert=3),
     "expert 2 of 4": mesh(4, expert=2),
+    "expert 2 x tensor 2": mesh(2, expert=2, tensor=2),
+    "expert 2 x tensor 2 x pipeline 2": mesh(4, expert=2, tensor=2, pipeline=2),
 }
-ALWAYS = [("cpu", "expert 2"), ("expert 2", "cpu")]
+ALWAYS = [
+    ("cpu", "expert 2"),
+    ("expert 2", "cpu"),
+    ("expert 2", "expert 2 x tensor 2"),
+    ("expert 2 x tensor 2", "expert 2 x tensor 2 x pipeline 2"),
+    ("expert 2 x tensor 2 x pipeline 2", "cpu"),
+]
 
 
 @pytest.mark.parametrize(
@@ -114,18 +145,20 @@ ALWAYS = [("cpu", "expert 2"), ("expert 2", "cpu")]
     ],
 )
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
-    assert_resumed(mesh_mixture, LAYOUTS[first], LAYOUTS[then], 2, alone(), tmp_path)
+    whole = alone(routed=False)
+    assert_resumed(mesh_mixture, LAYOUTS[first], LAYOUTS[then], 2, whole, tmp_path, routed=False)
 
 
 @pytest.mark.slow
-def test_experts_that_no_rank_ever_held_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dimensions", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_experts_that_no_rank_ever_held_whole(dimensions: dict[str, int], tmp_path: Path) -> None:
     """They come from a checkpoint."""
-    out = str(tmp_path / "run")
-    Subject("cpu").run(train, steps=2, out=out)
+    out, whole = str(tmp_path / "run"), alone(routed=False)
+    Subject("cpu").run(train, steps=2, out=out, routed=False)
     source = f"{out}/checkpoints/checkpoint-000002"
-    on_meta = Subject("mesh", 4, {"expert": 2, "meta": True})
-    resumed = on_meta.run(train, resume=source)[0]
-    torch.testing.assert_close(resumed["curve"], alone()["curve"][2:], rtol=1e-5, atol=0)
+    on_meta = Subject("mesh", 4, {"expert": 2, "meta": True, **dimensions})
+    resumed = on_meta.run(train, resume=source, routed=False)[0]
+    torch.testing.assert_close(resumed["curve"], whole["curve"][2:], rtol=1e-5, atol=0)
 
 
 # --- what would be wrong in silence is refused ---------------------------------------------------
@@ -154,12 +187,32 @@ def test_what_cannot_be_dealt_is_refused(size: int, arguments: dict[str, Any], s
         mesh(size, expert=size).run(train, alone=True, **arguments)
 
 
+ROUTER_WHOLE = {name: how for name, how in IN_SEQUENCE.items() if "router" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "dimensions", "arguments", "said"),
+    [
+        (2, {"tensor": 2}, {"plan": "in sequence"}, "such as what routers say"),
+        (2, {"tensor": 2}, {"tensor": ROUTER_WHOLE, "routed": False}, "router.weight differ"),
+        (4, {"pipeline": 2}, {}, "'layers.0' returns tuple"),
+    ],
+    ids=str,
+)
+def test_what_routers_cannot_have_is_refused(
+    size: int, dimensions: dict[str, int], arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(size, expert=2, **dimensions).run(train, alone=True, **arguments)
+
+
 @pytest.mark.parametrize(
     ("options", "size", "said"),
     [
         ({"expert": 3}, 4, "must divide the 4 ranks .* set backend.expert=2"),
         ({"expert": 4, "replicate": 2}, 4, "must divide the 2 ranks .* set backend.expert=2"),
-        ({"expert": 2, "tensor": 2}, 4, "backend.expert is 2 and backend.tensor 2"),
+        ({"expert": 3, "tensor": 2}, 4, r"4 ranks .*shard 2 x context 1 x tensor 2.*expert=2"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(options: dict[str, int], size: int, said: str) -> None:

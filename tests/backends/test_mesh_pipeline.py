@@ -250,7 +250,6 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"expert": 2}, "backend.pipeline is 2 and backend.expert 2"),
         ({"sync_buffers": False}, "Set backend.sync_buffers=True"),
         ({"sync_batch_norm": True}, "Set backend.sync_batch_norm=False"),
         ({"stages_per_rank": 2}, "Set backend.schedule=interleaved"),
