@@ -141,7 +141,7 @@ class MeshEngine(FsdpEngine):
     def _compare_layers_with_whole(self, batch: Batch) -> None:
         """Raises `RecipeError` where they compute another loss."""
         batch = prefetch.move(batch, self.world.device)
-        with evaluating(self.module):
+        with evaluating(self.module), self.buffers.of_rank_0():
             with self.autocast(), _explaining_mixtures():
                 cut = float(self.recipe.loss(self.module, batch))
             with self.full_params() as module, self._autocast():

@@ -194,10 +194,11 @@ class PipelineEngine(MeshEngine):
         name = piece.name
         if piece.kind == "optimizer":
             name = next((fqn for fqn in _prefixes(name) if fqn in self.held_by), "")
-        places = self._places_of(name) if name in self.held_by else [0]
-        if piece.kind == "weights" and name not in self.held_by:
-            places = [self.stages.of[name] % self.line.size]
-        return places[0] == self.line.place
+        if piece.kind == "state":  # a buffer of one rank's own
+            name = name.rpartition("/")[-1]
+        if name in self.held_by:
+            return self._places_of(name)[0] == self.line.place
+        return self.stages.of.get(name, 0) % self.line.size == self.line.place
 
     @contextmanager
     def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:

@@ -76,14 +76,12 @@ class MeshOptions(ShardingOptions):
                 f"Set backend.schedule={'1f1b' if interleaved else 'interleaved'}, or leave "
                 "backend.stages_per_rank out"
             )
-        if self.pipeline == 1:
-            return
-        for name, wanted in (("sync_buffers", True), ("sync_batch_norm", False)):
-            if getattr(self, name) is not wanted:
-                raise SettingError(
-                    f"backend.pipeline is {self.pipeline} and backend.{name} {not wanted}: buffers "
-                    f"of a stage are those of its first rank. Set backend.{name}={wanted}"
-                )
+        if self.pipeline > 1 and self.sync_batch_norm:
+            raise SettingError(
+                f"backend.pipeline is {self.pipeline} and backend.sync_batch_norm true: its "
+                "statistics are over all ranks, and other stages compute other layers. Set "
+                "backend.sync_batch_norm=false"
+            )
 
     @property
     def num_stages(self) -> int:

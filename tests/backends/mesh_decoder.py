@@ -373,7 +373,9 @@ def observed(
         with torch.no_grad():
             found = module(torch.arange(LENGTH)[None])
         logits = found if isinstance(found, Tensor) else found[0]
-        state = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        state = {
+            name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()
+        }
         return {**state, "logits": logits.cpu()}
 
     chosen = {

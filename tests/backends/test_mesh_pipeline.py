@@ -250,8 +250,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"sync_buffers": False}, "Set backend.sync_buffers=True"),
-        ({"sync_batch_norm": True}, "Set backend.sync_batch_norm=False"),
+        ({"sync_batch_norm": True}, "Set backend.sync_batch_norm=false"),
         ({"stages_per_rank": 2}, "Set backend.schedule=interleaved"),
         ({"stages_per_rank": 1, "schedule": "interleaved"}, "Set backend.schedule=1f1b"),
         ({"stages_per_rank": 0}, "backend.stages_per_rank"),
