@@ -34,7 +34,8 @@ _MODULES: dict[str, str] = {
         per_device_eval_batch_size per_device_train_batch_size save_on_each_node warmup_steps""",
     "arguments/fsdp.py": "fsdp_config",
     "arguments/options.py": """ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-        ddp_find_unused_parameters ddp_static_graph parallelism_config sortish_sampler""",
+        ddp_find_unused_parameters ddp_static_graph sortish_sampler""",
+    "arguments/parallelism.py": "parallelism_config",
     "arguments/resolve.py": "tf32",
     "callbacks/jit_checkpoint.py": "enable_jit_checkpoint",
     "callbacks/flow_callbacks.py": """eval_delay eval_strategy logging_first_step logging_strategy

@@ -102,7 +102,6 @@ class TrainLoop:
 
     def run(self) -> NextAction:
         """All remaining steps, or until the policy ends them; returns why they ended."""
-        self.engine.module.train()
         while self.progress.step < self.total_steps:
             first = self.progress.step
             then = self._steps()
@@ -118,6 +117,7 @@ class TrainLoop:
 
     def _steps(self) -> NextAction:
         """Steps from the position on, until the data ends or the policy wants something else."""
+        self.engine.module.train()  # which tells `feed` what the batches are for
         progress = self.progress
         groups = self.data.groups(progress.position, self.total_steps - progress.step)
         entered: deque[tuple[Group, float]] = deque()

@@ -200,7 +200,7 @@ class SequenceParts:
             dimensions.setdefault(positions, 1)
         for name, dim in dimensions.items():
             if name in cut:
-                cut[name] = cut[name].narrow(dim, start, taken)
+                cut[name] = cut[name].narrow(dim, start, taken).contiguous()
         return cut
 
     @torch.no_grad()

@@ -183,7 +183,7 @@ def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
 
 def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     """How each submodule is cut, by name."""
-    plan = parallel.tensor or _brought(module)
+    plan = parallel.tensor or _brought(module, parallel.experts)
     if not plan:
         raise RecipeError(
             "backend.tensor is more than 1, and the recipe does not say how layers are cut: give "
@@ -207,13 +207,17 @@ def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     return {name: plan[pattern] for name, pattern in found.items()}
 
 
-def _brought(module: nn.Module) -> Mapping[str, TensorCut]:
+def _brought(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCut]:
     """The plan that a model of transformers has, in its own words, also where it is in another
-    module. Raises `RecipeError` for one that has no counterpart here."""
+    module; but for modules of experts, which stay whole unless they are dealt. Raises `RecipeError`
+    for one that has no counterpart here."""
     found: dict[str, TensorCut] = {}
+    inside = [*experts, *(f"{pattern}.*" for pattern in experts)]
     names = [name for name, _ in module.named_modules()]
     for prefix, plan in _plans(module):
         for pattern, how in plan.items():
+            if any(fnmatch.fnmatchcase(f"{prefix}{pattern}", each) for each in inside):
+                continue
             if how not in _COUNTERPARTS:
                 raise RecipeError(
                     f"the model's own plan cuts {pattern!r} by {how!r}, which is not done here: "

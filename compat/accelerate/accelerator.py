@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ...checkpoint import CheckpointReader
 from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
-from ..arguments.backend import chosen, notes, ranks_of_a_layer
+from ..arguments.backend import chosen, notes, ranks_of_a_reader
 from ..arguments.processes import Processes
 from ..checkpoints.model_files import write_weights
 from ..data.rank_batches import OneOf
@@ -117,7 +117,7 @@ class Accelerator(Collectives):
     def prepare_data_loader(self, data_loader: DataLoader[Any], **ignored: Any) -> RankLoader:
         """A loader over this process's share of the batches of `data_loader`."""
         config, args = self.dataloader_config, self.args
-        shared = ranks_of_a_layer(args)
+        shared = ranks_of_a_reader(args)
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = shard(
             data_loader,
@@ -203,7 +203,7 @@ class Accelerator(Collectives):
 
     @contextmanager
     def maybe_context_parallel(self, **ignored: Any) -> Iterator[None]:
-        """Nothing: no driver cuts sequences."""
+        """Nothing: the driver `mesh` cuts sequences by itself."""
         yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:

@@ -127,7 +127,9 @@ class Collectives(Processes):
                 f"gather takes tensors and structures of them, not {type(tensor).__name__}; use "
                 "gather_for_metrics(..., use_gather_object=True)"
             )
-        return tensor if self.num_processes == 1 else gather_tensors(self._session, tensor)
+        if self.num_processes == 1:
+            return tensor
+        return gather_tensors(self._session, tensor, self._has_whole_samples)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather`, without the samples that the last round of a loader was filled up with.
@@ -142,7 +144,14 @@ class Collectives(Processes):
         return map_tensors(lambda t: t[:real] if t.dim() else t, self.gather(input_data))
 
     def _gather_objects(self, data: Any) -> Any:
-        return data if self.num_processes == 1 else exchange_objects(self._session, data)
+        if self.num_processes == 1:
+            return data
+        return exchange_objects(self._session, data, self._has_whole_samples)
+
+    @property
+    def _has_whole_samples(self) -> bool:
+        """Ranks that cut sequences have parts of them in a training step, and else the same."""
+        return self._trainer._microstep is None
 
     def _real_samples(self) -> int | None:
         """Number of real samples among those just gathered; None: all of them."""
@@ -165,8 +174,9 @@ class Collectives(Processes):
             raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
         if self.num_processes == 1 or reduction == "none":
             return map_tensors(Tensor.clone, tensor)
-        session = self._session
-        factor = scale / session.world.num_feeders if reduction == "mean" else scale
+        session, world = self._session, self._session.world
+        alike = world.feeders_per_reader if self._has_whole_samples else 1
+        factor = scale / (world.num_feeders if reduction == "mean" else alike)
         return map_tensors(lambda t: session.reduce(t) * factor, tensor)
 
     def wait_for_everyone(self) -> None:
@@ -221,12 +231,15 @@ def has_only_tensors(data: Any) -> bool:
     return all(isinstance(leaf, Tensor) for leaf in leaves(data))
 
 
-def gather_tensors(session: Session, data: Any) -> Any:
-    """The same structure, each tensor with those of all ranks behind each other, on its device."""
+def gather_tensors(session: Session, data: Any, once: bool = True) -> Any:
+    """The same structure, each tensor with those of all feeders behind each other, on its device;
+    with `once`, of one feeder of each reader."""
+    left_out = once and not session.world.leads
 
     def gather(tensor: Tensor) -> Tensor:
         whole = tensor if tensor.dim() else tensor[None]
-        return session.gather(whole.detach().contiguous()).to(tensor.device)
+        own = whole[:0] if left_out else whole
+        return session.gather(own.detach().contiguous()).to(tensor.device)
 
     return map_tensors(gather, data)
 
@@ -248,13 +261,15 @@ def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_fr
     return map_tensors(pad, data)
 
 
-def exchange_objects(session: Session, data: Any) -> Any:
-    """Each feeder's lists, one after the other; what is no list becomes an item of one.
+def exchange_objects(session: Session, data: Any, once: bool = True) -> Any:
+    """Each feeder's lists, or with `once` each reader's, one after the other; what is no list
+    becomes an item of one.
 
     Items are plain values, tensors, arrays, and lists, tuples and dicts of them. Raises TypeError
     for anything else: nothing is pickled.
     """
-    ranks_of_one = session.world.size // session.world.num_feeders
+    world = session.world
+    ranks_of_one = world.size // (world.num_readers if once else world.num_feeders)
     found = [_unpacked(packed) for packed in session.exchange(_packed(data))[::ranks_of_one]]
     return [item for part in found for item in (part if isinstance(part, list) else [part])]
 

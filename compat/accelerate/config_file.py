@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments.launcher import (
+    PARALLEL_SIZES,
     compile_arguments,
     deepspeed_configuration,
     launched,
+    parallel_sizes,
     precision_argument,
 )
 from ..arguments.values import truth
@@ -53,7 +55,6 @@ _REFUSED = {
     "fp8_config": "fp8 is not driven; set mixed_precision to bf16",
     "megatron_lm_config": "Megatron-LM is not driven; use FSDP or DEEPSPEED",
     "mpirun_config": "start processes with torchrun",
-    "parallelism_config": "tensor and context parallelism are not driven; use FSDP or DEEPSPEED",
     "sagemaker_inputs_file": "SageMaker is not driven",
     "sagemaker_metrics_file": "SageMaker is not driven",
     "tpu_name": "start the script on the TPU's hosts",
@@ -74,6 +75,7 @@ _MAPPED = (
     "mixed_precision",
     "num_machines",
     "num_processes",
+    "parallelism_config",
     "tpu_env",
     "use_cpu",
 )
@@ -90,6 +92,16 @@ _DEEPSPEED = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
+_PARALLEL = (
+    *PARALLEL_SIZES,
+    "cp_backend",
+    "cp_comm_strategy",
+    "sp_attn_implementation",
+    "sp_backend",
+    "sp_seq_length",
+    "sp_seq_length_is_variable",
+)
+"""Beside the sizes: how accelerate's own libraries would do it."""
 _NOTHING: tuple[Any, ...] = (None, "", "no", "NO", "none", "null", False, [], {})
 
 
@@ -111,7 +123,9 @@ def from_accelerate_config(path: str | Path) -> dict[str, Any]:
     if kind not in _DRIVERS:
         allowed = ", ".join(_DRIVERS)
         raise ArgumentError(f"distributed_type is {kind} in {path}; driven are {allowed}")
-    if driver := _DRIVERS[kind]:
+    if sizes := _parallel_sizes(config.get("parallelism_config"), path):
+        found["parallelism_config"] = parallel_sizes(sizes)
+    if (driver := _DRIVERS[kind]) and not (sizes and driver == "ddp"):  # sizes choose, too
         found["backend"] = driver
     if truth((config.get("ipex_config") or {}).get("ipex", False), "ipex_config.ipex"):
         found["backend"] = "ipex"
@@ -122,11 +136,11 @@ def from_accelerate_config(path: str | Path) -> dict[str, Any]:
     if truth(config.get("downcast_bf16", False), "downcast_bf16"):
         found["bf16"] = True
     if kind == "FSDP":
-        found |= {"fsdp": True, "fsdp_config": _plain(config.get("fsdp_config"))}
+        found |= {"fsdp": True, "fsdp_config": _without("fsdp_", config.get("fsdp_config"))}
     if kind == "DEEPSPEED":
         found["deepspeed"] = _deepspeed(config.get("deepspeed_config") or {}, path)
-    dynamo = config.get("dynamo_config") or {}
-    return found | compile_arguments({k.removeprefix("dynamo_"): v for k, v in dynamo.items()})
+    dynamo = _without("dynamo_", config.get("dynamo_config"))
+    return found | compile_arguments(dynamo)
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
@@ -169,8 +183,16 @@ def _check_machine(config: Mapping[str, Any], path: object) -> None:
         )
 
 
-def _plain(section: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {key.removeprefix("fsdp_"): value for key, value in (section or {}).items()}
+def _without(prefix: str, section: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in (section or {}).items()}
+
+
+def _parallel_sizes(section: Mapping[str, Any] | None, path: object) -> dict[str, Any]:
+    """None where nothing is cut but the data."""
+    sizes = _without("parallelism_config_", section)
+    for key in sizes:
+        _check_known(key, _PARALLEL, f"parallelism_config in {path}")
+    return sizes if any(sizes.get(name) not in (None, 1) for name in PARALLEL_SIZES) else {}
 
 
 def _deepspeed(section: Mapping[str, Any], path: object) -> Any:

@@ -7,6 +7,7 @@ decides, and where that does too, the best driver that runs on this machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +25,8 @@ from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import from_environment, launched
-from .options import cuts_layers, driver_options, notes
+from .options import driver_options, notes
+from .parallelism import wants_mesh
 from .values import read_mapping
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "mixed_precision",
     "notes",
     "planned",
+    "ranks_of_a_reader",
     "settings",
 ]
 
@@ -99,10 +102,10 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
 
     Raises `ArgumentError`.
     """
-    asked, size, tensor = Asked(args), launched().size, ranks_of_a_layer(args)
+    asked, readers = Asked(args), max(1, launched().size // ranks_of_a_reader(args))
     batch = asked.per_device_train_batch_size
     if getattr(asked.accelerator_config, "split_batches", False):
-        batch //= size // tensor
+        batch //= readers
     precision = mixed_precision(args)
     with _argument_errors():
         return Settings(
@@ -114,18 +117,19 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
             seed=args.seed,
             timeout_seconds=float(args.ddp_timeout),
             stall_seconds=getattr(args, "stall_seconds", Settings.stall_seconds),
-            global_batch=batch * size // tensor * args.gradient_accumulation_steps,
+            global_batch=batch * readers * args.gradient_accumulation_steps,
             micro_batch=batch,
         )
 
 
-def ranks_of_a_layer(args: Any) -> int:
-    """How many ranks share each layer, and the samples that they see: the session knows, where one
-    is open."""
+def ranks_of_a_reader(args: Any) -> int:
+    """How many ranks see the same samples, since they share layers, stages or sequences: the
+    session knows, where one is open."""
     session = getattr(args, "_driver_session", None)
     if session is not None and (world := session.open_world) is not None:
         return int(world.size // world.num_readers)
-    return int(chosen(args).options.get("tensor", 1))
+    options = chosen(args).options
+    return math.prod(int(options.get(name, 1)) for name in ("tensor", "context", "pipeline"))
 
 
 def planned(args: Any, model: nn.Module | None = None) -> Plan:
@@ -157,7 +161,7 @@ def expected_device(args: Any) -> torch.device | None:
         return torch.device("cpu")
     if choice.driver == "xpu":
         return torch.device("xpu", local_rank)
-    if choice.driver in ("ddp", "fsdp", "deepspeed"):
+    if choice.driver in ("ddp", "fsdp", "deepspeed", "mesh"):
         has_gpu = torch.cuda.device_count() > 0
         return torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
     return None
@@ -197,7 +201,7 @@ def _driver(asked: Asked) -> tuple[str, str]:
         found[asked.backend] = asked.source("backend")
     if asked.deepspeed:
         found.setdefault("deepspeed", asked.source("deepspeed"))
-    if cuts_layers(asked):
+    if wants_mesh(asked):
         found.setdefault("mesh", "parallelism_config")
     if asked.fsdp and "mesh" not in found:
         found.setdefault("xla" if fsdp.wants_xla(asked) else "fsdp", asked.source("fsdp"))

@@ -97,6 +97,10 @@ class DriverSession:
             )
         return self.prepared
 
+    def ranks_along(self, dimension: str) -> int:
+        """Along that dimension of a mesh; 1 on a driver that has none."""
+        return int(getattr((self._plan or self.plan()).options, dimension, 1))
+
     def is_sharded(self) -> bool:
         """A rank holds only a part of the weights."""
         return self.driver.capabilities(self.plan()).sharded
@@ -132,10 +136,12 @@ class DriverSession:
 
     def recipe(self, model: nn.Module, **more: Any) -> Recipe:
         """The kernel's recipe for a model that exists."""
-        return Recipe(model=lambda: model, loss=_no_loss, **{"step": _no_loss, **more})
+        return Recipe(model=lambda: model, **{"loss": _no_loss, "step": _no_loss, **more})
 
-    def prepare(self, model: nn.Module, optimizer: BuildOptimizer) -> Engine:
-        """Wrap the model, or give the engine that has it under the same plan."""
+    def prepare(self, model: nn.Module, optimizer: BuildOptimizer, **more: Any) -> Engine:
+        """Wrap the model, or give the engine that has it under the same plan. `more`: what else its
+        recipe says.
+        """
         plan, known = self.plan(), self.prepared
         if known and model in (known.model, known.engine.module) and _same(known.plan, plan):
             return known.engine
@@ -150,7 +156,7 @@ class DriverSession:
             return made
 
         before = session.rng_state()
-        engine = session.prepare(self.recipe(model, optimizer=build))
+        engine = session.prepare(self.recipe(model, optimizer=build, **more))
         session.set_rng_state(before)  # wrapping draws no random numbers of the user's
         self.prepared = Prepared(model, engine, plan, built[-1], tuple(order))
         return engine

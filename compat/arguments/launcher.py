@@ -10,12 +10,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from ..errors import ArgumentError
 from .values import truth
 
-__all__ = ["Launched", "from_environment", "launched"]
+__all__ = ["PARALLEL_SIZES", "Launched", "from_environment", "launched", "parallel_sizes"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
         told |= {"fsdp": True, "fsdp_config": _fsdp(env)}
     if truth(env.get("ACCELERATE_USE_DEEPSPEED", ""), "ACCELERATE_USE_DEEPSPEED"):
         told["deepspeed"] = _deepspeed(env)
+    if truth(env.get("ACCELERATE_USE_PARALLELISM_CONFIG", ""), "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        prefix = "PARALLELISM_CONFIG_"
+        told["parallelism_config"] = parallel_sizes(
+            {k.removeprefix(prefix).lower(): v for k, v in env.items() if k.startswith(prefix)}
+        )
     dynamo = {
         name.removeprefix("ACCELERATE_DYNAMO_").lower(): value
         for name, value in env.items()
@@ -94,9 +100,20 @@ def compile_arguments(dynamo: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+"""Of accelerate's `ParallelismConfig`."""
+
+
+def parallel_sizes(given: Mapping[str, Any]) -> Any:
+    """These sizes, texts or numbers, as `parallelism_config`. Raises `ArgumentError`."""
+    try:
+        return SimpleNamespace(**{name: int(given.get(name) or 1) for name in PARALLEL_SIZES})
+    except ValueError as error:
+        raise ArgumentError(f"parallelism_config has a size that is no number: {error}") from None
+
+
 _REFUSED = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM is not driven; use fsdp or deepspeed",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor and context parallelism are not driven",
     "XLA_USE_BF16": "write bf16=True",
     "XLA_DOWNCAST_BF16": "write bf16=True",
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...kernel.registry import find_driver
 from ..errors import ArgumentError, ArgumentRefused
-from . import deepspeed, fsdp
+from . import deepspeed, fsdp, parallelism
 from .launcher import launched
 
 __all__ = ["driver_options", "notes", "refuse_kernels"]
@@ -57,7 +57,7 @@ def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Op
         derived |= _xla(asked)
     if driver == "deepspeed":
         defaults["construct"] = "whole"  # the model is made before the Trainer is
-    derived |= _sizes(asked, driver)
+    derived |= parallelism.options(asked, driver)
     _refuse_library(asked, driver, derived)
     return derived, defaults
 
@@ -85,6 +85,8 @@ def notes(asked: Any, driver: str) -> Iterator[str]:
         )
     if driver == "fsdp":
         yield from fsdp.notes(asked)
+    if driver == "mesh":
+        yield from parallelism.notes(asked)
     if getattr(asked, "fsdp_config", None) and not asked.fsdp and driver not in ("fsdp", "xla"):
         yield f"fsdp_config has no effect on {driver}: fsdp is not set"
     if "tpu_metrics_debug" in (getattr(asked, "debug", None) or ()) and driver != "xla":
@@ -158,56 +160,6 @@ def _xla(asked: Any) -> Options:
             "remove it, and set bf16 for the dtype"
         )
     return {"spmd": True}
-
-
-def cuts_layers(asked: Any) -> bool:
-    """True if `parallelism_config` asks for tensor parallelism."""
-    return (getattr(asked.parallelism_config, "tp_size", None) or 1) > 1
-
-
-def _sizes(asked: Any, driver: str) -> Options:
-    """The options that follow from `parallelism_config`."""
-    config = asked.parallelism_config
-    sizes = {name: getattr(config, name, None) or 1 for name in _SIZES}
-    for name in ("cp_size", "sp_size"):
-        if sizes[name] > 1:
-            raise ArgumentRefused(
-                f"parallelism_config.{name}={sizes[name]}",
-                driver,
-                "models shift their labels themselves, which must be done before a sequence is "
-                "cut. Leave it out, or train by `drivetrain.fit` with backend='mesh', whose recipe "
-                "says how sequences are cut",
-            )
-    replicas, parts, layers = (
-        sizes[name] for name in ("dp_replicate_size", "dp_shard_size", "tp_size")
-    )
-    if replicas * parts * layers > 1 and replicas * parts * layers != launched().size:
-        raise ArgumentError(
-            f"parallelism_config asks for dp_replicate_size={replicas} times "
-            f"dp_shard_size={parts}"
-            + (f" times tp_size={layers}" if layers > 1 else "")
-            + f" processes, and there are {launched().size}"
-        )
-    if layers > 1 and driver != "mesh":
-        raise ArgumentRefused(
-            f"parallelism_config.tp_size={layers}", driver, "leave backend out, or set it to 'mesh'"
-        )
-    if driver == "mesh" and config is not None:
-        return {"replicate": replicas, "shard": parts, "tensor": layers}
-    if parts > 1 and driver != "fsdp":
-        raise ArgumentRefused(
-            f"parallelism_config.dp_shard_size={parts}", driver, "set fsdp=True, which cuts weights"
-        )
-    if replicas > 1 and parts == 1 and driver not in ("ddp", "xpu"):
-        raise ArgumentRefused(
-            f"parallelism_config.dp_replicate_size={replicas}",
-            driver,
-            "without dp_shard_size every process holds all weights, which is backend='ddp'",
-        )
-    return {} if parts == 1 else {"shard_size": parts}
-
-
-_SIZES = ("tp_size", "cp_size", "sp_size", "dp_replicate_size", "dp_shard_size")
 
 
 def _refuse_library(asked: Any, driver: str, derived: Options) -> None:

@@ -153,7 +153,7 @@ class Processes:
 
     @property
     def parallelism_config(self) -> Any:
-        """As given: only sizes of 1 are driven."""
+        """As given."""
         return getattr(self.args, "parallelism_config", None)
 
     @property

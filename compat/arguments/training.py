@@ -207,7 +207,9 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     accelerator_config: dict[str, Any] | str | None = says(
         None, "How batches are dealt to processes: dict, JSON file or AcceleratorConfig"
     )
-    parallelism_config: Any = says(None, "Sizes of tensor and other parallelism; only 1 is driven")
+    parallelism_config: Any = says(
+        None, "accelerate's ParallelismConfig: ranks that cut layers, sequences and weights"
+    )
 
     # --- data
     dataloader_drop_last: bool = says(False, "Drop the last batch where it is not full")

@@ -166,10 +166,12 @@ class ReportingMixin(TrainerParts):
         return getattr(self.model, "main_input_name", "input_ids")
 
     def _over_ranks(self, value: float) -> float:
-        """The sum over ranks, which all must call."""
-        if self.driver_session.world.size == 1:
+        """The sum over feeders, of which all ranks must call it."""
+        world = self.driver_session.world
+        if world.size == 1:
             return value
-        return float(self.driver_session.session.tally([value])()[0])
+        total = float(self.driver_session.session.tally([value])()[0])
+        return total * world.num_feeders / world.size
 
 
 def _write_json(path: Path, metrics: Mapping[str, Any]) -> None:

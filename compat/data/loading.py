@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from ...data.mixture import Mix
 from ...data.parent import end_with_parent
-from ..arguments.backend import ranks_of_a_layer
+from ..arguments.backend import ranks_of_a_reader
 from ..errors import ArgumentError
 from ..theirs import theirs
 from ..trainer.inspection import accepted_columns
@@ -213,7 +213,7 @@ class LoadingMixin(TrainerParts):
             num_samples = args.train_batch_size * args.gradient_accumulation_steps
             return LengthsByEpoch(num_samples, self._lengths(dataset), order_seed(args))
         if strategy == "batch_rebalance":
-            shared, steps = ranks_of_a_layer(args), args.gradient_accumulation_steps
+            shared, steps = ranks_of_a_reader(args), args.gradient_accumulation_steps
             ranks = max(1, args.world_size // shared)
             kind = theirs("trainer_pt_utils", "BatchRebalanceSampler")
             return kind(  # type: ignore[no-any-return]
@@ -322,7 +322,7 @@ class LoadingMixin(TrainerParts):
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples in one update: batch size x accumulation x ranks with samples of their own."""
-        ranks = args.world_size // ranks_of_a_layer(args)
+        ranks = args.world_size // ranks_of_a_reader(args)
         return int(self._train_batch_size * args.gradient_accumulation_steps * ranks)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..arguments.backend import ranks_of_a_layer
+from ..arguments.backend import ranks_of_a_reader
 from ..callbacks.reporting import ReportingMixin, speed_metrics
 from ..data.loading import has_length
 from ..data.rank_batches import RankStream
@@ -139,7 +139,7 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
         start_time += self._preparation_to_leave_out
         self._preparation_to_leave_out = 0.0
         total_batch = (
-            self.args.eval_batch_size * self.args.world_size // ranks_of_a_layer(self.args)
+            self.args.eval_batch_size * self.args.world_size // ranks_of_a_reader(self.args)
         )
         steps = math.ceil(num_samples / total_batch)
         metrics |= speed_metrics(prefix, start_time, num_samples=num_samples, num_steps=steps)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -51,7 +49,7 @@ class OptimizationMixin(TrainerParts):
             parameters = targets[-1]
         else:
             decayed = self.get_decay_parameter_names(model)
-            parameters = _one_mesh_each(decay_groups(model, decayed, self.args.weight_decay))
+            parameters = decay_groups(model, decayed, self.args.weight_decay)
         self.optimizer = optimizer_class(parameters, **kwargs)
         keep_embeddings_whole(model, optimizer_class, kwargs)
         return self.optimizer
@@ -127,24 +125,3 @@ _TARGETS = ("params", "model", "optimizer_dict")
 
 def _is_optimizer(optimizer_class: Any) -> bool:
     return isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)
-
-
-def _one_mesh_each(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same groups, cut so that none holds tensors of two device meshes: fused and batched
-    kernels cannot span them.
-    """
-    meshes = {_mesh(one) for group in groups for one in group["params"]}
-    if len(meshes) < 2:
-        return groups
-    cut = []
-    for group in groups:
-        by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-        for one in group["params"]:
-            by_mesh.setdefault(_mesh(one), []).append(one)
-        cut += [{**group, "params": parameters} for parameters in by_mesh.values()]
-    return cut
-
-
-def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
-    """Compared by value: equal meshes may be other objects."""
-    return getattr(tensor, "device_mesh", None)

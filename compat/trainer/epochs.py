@@ -51,6 +51,8 @@ class Epochs:
     """Begin the epoch that is resumed again, instead of skipping what was seen."""
     after_first_fetch: Callable[[], None] | None = None
     """Called once, when the first group has been read: reading may draw random numbers."""
+    before_cut: Callable[[Batch], Batch] | None = None
+    """Done to each batch whose sequences a driver will cut."""
     _reading: Any = None
     """The loader of the epoch under way."""
     counts: deque[Any] = field(default_factory=deque)
@@ -123,7 +125,8 @@ class Epochs:
 
     def _microbatches(self, fetched: list[Batch]) -> Iterator[Microbatch]:
         for batch in fetched:
-            yield Microbatch(batch, self.global_batch, 0, 1)
+            whole = batch if self.before_cut is None else self.before_cut(batch)
+            yield Microbatch(whole, self.global_batch, 0, 1)
 
     def _warn_of_nothing(self, epoch: int) -> None:
         _LOG.warning(

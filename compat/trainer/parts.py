@@ -45,6 +45,7 @@ class TrainerParts:
     compute_loss_func: Callable[..., Any] | None
     preprocess_logits_for_metrics: Callable[..., Any] | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    neftune_noise_alpha: float | None
 
     # --- where it runs
     driver_session: DriverSession
@@ -126,6 +127,16 @@ class TrainerParts:
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """See `EvaluationMixin`."""
+        raise NotImplementedError
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """See `StepMixin`."""
         raise NotImplementedError
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:

@@ -14,7 +14,9 @@ from ..integrations.neftune import NeftuneMixin
 from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from ..theirs import theirs
+from .cutting import how_to_cut
 from .debugging import is_debugged
+from .overrides import is_overridden
 from .placement import generates_in_step
 from .recompute import enable_recompute
 
@@ -91,13 +93,29 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             generates_in_step(model)
         self._names = self._names_in_optimizer(model)
         if training or sharded:
-            return self.driver_session.prepare(model, self._build_optimizer).module
+            how = self._cut_by()
+            return self.driver_session.prepare(model, self._build_optimizer, **how).module
         prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
             return prepared.engine.module
         if self.place_model_on_device:
             self._move_model_to_device(model, self.args.device)
         return model
+
+    def _cut_by(self) -> dict[str, Any]:
+        """What a driver is told that cuts layers, sequences or experts, and a loss by which it
+        compares what it has cut with the whole; subclasses may compute theirs of other batches.
+        """
+        parallel = how_to_cut(self)
+        prepares = any(is_overridden(type(self), n) for n in ("training_step", "_prepare_inputs"))
+        if parallel is None or prepares or self.driver_session.ranks_along("pipeline") > 1:
+            return {"parallel": parallel}
+        return {"parallel": parallel, "step": None, "loss": self._loss_to_compare}
+
+    def _loss_to_compare(self, module: nn.Module, batch: Any) -> Any:
+        """A sum, where a loss is divided by the items that it is told."""
+        counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return self.compute_loss(module, dict(batch), num_items_in_batch=1 if counted else None)
 
     def _build_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
         """Called by the driver, when the parameters are where they will be trained."""

@@ -24,7 +24,9 @@ def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
             "a model that was cut into parts when it was loaded",
             session.driver.name,
             "its driver deals out weights by itself: load the model without tp_plan and "
-            "distributed_config, and choose backend='fsdp' or 'deepspeed' to cut it",
+            "distributed_config, and choose backend='fsdp' or 'deepspeed' to cut weights, "
+            "parallelism_config for layers (tp_size) and sequences (cp_size), and backend='mesh' "
+            "with backend_options={'expert': 2} for experts",
         )
     if getattr(model, "is_quantized", False):
         _refuse_quantized(model)

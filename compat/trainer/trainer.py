@@ -15,7 +15,6 @@ from torch import nn
 from ..accelerate.accelerator import Accelerator
 from ..accelerate.library_state import start_library_state
 from ..arguments import TrainingArguments
-from ..arguments.backend import ranks_of_a_layer
 from ..arguments.driver_session import DriverSession
 from ..callbacks.base import CallbackHandler
 from ..callbacks.jit_checkpoint import jit_checkpoint_callbacks
@@ -27,6 +26,7 @@ from ..enums import SaveStrategy
 from ..errors import ArgumentError
 from ..integrations.trackers import all_callbacks
 from ..profile import profile_of
+from .cutting import how_to_cut
 from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
 from .loss import LabelSmoother, loss_shifts_labels
 from .memory import memory_tracker
@@ -235,6 +235,7 @@ class Trainer(TrainingMixin):
         if not callable(self.data_collator):
             raise TypeError(f"data_collator is {self.data_collator!r}; it must be callable")
         self._refuse_unloadable()
+        how_to_cut(self)  # or why not, before anything is started
         data = self.train_dataset
         if args.max_steps <= 0 and data is not None and not has_length(data):
             raise ValueError(
@@ -307,14 +308,16 @@ class Trainer(TrainingMixin):
         return bool(self.args.process_index == 0)
 
     def get_tp_size(self) -> int:
-        """Ranks that share one layer, and the samples that they see."""
-        return ranks_of_a_layer(self.args)
+        """Ranks that share one layer."""
+        return self.driver_session.ranks_along("tensor")
 
     def get_cp_size(self) -> int:
-        """Ranks that share one sequence: none do."""
-        return 1
+        """Ranks that share one sequence, unless they were asked for by `sp_size`."""
+        return self.driver_session.ranks_along("context") // self.get_sp_size()
 
-    get_sp_size = get_cp_size
+    def get_sp_size(self) -> int:
+        """Likewise where they were."""
+        return int(getattr(self.accelerator.parallelism_config, "sp_size", None) or 1)
 
     def end(self) -> None:
         """Leave the process group; the Trainer cannot be used after it."""

@@ -30,6 +30,7 @@ from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
 from .between_steps import BetweenStepsMixin
+from .cutting import whole_sequences
 from .epochs import Epochs, RunLength
 from .memory import lacks_memory, smaller_batch, what_to_do
 from .overrides import refuse_uncalled
@@ -226,6 +227,7 @@ class TrainingMixin(BetweenStepsMixin):
             num_epochs=length.num_epochs,
             global_batch=length.total_batch // self.args.gradient_accumulation_steps,
             start_anew=self.args.ignore_data_skip,
+            before_cut=whole_sequences(self),
         )
 
     def _init_training_state(

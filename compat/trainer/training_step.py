@@ -71,8 +71,8 @@ class StepMixin(LoadingMixin):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """The contexts in which a microbatch is trained; called where a subclass overrides it. No
-        driver splits a sequence over ranks.
+        """The contexts in which a microbatch is trained; called where a subclass overrides it. A
+        driver that splits sequences over ranks has done so.
         """
         return contextlib.nullcontext, inputs
 
@@ -146,8 +146,9 @@ class StepMixin(LoadingMixin):
             loss = loss_of(outputs, inputs)
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         averages = self.args.average_tokens_across_devices and num_items_in_batch is not None
-        if counted and averages and self.model.training:
-            loss = loss * self.driver_session.world.num_feeders
+        if counted and self.model.training:
+            world = self.driver_session.world  # gradients are averaged over its feeders
+            loss = loss * (world.num_feeders if averages else world.feeders_per_reader)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:

@@ -61,6 +61,18 @@ def test_what_accelerate_writes_is_read(tmp_path: Path) -> None:
         ({"distributed_type": "MULTI_CPU"}, "ddp", {"device": "cpu"}),
         (
             {
+                "distributed_type": "MULTI_GPU",
+                "parallelism_config": {
+                    "parallelism_config_dp_shard_size": 1,
+                    "parallelism_config_cp_size": 2,
+                    "parallelism_config_cp_comm_strategy": "alltoall",
+                },
+            },
+            "mesh",
+            {"context": 2, "shard": 1},
+        ),
+        (
+            {
                 "distributed_type": "FSDP",
                 "fsdp_config": {
                     "fsdp_version": 2,
@@ -137,6 +149,7 @@ def test_compilation_and_a_configuration_elsewhere(tmp_path: Path) -> None:
         ({"num_processes": 4}, "torchrun --nproc-per-node=4"),
         ({"num_processes": 8, "num_machines": 2}, "--nproc-per-node=4 --nnodes=2"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "LOCAL_MACHINE"),
+        ({"parallelism_config": {"parallelism_config_cp": 2}}, "unknown key 'cp'"),
         ({"distributed_type": "MEGATRON_LM"}, "DEEPSPEED"),
         ({"megatron_lm_config": {"tp": 2}}, "megatron_lm_config"),
         ({"mixed_precision": "fp8"}, "fp8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,11 +242,47 @@ def test_deepspeed_by_the_environment(ranks: pytest.MonkeyPatch, tmp_path: Path)
         made()
 
 
+@pytest.mark.row("A1", "X25")
+def test_the_launcher_s_sizes_choose_the_mesh(ranks: pytest.MonkeyPatch) -> None:
+    ranks.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    ranks.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    ranks.setenv("PARALLELISM_CONFIG_CP_BACKEND", "torch")
+    assert backend.chosen(made()).driver == "mesh"
+    assert backend.chosen(made()).options["context"] == 2
+    assert backend.ranks_of_a_reader(made()) == 2
+    assert backend.settings(made(per_device_train_batch_size=4)).global_batch == 4
+
+
+def test_two_names_for_ranks_of_a_sequence_are_one_too_many(ranks: pytest.MonkeyPatch) -> None:
+    both = SimpleNamespace(cp_size=2, sp_size=2)
+    with pytest.raises(ValueError, match="two names"):
+        made(parallelism_config=both)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("cp_handler", "cp_comm_strategy", "alltoall"),
+        ("sp_handler", "sp_attn_implementation", "flash_attention_2"),
+    ],
+)
+def test_another_library_s_way_is_said_to_have_no_effect(
+    name: str, field: str, value: str, ranks: pytest.MonkeyPatch
+) -> None:
+    handler = SimpleNamespace(**{field: value})
+    config = SimpleNamespace(cp_size=2, **{name: handler})
+    (note,) = backend.notes(made(parallelism_config=config), "mesh")
+    assert note.startswith(f"parallelism_config.{name}.{field}='{value}' has no effect on mesh")
+
+
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron"),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, "parallelism"),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "two"},
+            "parallelism_config has a size that is no number",
+        ),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, "dyn"),
         ({"ACCELERATE_USE_CPU": "perhaps"}, "true or false"),
@@ -367,16 +404,17 @@ def test_the_compiler_and_its_mode_reach_the_driver() -> None:
 @pytest.mark.row(
     "X25",
     status="refused",
-    note="context and sequence parallelism; tensor parallelism is the driver mesh",
+    note="layers, sequences and experts are cut by the driver mesh, and no other",
 )
 @pytest.mark.parametrize(
     ("sizes", "given", "words"),
     [
         ({"tp_size": 2}, {"backend": "cpu"}, "asks for 'mesh'"),
         ({"tp_size": 2}, {"backend": "mesh", "fsdp": "hybrid_shard"}, "dp_replicate_size"),
-        ({"tp_size": 4}, {}, "times tp_size=4 processes, and there are 2"),
-        ({"cp_size": 2}, {"backend": "ddp"}, "cp_size=2"),
-        ({"sp_size": 2}, {"fsdp": True}, "sp_size=2"),
+        ({"tp_size": 4}, {}, "asks for tp_size=4 processes, and there are 2"),
+        ({"cp_size": 2, "dp_shard_size": 2}, {}, "dp_shard_size=2 times cp_size=2 processes"),
+        ({"cp_size": 2}, {"backend": "ddp"}, "parallelism_config asks for 'mesh'"),
+        ({"sp_size": 2}, {"deepspeed": {"x": 1}}, "parallelism_config asks for 'mesh'"),
         ({"dp_shard_size": 2}, {"backend": "ddp"}, "set fsdp=True"),
         ({"dp_shard_size": 4}, {"fsdp": True}, "dp_shard_size=4 processes, and there are 2"),
         ({"dp_replicate_size": 2}, {"fsdp": True}, "backend='ddp'"),
@@ -396,7 +434,12 @@ def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert backend.chosen(cut).options["shard_size"] == 2
     layers = made(parallelism_config=ParallelismConfig(tp_size=2))
     assert backend.chosen(layers).driver == "mesh"
-    assert backend.chosen(layers).options == {"replicate": 1, "shard": 1, "tensor": 2}
+    sizes = {"replicate": 1, "shard": 1, "context": 1, "tensor": 2}
+    assert backend.chosen(layers).options == sizes
+    for name in ("cp_size", "sp_size"):
+        parts = made(fsdp=True, parallelism_config=ParallelismConfig(**{name: 2}))
+        assert backend.chosen(parts).driver == "mesh"
+        assert backend.chosen(parts).options.items() >= {"context": 2, "tensor": 1}.items()
     copied = ParallelismConfig(dp_replicate_size=2)
     assert backend.chosen(made(use_cpu=True, parallelism_config=copied)).driver == "ddp"
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):

@@ -124,7 +124,7 @@ def test_counts_are_summed_over_ranks_and_what_is_missing_is_said(
 ) -> None:
     teller = Teller(include_num_input_tokens_seen="all")
     teller.driver_session = SimpleNamespace(
-        world=SimpleNamespace(size=2),
+        world=SimpleNamespace(size=2, num_feeders=2),
         session=SimpleNamespace(tally=lambda values: lambda: [values[0] + 10]),
     )
     teller._track_num_input_tokens({"input_ids": torch.ones(2, 3)})
