@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +36,8 @@ class Sentences:
         return {"input_ids": words, "labels": labels, "attention_mask": mask}
 
 
-def model_of(kind: str, **more: Any) -> nn.Module:
-    """A model of few weights: `llama`, or `mixtral`, of four experts."""
+def model_of(kind: str, adapter: bool = False, **more: Any) -> nn.Module:
+    """A model of few weights: `llama`, or `mixtral`, of four experts; or an adapter around it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
@@ -48,7 +49,25 @@ def model_of(kind: str, **more: Any) -> nn.Module:
         shape |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     config = AutoConfig.for_model(kind, **shape, **more)
     built: nn.Module = AutoModelForCausalLM.from_config(config)
+    if adapter:
+        from peft import LoraConfig, get_peft_model
+
+        chosen = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        built = get_peft_model(built, chosen)  # type: ignore[arg-type]
     return built
+
+
+class Counting(Trainer):
+    """Gathers how many labels ranks train on."""
+
+    counted = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
+        if self.model.training:
+            targets = inputs.get("shift_labels", inputs["labels"][:, 1:])
+            number = self.accelerator.gather_for_metrics((targets != -100).sum())
+            self.counted += int(number.sum())
+        return super().compute_loss(model, inputs, *rest, **more)
 
 
 class OfMeans(Trainer):
@@ -68,7 +87,7 @@ class WithoutPositions(Trainer):
 
 
 TRAINERS: dict[str, type[Trainer]] = {
-    kind.__name__: kind for kind in (Trainer, OfMeans, WithoutPositions)
+    kind.__name__: kind for kind in (Counting, OfMeans, WithoutPositions)
 }
 
 
@@ -82,7 +101,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     given: Mapping[str, Any] | None = None,
     readers: int = 1,
-    trainer: str = "Trainer",
+    trainer: str = "Counting",
     resume: str | None = None,
 ) -> dict[str, Any]:
     """Losses, norms and evaluations of five updates, and what is saved after the third. Of one
@@ -113,10 +132,11 @@ def train(
             "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
             "evaluated": [log["eval_loss"] for log in logs if "eval_loss" in log],
             "rows": evaluated["eval_rows"],
+            "counted": getattr(own, "counted", None),
             "tokens": own.state.num_input_tokens_seen,
             "global batch": own.get_total_train_batch_size(args),
             "shared by": (own.get_tp_size(), own.get_cp_size(), own.get_sp_size()),
-            "saved": load_file(f"{folder}/checkpoint-3/model.safetensors"),
+            "saved": load_file(*Path(f"{folder}/checkpoint-3").glob("*model.safetensors")),
         }
     finally:
         own.end()

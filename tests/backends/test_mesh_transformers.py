@@ -36,6 +36,8 @@ def assert_alike(seen: dict[str, Any], expected: dict[str, Any]) -> None:
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kind": "llama"},
     "mixtral": {"kind": "mixtral"},
+    "adapted llama": {"kind": "llama", "model": {"adapter": True}},
+    "adapted mixtral": {"kind": "mixtral", "model": {"adapter": True}},
     "balanced": {"kind": "mixtral", "model": {"output_router_logits": True}},
 }
 
@@ -50,6 +52,8 @@ RECOMPUTED = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
         ("llama", {"tensor": 2}, {"sizes": {"tp_size": 2}}),
         ("llama", {"context": 2}, {"sizes": {"cp_size": 2}}),
         ("llama", {"context": 2}, {"sizes": {"cp_size": 2}, "given": RECOMPUTED}),
+        ("adapted llama", {"context": 2}, {"sizes": {"cp_size": 2}}),
+        ("adapted mixtral", {"expert": 2}, {"options": {"expert": 2}, "readers": 2}),
         ("mixtral", {"tensor": 2}, {"sizes": {"tp_size": 2}}),
         ("mixtral", {"context": 2}, {"sizes": {"sp_size": 2}}),
         (
@@ -82,6 +86,7 @@ def test_its_curve_is_that_of_one_process(
     for seen in mesh(2, **dimensions).run(train, folder=out, **MODELS[model], **asked):
         assert_alike(seen, expected)
         torch.testing.assert_close(seen["saved"], expected["saved"], rtol=1e-3, atol=1e-5)
+        assert seen["counted"] == expected["counted"]
         assert seen["tokens"] == 5 * 8 * padded
         assert [seen["shared by"][0], max(seen["shared by"][1:])] == along
     again = Subject("cpu").run(train, folder=out, resume=f"{out}/checkpoint-3", **MODELS[model])
