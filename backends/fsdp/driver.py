@@ -129,8 +129,7 @@ class FsdpEngine:
         units = self.choose_units()
         if plan.compile:
             for unit in units or [self.module]:
-                # not `unit.compile()`, which would trace the hooks too
-                unit.forward = torch.compile(unit.forward, **plan.compile_options)
+                self.compile(unit)
         mesh = self.cut_layers()
         whole = sharding.carried_whole(self.module, units)
         ignored = {*whole.values(), *self.elsewhere.values()}
@@ -183,6 +182,11 @@ class FsdpEngine:
         """Cut what is cut before units are, and return the mesh that those are cut over."""
         assert isinstance(self.options, FsdpOptions)
         return sharding.mesh_of(self.options, self.world)
+
+    def compile(self, unit: nn.Module) -> None:
+        """Once it is first called, by when its layers are cut."""
+        # not `unit.compile()`, which would trace the hooks too
+        unit.forward = torch.compile(unit.forward, **self.plan.compile_options)
 
     def shard(self, unit: nn.Module, mesh: Any, ignored: set[nn.Parameter]) -> Any:
         """Cut a unit."""

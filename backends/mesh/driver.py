@@ -30,7 +30,7 @@ from .shape import Mesh, MeshOptions, Shape, options_of
 
 __all__ = ["MeshOptions", "driver"]
 
-_OLDEST_FOR_PIPELINES = "2.15"
+_OLDEST_SEEN = "2.15"
 
 
 class MeshDriver(FsdpDriver):
@@ -44,11 +44,11 @@ class MeshDriver(FsdpDriver):
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = options_of(plan)
-        cuts_more = max(options.context, options.expert, options.tensor, options.pipeline) > 1
         of_stage = math.lcm(options.context * options.tensor, options.expert)
         return dataclasses.replace(
             super().capabilities(plan),
-            compile=not cuts_more,
+            # what a model recomputes is traced as if its sequences were whole
+            compile=options.context == 1,
             static_shapes=options.pipeline > 1,
             multiple_of_ranks=options.replicate * of_stage * options.pipeline,
         )
@@ -77,16 +77,36 @@ class MeshDriver(FsdpDriver):
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         shape = Shape.of(options_of(plan), num_launched())
-        if shape.pipeline > 1 and TorchVersion(torch.__version__) < _OLDEST_FOR_PIPELINES:
-            raise CapabilityRefused(
-                f"backend.pipeline={shape.pipeline}",
-                self.name,
-                f"this is torch {torch.__version__}, and the schedules of pipelines were not seen "
-                f"to compute what they should before {_OLDEST_FOR_PIPELINES}. Take that, or set "
-                "backend.pipeline=1",
-            )
+        if shape.pipeline > 1:
+            _require_new_torch(f"backend.pipeline={shape.pipeline}", "backend.pipeline=1")
+        if shape.tensor > 1 and plan.compile:
+            _require_new_torch(f"compile with backend.tensor={shape.tensor}", "compile=false")
+            plan = _compiled_by_shape(plan)
         with sharding.opened(plan) as world:
             yield MeshSession(plan, shape.world(world), Mesh(shape, world.device))
+
+
+def _require_new_torch(asked: str, otherwise: str) -> None:
+    """For what torch does there, which was not tried with older ones."""
+    if TorchVersion(torch.__version__) < _OLDEST_SEEN:
+        raise CapabilityRefused(
+            asked,
+            "mesh",
+            f"this is torch {torch.__version__}, and torch's part in this was not seen to compute "
+            f"what it should before {_OLDEST_SEEN}. Take that, or set {otherwise}",
+        )
+
+
+def _compiled_by_shape(plan: Plan) -> Plan:
+    """torch 2.15 fails to compile layers that are cut for sequences of any length."""
+    if plan.compile_options.get("dynamic"):
+        raise CapabilityRefused(
+            "compile_options['dynamic']=True with backend.tensor",
+            "mesh",
+            "layers that are cut are compiled anew for each shape. Leave dynamic out, and pad "
+            "sequences to few lengths; or set compile=false",
+        )
+    return dataclasses.replace(plan, compile_options={**plan.compile_options, "dynamic": False})
 
 
 class MeshSession(ProcessGroupSession):

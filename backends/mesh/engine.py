@@ -105,6 +105,10 @@ class MeshEngine(FsdpEngine):
         inside = {part for module in self.experts for part in module.modules()}
         return [*self.experts, *(unit for unit in super().choose_units() if unit not in inside)]
 
+    def compile(self, unit: nn.Module) -> None:
+        if unit not in self.experts:  # what they compute depends on how many tokens they are given
+            super().compile(unit)
+
     def cut_layers(self) -> Any:
         if self.mesh.shape.tensor > 1:
             self.fused = cut_layers(
@@ -141,7 +145,8 @@ class MeshEngine(FsdpEngine):
     def _compare_layers_with_whole(self, batch: Batch) -> None:
         """Raises `RecipeError` where they compute another loss."""
         batch = prefetch.move(batch, self.world.device)
-        with evaluating(self.module), self.buffers.of_rank_0():
+        once = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
+        with evaluating(self.module), self.buffers.of_rank_0(), once:
             with self.autocast(), _explaining_mixtures():
                 cut = float(self.recipe.loss(self.module, batch))
             with self.full_params() as module, self._autocast():

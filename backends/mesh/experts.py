@@ -149,6 +149,7 @@ class Experts:
             if counted:
                 self.module.num_experts = self.num_experts
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _called(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the module's forward: (N, D), (N, K), (N, K) to (N, D)."""
         tokens, indices, weights = self._checked(*args, **kwargs)

@@ -80,6 +80,13 @@ class PipelineEngine(MeshEngine):
         units = super().choose_units()
         return [unit for unit in units if own & {*unit.parameters()}]
 
+    def compile(self, unit: nn.Module) -> None:
+        """Its blocks, where it has some: a forward that is left on its way is not traced."""
+        inside = {*unit.modules()}
+        blocks = [self.module.get_submodule(name) for name in self.stages.blocks]
+        for part in [block for block in blocks if block in inside] or [unit]:
+            super().compile(part)
+
     def cut_layers(self) -> Any:
         """Let go of what other ranks have."""
         empty = {

@@ -13,13 +13,16 @@ from mesh_decoder import assert_alike, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
 from drivetrain import Parallel
+from drivetrain.backends.mesh.driver import driver
 from drivetrain.backends.mesh.one_layer import layer_of
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.state import assemble
 from drivetrain.conformance.subject import Subject
-from drivetrain.kernel.errors import RecipeError, SettingError
+from drivetrain.kernel.errors import CapabilityRefused, RecipeError, SettingError
+from drivetrain.kernel.plan import Plan
+from drivetrain.kernel.registry import refuse_unpromised
 
 ALWAYS = {
     "tensor": ("1_", "2_", "6_resume"),
@@ -58,6 +61,32 @@ def test_activations_are_recomputed(dimensions: dict[str, int]) -> None:
     """In backward, too, attention is over whole sequences and layers are cut."""
     settings = {"activation_checkpointing": ["Block"]}
     assert_alike(mesh(2, **dimensions).run(train, settings=settings)[0], alone())
+
+
+@pytest.mark.parametrize(
+    ("size", "dimensions", "plan"),
+    [
+        (2, {"tensor": 2}, "in sequence"),
+        pytest.param(4, {"tensor": 2}, "logits", marks=pytest.mark.slow),
+        pytest.param(2, {"pipeline": 2}, "plain", marks=pytest.mark.slow),
+        pytest.param(4, {"pipeline": 2, "tensor": 2}, "in sequence", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_blocks_compute_the_same(size: int, dimensions: dict[str, int], plan: str) -> None:
+    """Traced as the laws of `compile` do, but not compiled to machine code."""
+    compiled = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+    settings = {**compiled, "activation_checkpointing": ["Block"]}
+    assert_alike(mesh(size, **dimensions).run(train, plan=plan, settings=settings)[0], alone())
+
+
+def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before there is a process group."""
+    with pytest.raises(CapabilityRefused, match="refuses compile"):
+        refuse_unpromised(driver, Plan(compile=True, options=MeshOptions(context=2)), 2)
+    plan = Plan(compile=True, compile_options={"dynamic": True}, options=MeshOptions(tensor=2))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CapabilityRefused, match="compiled anew for each shape"), driver.open(plan):
+        pass
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

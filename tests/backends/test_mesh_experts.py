@@ -35,6 +35,12 @@ def test_activations_are_recomputed(part: str, tensor: int) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_around_experts_is_compiled() -> None:
+    compiled = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+    assert_alike(mesh(2, expert=2).run(train, settings=compiled)[0], alone())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
