@@ -195,11 +195,11 @@ class MeshEngine(FsdpEngine):
             torch._foreach_mul_(grads, shape.num_cut_experts / shape.num_cut)
 
     def _add_up_parts(self) -> None:
-        """The gradients of weights that ranks use on a part of the positions each."""
+        """The gradients of weights that ranks use on parts of heads or positions."""
         if not (grads := _grads_of(self._on_parts)):
             return
         total = torch.cat([grad.reshape(-1) for grad in grads]).to(self.world.device)
-        with self._named("adding up gradients of what is computed on parts of the positions"):
+        with self._named("adding up gradients of what is computed on parts"):
             dist.all_reduce(keep_for_a_while(total), group=self.mesh.tensor.get_group())
         for grad, summed in zip(grads, torch.split(total, [g.numel() for g in grads]), strict=True):
             grad.copy_(summed.view_as(grad))
@@ -230,7 +230,8 @@ class MeshEngine(FsdpEngine):
                 f"gradients of {', '.join(named[:10])} differ between ranks that hold the same: "
                 "these weights are used on parts of positions or of hidden units. Name their "
                 "modules in Parallel.tensor ('sequence' for what is computed between 'row' and "
-                "'column'), or set backend.tensor=1"
+                "'column', 'heads' for a normalisation between 'column' and 'row'), or set "
+                "backend.tensor=1"
             )
 
     def shards(self) -> Iterator[Piece]:

@@ -136,7 +136,7 @@ def cut_layers(
     layers = {
         name: layer_of(name, how, module.get_submodule(name))
         for name, how in chosen.items()
-        if how != "sequence"  # which computes with whole weights on what it is given
+        if how not in _ON_PARTS
     }
     fused = Fused(mesh.size())
     for pattern, name in matching(module, "fused", parallel.fused):
@@ -162,9 +162,9 @@ def cut_layers(
 
 
 def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
-    """The FQNs of weights that no layer cuts and that ranks use on a part of the positions each.
+    """The FQNs of weights that no layer cuts and that ranks use on parts of heads or positions.
     Raises `RecipeError` for one that is also used elsewhere."""
-    inside = [name for name, how in _chosen(module, parallel).items() if how == "sequence"]
+    inside = [name for name, how in _chosen(module, parallel).items() if how in _ON_PARTS]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not isinstance(parameter, DTensor):
@@ -175,7 +175,7 @@ def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
         if any(on_parts) and not all(on_parts):
             raise RecipeError(
                 f"{', '.join([first, *others])} are one parameter, of which Parallel.tensor names "
-                "one by 'sequence': name all, or none"
+                "one by 'sequence' or 'heads': name all, or none"
             )
         found += [first] if all(on_parts) else []
     return found
@@ -245,7 +245,10 @@ _COUNTERPARTS: Mapping[str, TensorCut] = {
     "colwise_gather_output": "vocabulary",
     "colwise_rep": "vocabulary",
     "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "heads",
 }
+_ON_PARTS = ("heads", "sequence")
+"""What computes with whole weights on what it is given."""
 
 
 def _check(layer: Layer, size: int, fused: Fused) -> None:

@@ -10,7 +10,7 @@ from ..kernel.errors import RecipeError
 
 __all__ = ["Parallel", "TensorCut"]
 
-TensorCut = Literal["column", "row", "vocabulary", "logits", "sequence"]
+TensorCut = Literal["column", "row", "vocabulary", "logits", "heads", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Parallel:
     its rows, or the head by its outputs, which every rank is given whole; need not divide.
     `logits`: the head likewise, whose outputs stay cut while there are gradients, for losses by
     `torch.nn.functional.cross_entropy`: no rank then holds the logits of all words.
+    `heads`: a normalisation of single heads, between `column` and `row`, on each rank's own.
     `sequence`: a normalisation, a router, or what else has weights between `row` and `column`, on a
     part of the positions each (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence,
     channels). In the place of a layer may stand what has it within and its `in_features` and

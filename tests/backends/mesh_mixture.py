@@ -254,17 +254,18 @@ def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
     return parts_of(bench, Recipe(model=Mixture, loss=loss, parallel=PARALLEL), source)
 
 
-def mixtral(bench: Bench, *, how: str = "eager") -> dict[str, Any]:
-    """A job: a small Mixtral, whose experts are computed by that implementation."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+def of_transformers(bench: Bench, *, name: str, how: str = "eager") -> dict[str, Any]:
+    """A job: a small model of that name, whose experts are computed by that implementation."""
+    import transformers
 
     def model() -> nn.Module:
-        config = MixtralConfig(
+        config = getattr(transformers, f"{name}Config")(
             hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=32,
             num_local_experts=4, num_experts_per_tok=2, experts_implementation=how,
+            moe_intermediate_size=16, head_dim=8, num_experts=4,
         )  # fmt: skip
-        built: nn.Module = MixtralForCausalLM(config)
+        built: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
         return built
 
     parts = {
@@ -273,14 +274,6 @@ def mixtral(bench: Bench, *, how: str = "eager") -> dict[str, Any]:
             lambda tokens, _: module(input_ids=tokens).logits,  # type: ignore[arg-type]
             batch,
         ),
-        "parallel": Parallel(
-            experts=["model.layers.*.mlp.experts"],
-            tensor={
-                "model.embed_tokens": "vocabulary",
-                "lm_head": "vocabulary",
-                "model.layers.*.self_attn.[qkv]_proj": "column",
-                "model.layers.*.self_attn.o_proj": "row",
-            },
-        ),
+        "parallel": Parallel(experts=["model.layers.*.mlp.experts"]),
     }
     return observed(bench, parts, {"steps": 3})

@@ -10,7 +10,7 @@ import mesh_mixture
 import pytest
 import torch
 from mesh_decoder import assert_alike, assert_resumed, mesh
-from mesh_mixture import IN_SEQUENCE, mixtral, train
+from mesh_mixture import IN_SEQUENCE, of_transformers, train
 
 from drivetrain import Parallel
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
@@ -104,22 +104,28 @@ def test_a_planted_fault_is_seen(
         run()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "dimensions", "how"),
+    ("size", "dimensions", "name", "how"),
     [
-        (2, {}, "eager"),
-        (2, {}, "grouped_mm"),
-        (2, {"tensor": 2}, "eager"),
-        (4, {"pipeline": 2}, "eager"),
+        (2, {"expert": 2, "tensor": 2}, "Qwen3Moe", "eager"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [
+                (2, {"expert": 2}, "Mixtral", "eager"),
+                (2, {"expert": 2}, "Mixtral", "grouped_mm"),
+                (2, {"tensor": 2}, "Mixtral", "eager"),
+                (2, {"expert": 2, "tensor": 2}, "Mixtral", "eager"),
+                (4, {"expert": 2, "pipeline": 2}, "Mixtral", "eager"),
+            ]
+        ),
     ],
 )
 def test_a_mixture_of_transformers_is_dealt(
-    size: int, dimensions: dict[str, int], how: str
+    size: int, dimensions: dict[str, int], name: str, how: str
 ) -> None:
-    """Its experts are stacked, and called so."""
-    (one,) = Subject("cpu").run(mixtral)
-    for seen in mesh(size, expert=2, **dimensions).run(mixtral, how=how):
+    """Its experts are stacked, and called so; its layers are cut by its own plan."""
+    (one,) = Subject("cpu").run(of_transformers, name=name)
+    for seen in mesh(size, **dimensions).run(of_transformers, name=name, how=how):
         assert_alike(seen, one)
 
 
