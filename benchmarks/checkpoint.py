@@ -308,6 +308,16 @@ def _kernel_load(state: State, folder: Path) -> None:
     state.engine.restore(CheckpointReader(newest(folder)))
 
 
+def _kernel_load_compared(state: State, folder: Path) -> None:
+    """As a resume does, which trusts no file."""
+    from drivetrain.checkpoint import CheckpointReader, newest
+
+    reader = CheckpointReader(newest(folder))
+    if damaged := reader.damaged_files():
+        raise SystemExit(f"the checkpoint is not as it was written: {damaged}")
+    state.engine.restore(reader)
+
+
 def _torch_load(state: State, folder: Path) -> None:
     _fill(state, torch.load(folder / "state.pt", weights_only=True))
 
@@ -330,6 +340,7 @@ def _dcp_load(state: State, folder: Path) -> None:
 LOADS: dict[str, tuple[str, Callable[[State, Path], None]]] = {
     "read": ("write", _read),
     "kernel": ("kernel", _kernel_load),
+    "kernel_compared": ("kernel", _kernel_load_compared),
     "dcp": ("dcp", _dcp_load),
     "torch": ("torch", _torch_load),
     "safetensors": ("safetensors", _safetensors_load),
@@ -407,11 +418,13 @@ BENCHMARKS = [
         "load",
         "Loading it",
         "Into a model that is there and an optimizer without moments, from a file in the page "
-        "cache, until every page has been written to, as a step does. MiB more: the most that "
+        "cache, until every page has been written to, as a step does. Checksums are of every byte "
+        "of every file, as a resume compares them. MiB more: the most that "
         "was held above before, less what the moments take.",
         {
             "read": "floor: plain read",
             "kernel": "drivetrain kernel",
+            "kernel_compared": "drivetrain kernel, checksums compared",
             "dcp": "torch DCP",
             "torch": "torch.load",
             "safetensors": "safetensors",

@@ -102,7 +102,7 @@ def keep(name: str, record: Mapping[str, Any]) -> None:
 
 def page() -> str:
     """The text of docs/performance.md, of all records that there are."""
-    from . import scale
+    from . import growth, scale
     from .suite import BENCHMARKS
 
     sections, waiting = [HEAD], []
@@ -117,8 +117,9 @@ def page() -> str:
             )
         else:
             waiting.append(f"- `{name}`: {benchmark.title}\n")
-    if (path := RECORDS / "scale.json").exists():
-        sections.append(scale.section(json.loads(path.read_text())))
+    for name, of in (("growth", growth), ("scale", scale)):
+        if (path := RECORDS / f"{name}.json").exists():
+            sections.append(of.section(json.loads(path.read_text())))
     if waiting:
         sections.append(f"## Not measured yet\n\n{''.join(waiting)}")
     if not (RECORDS / "gpu.json").exists():

@@ -1,4 +1,4 @@
-"""What an import costs over `import torch`."""
+"""What an import, and a first step, cost over `import torch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 
-from .harness import Benchmark, Column, Measured
+from .harness import ROOT, Benchmark, Column, Measured
 
 IMPORTS = {
     "nothing": "pass",
@@ -18,6 +18,20 @@ IMPORTS = {
     "fabric": "from lightning.fabric import Fabric",
     "lightning": "from lightning.pytorch import Trainer",
     "hugging_face": "from transformers import Trainer, TrainingArguments",
+}
+
+
+FIRST_STEP = """from benchmarks.problems import MLP
+from benchmarks.trainers import TRAINERS
+TRAINERS[{!r}](MLP, 1, 1)"""
+TRAINERS = {
+    "raw": "raw loop",
+    "kernel": "drivetrain kernel",
+    "compat": "drivetrain compat",
+    "fabric": "Lightning Fabric",
+    "accelerate": "Accelerate",
+    "hugging_face": "HF Trainer",
+    "lightning": "Lightning Trainer",
 }
 
 
@@ -40,16 +54,32 @@ print(json.dumps({"cpu": cpu, "wall": wall, **more}))
 
 
 def measure(candidate: str, quick: bool) -> Measured:
+    return _apart(IMPORTS[candidate])
+
+
+def measure_first_step(candidate: str, quick: bool) -> Measured:
+    return _apart(FIRST_STEP.format(candidate))
+
+
+def _apart(statements: str) -> Measured:
     """In one more process, which has imported torch and nothing else; another one before it has
     left the bytecode, as an installation does."""
-    command = [sys.executable, "-c", SCRIPT, IMPORTS[candidate]]
+    command = [sys.executable, "-c", SCRIPT, statements]
     writing = {name: it for name, it in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=writing)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=writing, cwd=ROOT
+        )
     figures: Measured = json.loads(done.stdout.splitlines()[-1])
     return figures
 
 
+NEEDS = {
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "lightning": "lightning",
+    "hugging_face": "transformers",
+}
 BENCHMARKS = [
     Benchmark(
         "import",
@@ -65,11 +95,24 @@ BENCHMARKS = [
             Column("modules", "modules", digits=0),
         ),
         plotted="CPU s",
-        needs={
-            "accelerate": "accelerate",
-            "fabric": "lightning",
-            "lightning": "lightning",
-            "hugging_face": "transformers",
-        },
-    )
+        needs=NEEDS,
+    ),
+    Benchmark(
+        "first_step",
+        "To the end of the first step",
+        "Of the tiny MLP, in a process that has imported torch: imports, all that is constructed, "
+        "one step and the end of the run. Most of the raw loop's is torch's own: its optimizers "
+        "import its compiler.",
+        TRAINERS,
+        measure_first_step,
+        (
+            Column("CPU s", "cpu"),
+            Column("CPU, times raw", "cpu", ratio=True),
+            Column("wall s", "wall"),
+            Column("MiB", "bytes", scale=2**-20, digits=0),
+            Column("modules", "modules", digits=0),
+        ),
+        plotted="CPU, times raw",
+        needs=NEEDS,
+    ),
 ]
