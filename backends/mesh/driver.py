@@ -48,7 +48,7 @@ class MeshDriver(FsdpDriver):
         return dataclasses.replace(
             super().capabilities(plan),
             # what a model recomputes is traced as if its sequences were whole
-            compile=options.context == 1,
+            compile=options.context == 1 and (options.tensor == 1 or _is_new_torch()),
             static_shapes=options.pipeline > 1,
             multiple_of_ranks=options.replicate * of_stage * options.pipeline,
         )
@@ -77,24 +77,23 @@ class MeshDriver(FsdpDriver):
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         shape = Shape.of(options_of(plan), num_launched())
-        if shape.pipeline > 1:
-            _require_new_torch(f"backend.pipeline={shape.pipeline}", "backend.pipeline=1")
+        if shape.pipeline > 1 and not _is_new_torch():
+            raise CapabilityRefused(
+                f"backend.pipeline={shape.pipeline}",
+                self.name,
+                f"this is torch {torch.__version__}, and the schedules of pipelines were not seen "
+                f"to compute what they should before {_OLDEST_SEEN}. Take that, or set "
+                "backend.pipeline=1",
+            )
         if shape.tensor > 1 and plan.compile:
-            _require_new_torch(f"compile with backend.tensor={shape.tensor}", "compile=false")
             plan = _compiled_by_shape(plan)
         with sharding.opened(plan) as world:
             yield MeshSession(plan, shape.world(world), Mesh(shape, world.device))
 
 
-def _require_new_torch(asked: str, otherwise: str) -> None:
-    """For what torch does there, which was not tried with older ones."""
-    if TorchVersion(torch.__version__) < _OLDEST_SEEN:
-        raise CapabilityRefused(
-            asked,
-            "mesh",
-            f"this is torch {torch.__version__}, and torch's part in this was not seen to compute "
-            f"what it should before {_OLDEST_SEEN}. Take that, or set {otherwise}",
-        )
+def _is_new_torch() -> bool:
+    """What pipelines, and compiled layers that are cut, need was not tried with older ones."""
+    return TorchVersion(torch.__version__) >= _OLDEST_SEEN
 
 
 def _compiled_by_shape(plan: Plan) -> Plan:

@@ -87,6 +87,9 @@ def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CapabilityRefused, match="compiled anew for each shape"), driver.open(plan):
         pass
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    with pytest.raises(CapabilityRefused, match="refuses compile"):
+        refuse_unpromised(driver, Plan(compile=True, options=MeshOptions(tensor=2)), 2)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
