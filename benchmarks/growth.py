@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from drivetrain import Mix, Recipe
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.backends.ddp import driver as ddp
 from drivetrain.backends.process_group import session as sessions
+from drivetrain.conformance.ports import free_port
 from drivetrain.data.open_dataset import by_sample
 from drivetrain.kernel.batches import Position
 from drivetrain.kernel.plan import Plan
@@ -89,7 +89,7 @@ def own_bytes() -> int:
 
 def of_ranks(size: int, times: int) -> dict[str, Any]:
     """Figures of so many ranks: the median over ranks, and the fullest memory."""
-    port = _free_port()
+    port = free_port()
     with _processes(size) as processes:
         ranks = [processes.submit(_rank, rank, size, port, times) for rank in range(size)]
         found = [rank.result() for rank in ranks]
@@ -104,12 +104,6 @@ def of_ranks(size: int, times: int) -> dict[str, Any]:
             for name in ("shared", "tcp", "exchange")
         },
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _processes(number: int) -> ProcessPoolExecutor:

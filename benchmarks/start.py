@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 from .harness import ROOT, Benchmark, Column, Measured
+from .steps import LABELS, NEEDS
 
 IMPORTS = {
     "nothing": "pass",
@@ -24,16 +25,6 @@ IMPORTS = {
 FIRST_STEP = """from benchmarks.problems import MLP
 from benchmarks.trainers import TRAINERS
 TRAINERS[{!r}](MLP, 1, 1)"""
-TRAINERS = {
-    "raw": "raw loop",
-    "kernel": "drivetrain kernel",
-    "compat": "drivetrain compat",
-    "fabric": "Lightning Fabric",
-    "accelerate": "Accelerate",
-    "hugging_face": "HF Trainer",
-    "lightning": "Lightning Trainer",
-}
-
 
 SCRIPT = """
 import json, sys, time
@@ -74,12 +65,6 @@ def _apart(statements: str) -> Measured:
     return figures
 
 
-NEEDS = {
-    "accelerate": "accelerate",
-    "fabric": "lightning",
-    "lightning": "lightning",
-    "hugging_face": "transformers",
-}
 BENCHMARKS = [
     Benchmark(
         "import",
@@ -103,7 +88,7 @@ BENCHMARKS = [
         "Of the tiny MLP, in a process that has imported torch: imports, all that is constructed, "
         "one step and the end of the run. Most of the raw loop's is torch's own: its optimizers "
         "import its compiler.",
-        TRAINERS,
+        LABELS,
         measure_first_step,
         (
             Column("CPU s", "cpu"),
