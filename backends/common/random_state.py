@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...kernel.errors import CheckpointDamaged
 
-__all__ = ["rng_state", "set_rng_state"]
+__all__ = ["drawn_seed", "rng_state", "seeded", "set_rng_state"]
 
 _ALWAYS = {"torch", "python", "python_gauss"}
 _OF_NUMPY = {"numpy", "numpy_gauss"}
@@ -61,6 +62,20 @@ def set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
             ) from error
     for _, _, put_back in acts:
         put_back()
+
+
+def drawn_seed() -> int:
+    """By torch's generator of the host, and small enough to add to."""
+    return int(torch.randint(2**62, ()))
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """torch's generators, of the host and of `device`, begin anew by `seed`; afterwards they are as
+    they were."""
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        torch.manual_seed(seed)
+        yield
 
 
 _Act = tuple[str, Callable[[], Any], Callable[[], Any]]

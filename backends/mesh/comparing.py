@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ...data.parallel import Parallel
 from ...kernel.plan import Plan
+from ...kernel.recipe import Batch, Recipe
+from ..common.random_state import rng_state, set_rng_state
 
-__all__ = ["alike", "evaluating"]
+__all__ = ["alike", "evaluating", "loss_to_compare"]
 
 _TOLERANCE = {torch.float32: 1e-4}
 _LOW_TOLERANCE = 5e-3
@@ -24,13 +27,24 @@ def alike(seen: float, expected: float, plan: Plan) -> bool:
     return not abs(seen - expected) > tolerance * abs(expected)
 
 
+def loss_to_compare(recipe: Recipe, plan: Plan) -> Callable[[nn.Module, Batch], Tensor] | None:
+    """By which parts and whole are compared; None where they are not."""
+    asked = (recipe.parallel or Parallel()).compare
+    if not (asked and plan.options.check):
+        return None
+    return recipe.loss if asked is True else asked
+
+
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode, which draws no random numbers."""
+def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """In evaluation mode, and with draws that leave no trace: what is computed again, in another
+    way, draws the same."""
     modes = [(part, part.training) for part in module.modules()]
+    before = rng_state(device)
     module.eval()
     try:
         yield
     finally:
+        set_rng_state(device, before)
         for part, training in modes:
             part.training = training

@@ -25,7 +25,7 @@ from ...kernel.plan import Plan
 from ...kernel.recipe import Batch, Recipe
 from ..common import prefetch
 from ..process_group.collectives import keep_for_a_while
-from .comparing import alike, evaluating
+from .comparing import alike, evaluating, loss_to_compare
 
 __all__ = ["SequenceParts", "WholeAttention"]
 
@@ -140,7 +140,7 @@ class SequenceParts:
     """This rank's part of the sequences of batches."""
 
     def __init__(self, recipe: Recipe, plan: Plan, group: Any, device: torch.device) -> None:
-        self.recipe, self.plan, self.group, self.device = recipe, plan, group, device
+        self.plan, self.group, self.device = plan, group, device
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
         self.attention = WholeAttention(group)
         self.parallel: Parallel = recipe.parallel or Parallel()
@@ -150,7 +150,7 @@ class SequenceParts:
                 "its batches is the sequence: give it parallel=drivetrain.Parallel(sequence={NAME: "
                 "DIMENSION}), or set backend.context=1"
             )
-        self._checked = not plan.options.check
+        self._loss = loss_to_compare(recipe, plan)
 
     def part(
         self,
@@ -160,9 +160,9 @@ class SequenceParts:
     ) -> Batch:
         """Of a batch; the first is used to compare the losses of parts and whole."""
         length = self._length(batch)
-        if not self._checked:
-            self._compare(batch, length, module, autocast)
-            self._checked = True
+        if self._loss is not None:
+            self._compare(self._loss, batch, length, module, autocast)
+            self._loss = None
         return self._part(batch, length)
 
     def _length(self, batch: Batch) -> int:
@@ -206,6 +206,7 @@ class SequenceParts:
     @torch.no_grad()
     def _compare(
         self,
+        loss: Callable[[nn.Module, Batch], Tensor],
         batch: Any,
         length: int,
         module: nn.Module,
@@ -215,11 +216,10 @@ class SequenceParts:
         short = min(length, _CHECKED_POSITIONS * self.size)
         whole = self._positions(batch, 0, short)
         part = self._part(whole, short)
-        with evaluating(module):
-            with autocast():
-                of_whole = self.recipe.loss(module, prefetch.move(whole, self.device))
-            with autocast(), self.attention:
-                of_part = self.recipe.loss(module, prefetch.move(part, self.device))
+        with evaluating(module, self.device), autocast():
+            of_whole = loss(module, prefetch.move(whole, self.device))
+        with evaluating(module, self.device), autocast(), self.attention:
+            of_part = loss(module, prefetch.move(part, self.device))
         total = of_part.detach().double().clone()
         dist.all_reduce(keep_for_a_while(total), group=self.group)
         seen, expected = float(total), float(of_whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,18 +24,24 @@ from ..common import models, prefetch
 from ..fsdp import dtensor, sharding
 from ..fsdp.driver import FsdpEngine
 from ..process_group.collectives import keep_for_a_while
-from .comparing import alike, evaluating
+from .comparing import alike, evaluating, loss_to_compare
 from .context import SequenceParts, WholeAttention
 from .experts import Experts, find_experts
 from .layers import Fused, InOrder, cut_layers, split, used_on_parts
 from .logits import LossOfParts, require_whole
-from .shape import Mesh, options_of
+from .shape import Mesh
 
 __all__ = ["MeshEngine"]
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_COMPARED = 500_000_000
 """Parameters of a model that is gathered to compare its layers."""
 
+_NOT_COMPARED = (
+    "layers, experts and stages that are cut were not compared with whole ones: the model has %s "
+    "parameters, and more than %s are not gathered for it. A smaller model of the same kind is"
+)
 
 _WHAT_MAY_BE_WRONG = {
     "expert": "Experts must treat each token by itself, whoever else goes to them, and find their "
@@ -80,13 +87,13 @@ class MeshEngine(FsdpEngine):
         self._on_parts = [self.module.get_parameter(name) for name in self._names_on_parts]
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
-        self._layers_compared = not (
-            max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1
-            and options_of(plan).check
-            and recipe.step is None
-            and not hasattr(recipe.loss, "of_update")
-            and self.num_parameters <= _MOST_COMPARED
-        )
+        self._loss = None
+        if max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1:
+            self._loss = loss_to_compare(recipe, plan)
+        if self._loss and self.num_parameters > _MOST_COMPARED:
+            self._loss = None
+            if world.leads:
+                _LOG.warning(_NOT_COMPARED, self.num_parameters, _MOST_COMPARED)
 
     def build_model(self, recipe: Recipe) -> nn.Module:
         plan = dataclasses.replace(self.plan, activation_checkpointing=())
@@ -134,23 +141,25 @@ class MeshEngine(FsdpEngine):
         """What this rank trains on of each batch. By the first one layers that are cut are compared
         with whole ones, and so are sequences."""
         for batch in batches:
-            if not self._layers_compared:
-                self._compare_layers_with_whole(batch)
-                self._layers_compared = True
+            if self._loss is not None:
+                self._compare_layers_with_whole(self._loss, batch)
+                self._loss = None
             if self.sequences is not None:
                 batch = self.sequences.part(batch, self.module, self.autocast)
             yield batch
 
     @torch.no_grad()
-    def _compare_layers_with_whole(self, batch: Batch) -> None:
+    def _compare_layers_with_whole(
+        self, loss: Callable[[nn.Module, Batch], Tensor], batch: Batch
+    ) -> None:
         """Raises `RecipeError` where they compute another loss."""
-        batch = prefetch.move(batch, self.world.device)
+        batch, device = prefetch.move(batch, self.world.device), self.world.device
         once = torch.compiler.set_stance("force_eager") if self.plan.compile else nullcontext()
-        with evaluating(self.module), self.buffers.of_rank_0(), once:
-            with self.autocast(), _explaining_mixtures():
-                cut = float(self.recipe.loss(self.module, batch))
-            with self.full_params() as module, self._autocast():
-                whole = float(self.recipe.loss(module, batch))
+        with self.buffers.of_rank_0(), once:
+            with evaluating(self.module, device), self.autocast(), _explaining_mixtures():
+                cut = float(loss(self.module, batch))
+            with self.full_params() as module, evaluating(module, device), self._autocast():
+                whole = float(loss(module, batch))
         for seen, expected in self._of_all_ranks(cut, whole):
             if alike(seen, expected, self.plan):
                 continue

@@ -3,13 +3,13 @@
 The kernel asks for forward and backward of one microbatch after the other. They wait for the last
 of their update, since a schedule wants to know all; so an update's microbatches are the pipeline's,
 and `micro_batch` says how large they are. `recipe.loss` is called for each, in each stage: but for
-the last, it is left when the model's forward is, so that no recipe is written for this.
+the last, it is left when the model's forward is, so that no recipe is written for this. What it
+draws for a microbatch (noise, say) is the same in all stages, whenever they come to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from ...kernel.contract import World
 from ...kernel.errors import RecipeError, ran_out
 from ...kernel.plan import Plan
 from ...kernel.recipe import Batch, Microstep, Recipe, check_loss
+from ..common import random_state
 from ..process_group.collectives import keep_for_a_while
 from .logits import require_whole
 from .pipeline import PipelineEngine
@@ -60,7 +61,7 @@ class FlyingEngine(PipelineEngine):
     def called(self, *args: Any, **kwargs: Any) -> Any:
         if (flight := self._flight) is None:
             return super().called(*args, **kwargs)
-        return super().compute(flight.stage, flight.take_off(), *args, **kwargs)
+        return self.compute(flight.stage, flight.take_off(), *args, **kwargs)
 
     def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
         """After what reduces and gathers weights has seen what the module returns: the loss is the
@@ -76,10 +77,9 @@ class FlyingEngine(PipelineEngine):
         queue, self._queue = self._queue, []
         items = microstep.num_items()
         weight = microstep.num_feeders / items if items else 0.0
-        with self._random_state_of_stage():
-            if self._may_fly(queue):
-                return self._fly(queue, weight)
-            return self._one_by_one(queue, weight)
+        if self._may_fly(queue):
+            return self._fly(queue, weight)
+        return self._one_by_one(queue, weight)
 
     def _may_fly(self, queue: Sequence[tuple[Batch, Microstep]]) -> bool:
         """True if the shapes of activations are known: all ranks of a stage decide alike."""
@@ -115,7 +115,8 @@ class FlyingEngine(PipelineEngine):
 
         def compute(stage: int, received: Tensor | None, index: int) -> Tensor:
             try:
-                made = self._in_flight(stage, received, *queue[index], weight, told)
+                with random_state.seeded(seed + index, device):
+                    made = self._in_flight(stage, received, *queue[index], weight, told)
             except Exception as error:  # others wait for this rank: it goes on to the end
                 failed.append(error)
                 shape = (1,) if stage == last_stage else self._shapes[stage].sizes
@@ -131,6 +132,7 @@ class FlyingEngine(PipelineEngine):
                 self._sync_gradients(True)
 
         self._sync_gradients(False)
+        seed = random_state.drawn_seed()
         with self._named("handing activations or gradients on"):
             fly(
                 options_of(self.plan).schedule,
@@ -190,16 +192,6 @@ class FlyingEngine(PipelineEngine):
         if self.loss_scale is not None:
             weight = weight * self.loss_scale.scale
         self._flight.weighted = (loss * weight).reshape(1)
-
-    @contextmanager
-    def _random_state_of_stage(self) -> Iterator[None]:
-        """Ranks of a line begin alike, since they see the same samples; no two stages should drop
-        the same activations."""
-        seed = int(torch.randint(2**62, ()))
-        device = self.world.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed + self.line.place)
-            yield
 
 
 @dataclass

@@ -8,6 +8,7 @@ a step, microbatches are in flight at once (see `flights`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece
-from ..common import models
+from ..common import models, random_state
 from ..common.buffers import write_unseen
 from ..fsdp import dtensor, meta_init
 from ..process_group.collectives import keep_for_a_while
@@ -149,8 +150,14 @@ class PipelineEngine(MeshEngine):
         return made
 
     def compute(self, stage: int, received: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """A stage of the model's forward."""
-        return self.stage_forward.run(stage, received, self._forward, *args, **kwargs)
+        """A stage of the model's forward. In training no two stages drop the same activations, and
+        all ranks of the line go on with the same random numbers, since they see the same samples.
+        """
+        run = functools.partial(self.stage_forward.run, stage, received, self._forward)
+        if not self.module.training:
+            return run(*args, **kwargs)
+        with random_state.seeded(random_state.drawn_seed() + stage, self.world.device):
+            return run(*args, **kwargs)
 
     def unused(self) -> Sequence[str]:
         told: list[Any] = [None] * self.line.size

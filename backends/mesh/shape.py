@@ -57,8 +57,8 @@ class MeshOptions(ShardingOptions):
     check: bool = True
     """Before the first update compute the loss of the beginning of a batch both in parts and whole,
     and that of a batch by layers that are cut, or stages, and whole, and refuse to train where they
-    differ. The
-    second gathers the whole model, and is left out of one with more than 500 million parameters."""
+    differ. The second gathers the whole model, and is left out, with a warning, where that has more
+    than 500 million parameters."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

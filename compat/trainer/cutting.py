@@ -40,7 +40,14 @@ def how_to_cut(trainer: TrainerParts) -> Parallel | None:
             trainer.driver_session.driver.name,
             f"{why}; or set parallelism_config's cp_size and sp_size to 1",
         )
-    if not sequences and max(along("expert"), along("tensor")) == 1:
+    if along("pipeline") > 1 and _keeps_router_logits(model):
+        raise ArgumentRefused(
+            "output_router_logits with backend_options['pipeline']",
+            trainer.driver_session.driver.name,
+            "blocks keep them aside for the loss, and stages hand on activations alone. Set "
+            "model.config.output_router_logits=False, or leave the option out",
+        )
+    if max(along(name) for name in ("context", "expert", "tensor", "pipeline")) == 1:
         return None
     prefix = "" if model is trainer.model else "*"
     return Parallel(
@@ -89,7 +96,7 @@ def _unfit(trainer: TrainerParts, model: nn.Module) -> Iterator[tuple[str, str]]
             f"attn_implementation={attention!r}",
             "load the model with attn_implementation='sdpa'",
         )
-    if getattr(config, "output_router_logits", False):
+    if _keeps_router_logits(model):
         yield (
             "output_router_logits",
             "it multiplies means over all tokens. Set model.config.output_router_logits=False",
@@ -114,6 +121,10 @@ def _unfit(trainer: TrainerParts, model: nn.Module) -> Iterator[tuple[str, str]]
             "include_num_input_tokens_seen='non_padding'",
             "masks are gone when tokens are counted. Set it to 'all'",
         )
+
+
+def _keeps_router_logits(model: nn.Module) -> bool:
+    return bool(getattr(_text_config(model), "output_router_logits", False))
 
 
 def _text_config(model: Any) -> Any:

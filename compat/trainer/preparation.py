@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ...data.parallel import Parallel
 from ..arguments.options import refuse_kernels
 from ..integrations.liger import apply_liger_kernel
 from ..integrations.neftune import NeftuneMixin
@@ -93,8 +95,9 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             generates_in_step(model)
         self._names = self._names_in_optimizer(model)
         if training or sharded:
-            how = self._cut_by()
-            return self.driver_session.prepare(model, self._build_optimizer, **how).module
+            parallel = self._cut_by()
+            engine = self.driver_session.prepare(model, self._build_optimizer, parallel=parallel)
+            return engine.module
         prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
             return prepared.engine.module
@@ -102,15 +105,14 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             self._move_model_to_device(model, self.args.device)
         return model
 
-    def _cut_by(self) -> dict[str, Any]:
-        """What a driver is told that cuts layers, sequences or experts, and a loss by which it
-        compares what it has cut with the whole; subclasses may compute theirs of other batches.
+    def _cut_by(self) -> Parallel | None:
+        """How a driver may cut the model, and a loss by which it compares parts with the whole;
+        subclasses may compute theirs of other batches.
         """
-        parallel = how_to_cut(self)
+        if (parallel := how_to_cut(self)) is None:
+            return None
         prepares = any(is_overridden(type(self), n) for n in ("training_step", "_prepare_inputs"))
-        if parallel is None or prepares or self.driver_session.ranks_along("pipeline") > 1:
-            return {"parallel": parallel}
-        return {"parallel": parallel, "step": None, "loss": self._loss_to_compare}
+        return replace(parallel, compare=False if prepares else self._loss_to_compare)
 
     def _loss_to_compare(self, module: nn.Module, batch: Any) -> Any:
         """A sum, where a loss is divided by the items that it is told."""

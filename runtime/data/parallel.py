@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from torch import Tensor, nn
 
 from ..kernel.errors import RecipeError
 
@@ -58,6 +60,11 @@ class Parallel:
     positions: str = ""
     """The name under which a batch that is cut along sequences tells the model where its positions
     are, integers of shape (1, length); made by the driver where the batch has none of that name."""
+
+    compare: bool | Callable[[nn.Module, Any], Tensor] = True
+    """Before the first update drivers compare the loss of what they have cut with that of the
+    whole, on the first batch of each rank: by `Recipe.loss`, or by this, of the same module and
+    batch, where a `Recipe.step` trains by another. False: not, as with `backend.check=false`."""
 
     def __post_init__(self) -> None:
         for pattern, how in self.tensor.items():

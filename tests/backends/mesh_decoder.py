@@ -7,7 +7,8 @@ Queries, keys and values are one layer, the embedding and the head are one matri
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -99,7 +100,22 @@ def adapted(decoder: nn.Module) -> nn.Module:
     return changed
 
 
-CHANGES = {"": lambda decoder: decoder, "adapted": adapted, "scaled": scaled}
+def drawing(decoder: nn.Module) -> nn.Module:
+    def draw(block: nn.Module, *given: Any) -> None:
+        if block.training:
+            DRAWN["block"].append((0, float(torch.rand(()))))
+
+    for block in decoder.get_submodule("blocks"):
+        block.register_forward_pre_hook(draw)
+    return decoder
+
+
+CHANGES = {
+    "": lambda decoder: decoder,
+    "adapted": adapted,
+    "drawing": drawing,
+    "scaled": scaled,
+}
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
@@ -151,10 +167,12 @@ def twice(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return (loss(module, batch) + loss(module, batch)) / 2
 
 
-def step_of_twice(module: nn.Module, batch: Mapping[str, Tensor], microstep: Any) -> Tensor:
+def own_step_of(
+    summed: Callable[..., Tensor], module: nn.Module, batch: Mapping[str, Tensor], microstep: Any
+) -> Tensor:
     with microstep.autocast():
-        summed = twice(module, batch)
-    done: Tensor = microstep.backward(summed, microstep.num_feeders / microstep.num_items())
+        loss = summed(module, batch)
+    done: Tensor = microstep.backward(loss, microstep.num_feeders / microstep.num_items())
     return done
 
 
@@ -171,12 +189,26 @@ def of_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return (first + each.sum()) / 2
 
 
+DRAWN: dict[str, list[tuple[int, float]]] = {"loss": [], "block": []}
+"""By the words of the microbatch, while this process trains."""
+
+
+def noisy(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """As of a diffusion: what the model is given depends on a draw, and the loss on the same."""
+    drawn = torch.rand(())
+    if module.training:
+        DRAWN["loss"].append((int(batch["tokens"].sum()), float(drawn)))
+    return loss(module, batch) * (0.5 + drawn)
+
+
 def by_hand(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     logits = module(batch["tokens"], batch.get("positions"))
     return -logits.flatten(0, 1).log_softmax(-1)[:, 0].sum()
 
 
-LOSSES = {each.__name__: each for each in (loss, forgets_positions, mean, twice, of_parts, by_hand)}
+LOSSES = {
+    each.__name__: each for each in (loss, forgets_positions, mean, twice, of_parts, noisy, by_hand)
+}
 
 
 def count_items(batch: Mapping[str, Tensor]) -> int:
@@ -335,11 +367,19 @@ def train(
         "model": lambda: CHANGES[changed](Decoder(heads, layers, tied)),
         "loss": LOSSES[lossy],
         "parallel": dataclasses.replace(PLANS[plan], **changes),
-        "step": step_of_twice if own_step else None,
+        "step": functools.partial(own_step_of, LOSSES[lossy]) if own_step else None,
         "optimizer": optimizer,
     }
     chosen = {"steps": steps, **(settings or {})}
     return observed(bench, parts, chosen, length=length, out=out, resume=resume)
+
+
+def draws(bench: Bench, **arguments: Any) -> dict[str, list[tuple[int, float]]]:
+    """A job: what the loss and the blocks of this rank draw in a training, from the least on."""
+    for each in DRAWN.values():
+        each.clear()
+    train(bench, lossy="noisy", changed="drawing", **arguments)
+    return {name: sorted(each) for name, each in DRAWN.items()}
 
 
 def observed(

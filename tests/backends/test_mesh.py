@@ -92,6 +92,12 @@ def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         refuse_unpromised(driver, Plan(compile=True, options=MeshOptions(tensor=2)), 2)
 
 
+def test_a_loss_may_draw_random_numbers() -> None:
+    """Whole and cut layers are compared by the same, and the training draws those of one
+    process."""
+    assert_alike(mesh(2, tensor=2).run(train, lossy="noisy")[0], alone(lossy="noisy"))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Its curve is that of one process in this precision, to the roundings of 2**-8 of a few

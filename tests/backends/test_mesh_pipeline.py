@@ -10,7 +10,7 @@ from typing import Any
 import mesh_decoder
 import pytest
 import torch
-from mesh_decoder import assert_alike, assert_resumed, held, mesh, train
+from mesh_decoder import assert_alike, assert_resumed, draws, held, mesh, train
 from torch import nn
 
 from drivetrain.backends.mesh.driver import driver
@@ -66,6 +66,17 @@ def test_any_microbatches(settings: dict[str, Any]) -> None:
         expected = alone(**{k: v for k, v in told.items() if k == "micro_batch"})
     for seen in mesh(2, pipeline=2, **options).run(train, settings=told):
         assert_alike(seen, expected)
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+@pytest.mark.parametrize("micro_batch", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_noise_of_a_loss_is_the_same_in_all_stages(own_step: bool, micro_batch: int) -> None:
+    """Its first stage computes with it, and the last compares with it. Blocks draw their own."""
+    settings = {"micro_batch": micro_batch}
+    first, last = mesh(2, pipeline=2).run(draws, settings=settings, own_step=own_step)
+    assert first["loss"] == last["loss"]
+    assert len({drawn for _, drawn in first["loss"]}) > 6  # updates
+    assert not {*first["block"]} & {*last["block"]}
 
 
 @pytest.mark.slow
@@ -127,7 +138,7 @@ def test_copies_stay_equal_bit_for_bit(fault: str) -> None:
 @pytest.mark.slow
 def test_a_step_of_ones_own_may_call_the_module_twice() -> None:
     """One microbatch after the other."""
-    for seen in mesh(4, pipeline=2).run(train, own_step=True):
+    for seen in mesh(4, pipeline=2).run(train, own_step=True, lossy="twice"):
         assert_alike(seen, alone())
 
 

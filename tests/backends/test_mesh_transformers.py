@@ -62,6 +62,13 @@ RECOMPUTED = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
             {"options": {"tensor": 2, "expert": 2}},
         ),
         ("balanced", {"expert": 2}, {"options": {"expert": 2}, "readers": 2}),
+        ("llama", {"pipeline": 2}, {"options": {"pipeline": 2}}),
+        pytest.param(
+            "adapted mixtral",
+            {"pipeline": 2},
+            {"options": {"pipeline": 2}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "mixtral",
             {"context": 2, "expert": 2},
@@ -94,15 +101,40 @@ def test_its_curve_is_that_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "said"),
-    [("OfMeans", "a sum over positions"), ("WithoutPositions", "must know its positions")],
+    ("dimensions", "changes", "said"),
+    [
+        # larger weights, or attention hardly tells positions apart
+        (
+            {"context": 2},
+            {"trainer": "OfMeans", "model": {"initializer_range": 0.5}},
+            "a sum over positions",
+        ),
+        (
+            {"context": 2},
+            {"trainer": "WithoutPositions", "model": {"initializer_range": 0.5}},
+            "must know its positions",
+        ),
+        ({"pipeline": 2}, MODELS["balanced"], "blocks keep them aside for the loss"),
+    ],
+    ids=str,
 )
 def test_a_loss_that_parts_do_not_add_up_to_is_refused(
-    trainer: str, said: str, tmp_path: Path
+    dimensions: dict[str, int], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """Before the first update."""
     with pytest.raises(WorkerFailure, match=said):
-        mesh(2, context=2).run(
-            train, trainer=trainer, folder=str(tmp_path), sizes={"cp_size": 2}, alone=True,
-            model={"initializer_range": 0.5},  # or attention hardly tells positions apart
-        )  # fmt: skip
+        mesh(2, **dimensions).run(
+            train, folder=str(tmp_path), options=dimensions, alone=True, **changes
+        )
+
+
+@pytest.mark.parametrize("dimensions", [{"context": 2}, {"tensor": 2}], ids=str)
+def test_a_training_step_of_ones_own(
+    dimensions: dict[str, int], folder: Path, tmp_path: Path
+) -> None:
+    """By which nothing can be compared: it may prepare batches."""
+    changes = {"trainer": "OwnStep", "options": dimensions}
+    for seen in mesh(2, **dimensions).run(train, folder=str(tmp_path), **changes):
+        torch.testing.assert_close(
+            seen["losses"], alone(folder, "llama")["losses"], rtol=1e-5, atol=0
+        )
