@@ -26,7 +26,8 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 
 from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
 
-MESHES = tuple(f"mesh:2,{name}=2" for name in ("tensor", "context", "expert", "pipeline"))
+DIMENSIONS = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
+MESHES = tuple(f"mesh:2,{name}=2" for name in DIMENSIONS)
 """Proved on the newest torch, which pipelines need."""
 
 

@@ -44,18 +44,21 @@ class MeshDriver(FsdpDriver):
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = options_of(plan)
-        of_stage = math.lcm(options.context * options.tensor, options.expert)
+        dealt = options.context * options.tensor * (options.shard or 1)
+        copies = options.least_ranks // dealt
         return dataclasses.replace(
             super().capabilities(plan),
             # what a model recomputes is traced as if its sequences were whole
             compile=options.context == 1 and (options.tensor == 1 or _is_new_torch()),
             static_shapes=options.pipeline > 1,
-            multiple_of_ranks=options.replicate * of_stage * options.pipeline,
+            multiple_of_ranks=copies * math.lcm(dealt, options.expert),
         )
 
     def num_parts(self, options: Any, world_size: int) -> int:
         asked: MeshOptions = options
-        return max(1, world_size // (asked.replicate * asked.tensor * asked.pipeline))
+        if asked.shard is not None:
+            return asked.shard * asked.context
+        return max(1, world_size // ((asked.replicate or 1) * asked.tensor * asked.pipeline))
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int

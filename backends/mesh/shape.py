@@ -19,7 +19,7 @@ from .matching import largest_divisor
 
 __all__ = ["Mesh", "MeshOptions", "Shape", "options_of"]
 
-_FIXED = ("pipeline", "replicate", "context", "tensor")
+_DIMENSIONS = ("pipeline", "replicate", "context", "tensor", "shard")
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,9 @@ class MeshOptions(ShardingOptions):
     """How many ranks there are along each dimension of the mesh. Ranks count through `tensor`
     first, which should stay within a machine, then `context`, `shard`, `replicate`, `pipeline`."""
 
-    replicate: int = 1
-    """Groups of ranks that hold the same parts and see different samples."""
+    replicate: int | None = None
+    """Groups of ranks that hold the same parts and see different samples; by default 1, or, where
+    `shard` is given, as many as the other dimensions leave over."""
     shard: int | None = None
     """Ranks over which weights, gradients and state are cut, and that see different samples; by
     default those that the other dimensions leave over."""
@@ -62,7 +63,7 @@ class MeshOptions(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in (*_FIXED, "shard", "expert"):
+        for name in (*_DIMENSIONS, "expert"):
             check_range(f"backend.{name}", getattr(self, name), 1)
         self._check_pipeline()
 
@@ -82,6 +83,11 @@ class MeshOptions(ShardingOptions):
                 "statistics are over all ranks, and other stages compute other layers. Set "
                 "backend.sync_batch_norm=false"
             )
+
+    @property
+    def least_ranks(self) -> int:
+        """Of which a mesh has a multiple: all that is told of its dimensions."""
+        return math.prod(getattr(self, name) or 1 for name in _DIMENSIONS)
 
     @property
     def num_stages(self) -> int:
@@ -105,21 +111,22 @@ class Shape:
     @classmethod
     def of(cls, options: MeshOptions, size: int) -> Shape:
         """For so many ranks. Raises `SettingError` where they do not fit."""
-        fixed = {name: getattr(options, name) for name in _FIXED}
-        needed = math.prod(fixed.values()) * (options.shard or 1)
-        if size % needed == 0 and options.shard in (None, size // math.prod(fixed.values())):
-            shard = size // math.prod(fixed.values())
-            return cls(shard=shard, expert=options.expert, **fixed)
-        asked = " x ".join(f"{name} {number}" for name, number in fixed.items())
-        if options.shard is not None:
-            asked += f" x shard {options.shard}"
-            rule = f"is a mesh of {needed} ranks"
-        else:
-            rule = f"needs a multiple of {needed} ranks"
-        nearest = needed if options.shard else needed * max(1, round(size / needed))
+        asked = {name: getattr(options, name) for name in _DIMENSIONS}
+        given = {name: number for name, number in asked.items() if number is not None}
+        needed = options.least_ranks
+        left, missed = divmod(size, needed)
+        if not missed and (left == 1 or len(given) < len(asked)):
+            rest = "replicate" if "shard" in given else "shard"
+            fitting = {"replicate": 1, rest: left, **given}
+            return cls(expert=options.expert, **fitting)
+        nearest = needed * max(1, round(size / needed))
+        rule = f"needs a multiple of {needed} ranks"
+        if len(given) == len(asked):
+            nearest, rule = needed, f"is a mesh of {needed} ranks"
         raise SettingError(
-            f"backend: {asked} {rule}, and there are {size}: start {nearest} (--nproc), or change "
-            "one of backend." + ", backend.".join((*_FIXED, "shard"))
+            f"backend: {' x '.join(f'{name} {number}' for name, number in given.items())} {rule}, "
+            f"and there are {size}: start {nearest} (--nproc), or change one of backend."
+            + ", backend.".join(_DIMENSIONS)
         )
 
     @property

@@ -9,6 +9,7 @@ from typing import Any, cast
 import mesh_decoder
 import pytest
 import torch
+from environments import python_of_all
 from mesh_decoder import assert_alike, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
@@ -28,6 +29,8 @@ ALWAYS = {
     "tensor": ("1_", "2_", "6_resume"),
     "context": ("1_gradient-plain_sgd",),
     "expert": ("1_gradient-plain_sgd",),
+    "replicate": (),
+    "shard": (),
 }
 """What of the laws is proved not only with the slow tests: of the gradient, its norm and
 checkpoints; what others are about is done as by `fsdp`."""
@@ -43,6 +46,29 @@ checkpoints; what others are about is done as by `fsdp`."""
 )
 def test_laws(case: Case) -> None:
     case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=f"{name}-{c}")
+        for name in ALWAYS
+        for c in cases("mesh", options={name: 2}, python=python_of_all())
+    ],
+)
+def test_laws_with_the_oldest_torch(case: Case) -> None:
+    """What it cannot do is refused."""
+    case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+def test_pipelines_are_refused_with_the_oldest_torch() -> None:
+    old = Subject("mesh", options={"pipeline": 2}, num_processes=2, python=python_of_all())
+    with pytest.raises(WorkerFailure, match=r"refuses backend\.pipeline=2: this is torch 2\.8"):
+        old.run(train)
 
 
 @functools.cache
@@ -265,12 +291,27 @@ def test_what_cannot_be_cut_is_refused(
     [
         ({"tensor": 3}, 4, "tensor 3 needs a multiple of 3 ranks, and there are 4: start 3"),
         ({"tensor": 2, "context": 2}, 6, "needs a multiple of 4 ranks, and there are 6: start 8"),
-        ({"shard": 2}, 6, "shard 2 is a mesh of 2 ranks, and there are 6: start 2"),
+        ({"shard": 4}, 6, "shard 4 needs a multiple of 4 ranks, and there are 6: start 8"),
+        (
+            {"shard": 2, "replicate": 1},
+            6,
+            "shard 2 is a mesh of 2 ranks, and there are 6: start 2",
+        ),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused(options: dict[str, int], size: int, said: str) -> None:
     with pytest.raises(SettingError, match=said):
         Shape.of(MeshOptions(**options), size)
+
+
+@pytest.mark.parametrize(
+    ("options", "replicate", "shard"), [({}, 1, 4), ({"replicate": 2}, 2, 2), ({"shard": 2}, 2, 2)]
+)
+def test_what_is_not_told_takes_the_ranks_that_are_left(
+    options: dict[str, int], replicate: int, shard: int
+) -> None:
+    shape = Shape.of(MeshOptions(context=2, **options), 8)
+    assert (shape.replicate, shape.shard) == (replicate, shard)
 
 
 def test_a_plan_says_how() -> None:

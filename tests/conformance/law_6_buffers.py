@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .bench import Bench
-from .cases import check
+from .cases import Refused, check
 from .jobs import accumulate, deal, microbatches, optimizer_called
 from .judge import require, require_same_bits
+from .law_7_capabilities import world_of
 from .problems import PROBLEMS, Normalised
-from .refusal import problem_for
+from .refusal import problem_for, refuses
 from .rehearsal import rehearse
 from .state import assemble, pieces
 from .subject import Subject
@@ -41,19 +42,24 @@ def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int 
 
 
 @check()
-def one_process_normalises_as_plain_torch(subject: Subject) -> None:
+def one_process_normalises_as_plain_torch(subject: Subject) -> Refused | None:
     """Means, variances and counts are those of the samples of each batch."""
+    if refused := refuses_one_reader(subject):
+        return refused
     rates = [0.005] * 9
     seen = rehearse(subject.at(1), "normalised", optimizer="SGD", steps=9, rates=rates)
     seen.require_losses(2e-6)
     seen.require_weights(2e-6)
+    return None
 
 
 @check()
-def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
+def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
     """Though they run twice where activations are recomputed."""
     if not subject.can("activation_checkpointing"):
-        return
+        return None
+    if refused := refuses_one_reader(subject):
+        return refused
     seen = rehearse(
         subject.at(1),
         "normalised",
@@ -63,6 +69,15 @@ def recomputed_layers_count_a_batch_once(subject: Subject) -> None:
         activation_checkpointing=("BatchNorm1d",),
     )
     seen.require_weights(2e-6)
+    return None
+
+
+def refuses_one_reader(subject: Subject) -> Refused | None:
+    """Where a driver, with its options, always has several, each of which normalises its own
+    samples; None where it can have one."""
+    if subject.at(1).run(world_of)[0]["readers"] == 1:
+        return None
+    return refuses(subject, "multiple_of_ranks", "1 rank", {}, world=1)
 
 
 class Watched(Normalised):

@@ -59,7 +59,8 @@ def without_a_launcher_a_process_is_alone(subject: Subject) -> Refused | None:
     if subject.at(1).world > 1:
         return refuses(subject, "multiple_of_ranks", "1 rank", {}, world=1)
     (world,) = subject.at(1).run(world_of, launched=False)
-    require_same("rank and size without a launcher", world, {"rank": 0, "size": 1, "feeders": 1})
+    expected = {"rank": 0, "size": 1, "readers": 1, "feeders": 1}
+    require_same("rank and size without a launcher", world, expected)
     return None
 
 
@@ -174,10 +175,14 @@ def feeds_ahead(subject: Subject) -> None:
 
 @check()
 def sharded(subject: Subject) -> None:
-    """Where it is not declared, each rank holds all of the weights; where it is, less."""
+    """Where it is not declared, each rank holds all of the weights; where it is, less, or at least
+    in twice as many ranks, where the options have as many copies as there are ranks.
+    """
     problem = problem_for(subject, "language")
     held = subject.run(weights_held, problem=problem)
     whole = sum(p.numel() for p in PROBLEMS[problem].model().parameters())
+    if subject.can("sharded") and len(held) > 1 and max(held) == whole:
+        held = subject.at(2 * subject.world).run(weights_held, problem=problem)
     if not subject.can("sharded"):
         require_same("weights held by each rank", held, [whole] * len(held))
     elif len(held) > 1:
@@ -277,7 +282,12 @@ def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:
         stack.callback(os.environ.update, kept)
         session = stack.enter_context(bench.open())
         world = session.world
-        return {"rank": world.rank, "size": world.size, "feeders": world.num_feeders}
+        return {
+            "rank": world.rank,
+            "size": world.size,
+            "readers": world.num_readers,
+            "feeders": world.num_feeders,
+        }
 
 
 def forwards(bench: Bench, *, problem: str, settings: dict[str, Any]) -> int:
