@@ -1,9 +1,14 @@
 """The cpu driver keeps the laws."""
 
+import functools
+import warnings
+from typing import Any
+
 import pytest
 import torch
+from torch.optim import optimizer as hooks
 
-from drivetrain.backends.common.stepping import global_norm
+from drivetrain.backends.common.stepping import global_norm, take_step
 from drivetrain.conformance import Case, cases
 
 
@@ -18,3 +23,58 @@ def test_the_norm_of_gradients_in_16_bits_is_exact() -> None:
     grads += [torch.randn(7, generator=generator), torch.randn(7, generator=generator).double()]
     expected = torch.cat([grad.double() for grad in grads]).norm()
     torch.testing.assert_close(global_norm(grads).double(), expected, rtol=1e-6, atol=0)
+
+
+def an_optimizer() -> torch.optim.Optimizer:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return torch.optim.AdamW([weight])
+
+
+def test_a_step_of_an_optimizer_is_taken_with_its_hooks() -> None:
+    optimizer, heard = an_optimizer(), list[str]()
+    take_step(optimizer)
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        hooks.register_optimizer_step_pre_hook,
+        hooks.register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: heard.append(register.__name__))  # noqa: B023
+        take_step(optimizer)
+        handle.remove()
+    assert len(set(heard)) == 4
+    assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 5
+
+
+def test_a_step_of_an_optimizer_is_taken_as_its_user_has_changed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard = list[str]()
+
+    def heard_as(name: str, step: Any) -> Any:
+        return functools.wraps(step)(lambda *given: (heard.append(name), step(*given))[1])
+
+    optimizer = an_optimizer()
+    monkeypatch.setattr(torch.optim.AdamW, "step", heard_as("class", torch.optim.AdamW.step))
+    take_step(optimizer)
+    optimizer.step = heard_as("own", optimizer.step)
+    take_step(optimizer)
+    assert heard == ["class", "own", "class"]
+    monkeypatch.undo()
+    optimizer = an_optimizer()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a schedule that has seen no step
+        take_step(optimizer)
+        schedule.step()
+    optimizer.step = heard_as("over the schedule's", optimizer.step)
+    take_step(optimizer)
+    assert heard[3:] == ["over the schedule's"]
+
+
+def test_a_profiler_sees_the_step_of_an_optimizer() -> None:
+    optimizer = an_optimizer()
+    with torch.profiler.profile() as profiled:
+        take_step(optimizer)
+    assert "Optimizer.step#AdamW.step" in {event.key for event in profiled.key_averages()}
