@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from .state import TrainerControl, TrainerState
 
-__all__ = ["CallbackHandler", "TrainerCallback"]
+__all__ = ["CallbackHandler", "TrainerCallback", "is_heard"]
 
 _log = logging.getLogger(__name__)
 
@@ -300,3 +300,14 @@ def _obey(answer: Any, control: TrainerControl, event: str) -> TrainerControl:
         f"{event} returned {answer!r}; return None, the control, or a dict of "
         f"the flags {', '.join(_FLAGS)}"
     )
+
+
+def is_heard(event: str, handler: Any) -> bool:
+    """True if that event of the handler calls anybody; also of one that is not ours, which may do
+    more than that."""
+    if type(handler) is not CallbackHandler:
+        return True
+    for callback in handler.callbacks:
+        if getattr(getattr(callback, event), "__func__", None) not in _NO_REACTIONS:
+            return True
+    return False

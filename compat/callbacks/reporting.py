@@ -115,7 +115,7 @@ class ReportingMixin(TrainerParts):
         if num_parameters is None:
             own = getattr(self.model, "floating_point_ops", None)
             return float(own(inputs)) if callable(own) else 0
-        tokens = self._main_input(inputs)
+        tokens = self._main_input(inputs) if num_parameters else None
         return 0 if tokens is None else int(6 * tokens.numel() * num_parameters)
 
     def _num_counted_parameters(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...kernel.batches import Group, Position
 from ...kernel.contract import Outcome
@@ -15,6 +16,7 @@ from ...kernel.events import Request, StepSkipped
 from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
+from ..callbacks.base import is_heard
 from ..optim.schedules import follows_a_metric
 from .between_steps import BetweenStepsMixin
 from .debugging import print_xla_metrics
@@ -58,18 +60,13 @@ class TrainerPolicy:
         self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
         self._scheduler: Any = None
         self._follows_a_metric = self._reads_gradients = False
-        measures_before = self._measures_gradients and not trainer.driver_session.clips
-        before = [self._measure] if measures_before else []
-        self._hooks = [
-            *(self.optimizer.register_step_pre_hook(hook) for hook in before),
-            self.optimizer.register_step_pre_hook(self._before_optimizer_step),
-            self.optimizer.register_step_post_hook(self._after_optimizer_step),
-        ]
+        self._hooks: list[RemovableHandle] = []
 
     def close(self) -> None:
         """Take the hooks off the optimizer."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def run(self, loop: TrainLoop) -> None:
         """All steps, to the end or until ranks agree to stop."""
@@ -121,12 +118,35 @@ class TrainerPolicy:
 
     def _filtered(self, loss: Tensor) -> Tensor:
         """The loss; where it is not finite, the mean of those since the last log."""
-        if loss.device.type == "cpu" and math.isfinite(loss.item()):
+        if loss.is_cpu and math.isfinite(loss.item()):
             return loss
         training, state = self.trainer._running(), self.trainer.state
         steps = 1 + state.global_step - self.trainer._globalstep_last_logged
         mean = torch.as_tensor(training.window.loss_sum / steps, device=loss.device)
         return torch.where(torch.isfinite(loss), loss, mean.to(loss.dtype))
+
+    # --- around the optimizer's step ----------------------------------------------------------
+
+    def _hook(self) -> None:
+        """Have the optimizer tell of its step while anybody wants to know, which takes longer than
+        to ask in each step who does."""
+        handler = self.trainer.callback_handler
+        wanted = (
+            self._measures_gradients
+            or self._reads_gradients
+            or is_heard("on_pre_optimizer_step", handler)
+            or is_heard("on_optimizer_step", handler)
+        )
+        if wanted and not self._hooks:
+            optimizer, clips = self.optimizer, self.trainer.driver_session.clips
+            before = [self._measure] if self._measures_gradients and not clips else []
+            self._hooks = [
+                *(optimizer.register_step_pre_hook(hook) for hook in before),
+                optimizer.register_step_pre_hook(self._before_optimizer_step),
+                optimizer.register_step_post_hook(self._after_optimizer_step),
+            ]
+        elif self._hooks and not wanted:
+            self.close()
 
     def _measure(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.grad_norm = self.trainer._own_grad_norm()
@@ -139,8 +159,6 @@ class TrainerPolicy:
 
     def _after_optimizer_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         trainer = self.trainer
-        if trainer.lr_scheduler is not self._scheduler:
-            self._look_at(trainer.lr_scheduler)
         if self._reads_gradients:
             groups = self.optimizer.param_groups
             self._gradients |= {p: p.grad for group in groups for p in group["params"]}
@@ -153,6 +171,9 @@ class TrainerPolicy:
     def before_update(self, loop: TrainLoop) -> None:
         self._stepped, trainer = False, self.trainer
         trainer._last_outcome = None
+        if trainer.lr_scheduler is not self._scheduler:
+            self._look_at(trainer.lr_scheduler)
+        self._hook()
         self.learning_rate = trainer._get_learning_rate()
         groups = self.optimizer.param_groups
         for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
@@ -166,7 +187,7 @@ class TrainerPolicy:
             self.grad_norm = result.outcome.grad_norm
         elif trainer.driver_session.clips:  # by itself, and tells the norm afterwards
             self.grad_norm = trainer._own_grad_norm()
-        if not self._stepped:  # a step that was left out is told like any other
+        if self._hooks and not self._stepped:  # a step that was left out is told like any other
             self._before_optimizer_step(self.optimizer, (), {})
             self._after_optimizer_step(self.optimizer, (), {})
         trainer._last_outcome = result.outcome

@@ -220,6 +220,32 @@ def test_gradients_are_there_around_the_step_and_gone_after(tmp_path: Path, libr
     assert [value for _, value in seen] == pytest.approx([v for _, v in clipped] * 2, rel=1e-3)
 
 
+def test_callbacks_hear_of_an_optimizers_step_from_when_they_come_until_they_go(
+    tmp_path: Path, library: Any
+) -> None:
+    heard: list[tuple[str, int]] = []
+
+    class Listens(library.TrainerCallback):  # type: ignore[name-defined]
+        def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            heard.append(("before", state.global_step))
+
+        def on_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            heard.append(("after", state.global_step))
+
+    class Invites(library.TrainerCallback):  # type: ignore[name-defined]
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                training.add_callback(Listens)
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                training.remove_callback(Listens)
+
+    training = trainer(library, tmp_path, max_steps=5, given={"callbacks": [Invites()]})
+    training.train()
+    assert heard == [(when, step) for step in (1, 2) for when in ("before", "after")]
+
+
 class Ends:
     """Ends the run, or its epoch, at one step, and asks for a log when the epoch ends."""
 
