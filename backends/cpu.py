@@ -14,7 +14,7 @@ import torch
 
 from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.ranges import check_range, most_at_once
-from .common import layouts
+from .common import float8, layouts
 from .common.plain_engine import PlainEngine
 from .common.single_process import HostSession, threads_of_one_operation
 
@@ -22,7 +22,7 @@ __all__ = ["driver"]
 
 
 @dataclass(frozen=True)
-class CpuOptions:
+class CpuOptions(float8.Float8Options):
     """The driver's own arguments."""
 
     threads: int | None = None
@@ -50,7 +50,7 @@ class CpuDriver:
 
     def capabilities(self, plan: Plan) -> Capabilities:
         return Capabilities(
-            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            **float8.promised(plan.options or CpuOptions(), torch.device("cpu")),
             multi_process=False,
             sharded=False,
             compile=True,

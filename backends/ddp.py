@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ..kernel.plan import Capabilities, Plan, Probe
-from .common import layouts
+from .common import float8, layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 from .process_group.session import (
     ProcessGroupSession,
@@ -27,7 +27,7 @@ __all__ = ["driver"]
 
 
 @dataclass(frozen=True)
-class DdpOptions(ReplicatedOptions):
+class DdpOptions(float8.Float8Options, ReplicatedOptions):
     """The driver's own arguments."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -47,7 +47,7 @@ class DdpDriver:
 
     def capabilities(self, plan: Plan) -> Capabilities:
         return Capabilities(
-            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            **float8.promised(plan.options or DdpOptions(), _device(plan)),
             multi_process=True,
             timeout_seconds=True,
             stall_seconds=True,

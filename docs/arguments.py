@@ -3,14 +3,14 @@
     python docs/arguments.py
 
 An argument is the kernel's (applied the same on every driver), or it is part of the plan that a
-driver is given, which then applies it or refuses it by name, with the reason.
+driver is given, which then applies it or refuses it by name, with the reason; here on the CPU.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ by every driver (which the conformance suite proves: clipping, seed, time-out, b
 
 def answer(driver: Driver, key: str, value: Any) -> str:
     """`applied`, or `refused: ` and the reason."""
-    plan = override(Settings(), {key: value}).plan(driver.options_type())
+    options = driver.options_type()
+    if hasattr(options, "device"):  # the page is not about the machine that writes it
+        options = replace(options, device="cpu")
+    plan = override(Settings(), {key: value}).plan(options)
     try:
         refuse_unpromised(driver, plan)
     except CapabilityRefused as refusal:

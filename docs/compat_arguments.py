@@ -27,7 +27,7 @@ SCRIPTS_ONLY = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint")
 
 _MODULES: dict[str, str] = {
     "accelerate/accelerator.py": "accelerator_config",
-    "arguments/backend.py": """backend backend_options bf16 ddp_timeout deepspeed fp16 fsdp
+    "arguments/backend.py": """backend backend_options bf16 ddp_timeout deepspeed fp16 fp8 fsdp
         local_rank max_grad_norm stall_seconds torch_compile torch_compile_backend
         torch_compile_mode use_cpu""",
     "arguments/derived.py": """log_level log_level_replica log_on_each_node

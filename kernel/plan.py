@@ -13,21 +13,23 @@ __all__ = ["Capabilities", "Layout", "Plan", "Precision", "Probe"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of weights, compute and reduction; a user names one of three (`precision`).
+    """The dtypes of weights, compute and reduction; a user names one of four (`precision`).
 
     `params`: what the weights of the recipe's model are made in, and so what the optimizer updates
     and a checkpoint holds. `compute`: what matrix products run in, under `Engine.autocast`; what
     loses too much there (norms, softmax, losses) stays in `params`, as torch.autocast has it.
-    `reduce`: what gradients are summed in over ranks, at least. `loss_scaling`: whether the loss is
-    scaled dynamically (https://arxiv.org/abs/1710.03740).
+    `linear`: what linear layers that fit multiply in instead; None: `compute`. `reduce`: what
+    gradients are summed in over ranks, at least. `loss_scaling`: whether the loss is scaled
+    dynamically (https://arxiv.org/abs/1710.03740).
 
-    ======  ============  ============  ============  ============
-    name    `params`      `reduce`      `compute`     loss scaling
-    ======  ============  ============  ============  ============
-    fp32    float32       float32       float32       no
-    bf16    float32       float32       bfloat16      no
-    fp16    float32       float32       float16       yes
-    ======  ============  ============  ============  ============
+    ======  ========  ========  =========  =============  ============
+    name    `params`  `reduce`  `compute`  `linear`       loss scaling
+    ======  ========  ========  =========  =============  ============
+    fp32    float32   float32   float32                   no
+    bf16    float32   float32   bfloat16                  no
+    fp16    float32   float32   float16                   yes
+    float8  float32   float32   bfloat16   float8_e4m3fn  no
+    ======  ========  ========  =========  =============  ============
 
     A driver may hold weights in fewer bits where its own options ask for that.
     """
@@ -35,6 +37,7 @@ class Precision:
     name: str = "fp32"
     params: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
+    linear: torch.dtype | None = None
     reduce: torch.dtype = torch.float32
     loss_scaling: bool = False
 
@@ -117,6 +120,8 @@ class Capabilities:
     """It runs in a multiple of so many ranks."""
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
+    why_not: Mapping[str, str] = field(default_factory=dict)
+    """By the name of a precision that is not promised: what it lacks, and what to do."""
     saves_memory: str = ""
     """What a user could set to need less memory, for the message when there is none left."""
 

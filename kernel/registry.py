@@ -93,10 +93,12 @@ def refuse_unpromised(driver: Driver, plan: Plan, num_ranks: int = 0) -> None:
     """Raises `CapabilityRefused` for what the driver cannot do in so many ranks; 0: as launched."""
     able = driver.capabilities(plan)
     precision, trains_in = plan.precision.name, ", ".join(sorted(able.precisions))
+    lacks = able.why_not.get(precision, f"it trains in {trains_in}")
     size = num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
     several, known = size > 1, precision in able.precisions
+    unless = {"compile": "set compile=false", "activation_checkpointing": "leave it empty"}
     for capability, asked, promised, what, remedy in (
-        ("precisions", True, known, f"precision {precision}", f"it trains in {trains_in}"),
+        ("precisions", True, known, f"precision {precision}", lacks),
         (
             "multiple_of_ranks",
             size % able.multiple_of_ranks,
@@ -104,14 +106,7 @@ def refuse_unpromised(driver: Driver, plan: Plan, num_ranks: int = 0) -> None:
             f"{size} rank{'s' if several else ''}",
             f"with these options it takes a multiple of {able.multiple_of_ranks} (--nproc)",
         ),
-        ("compile", plan.compile, able.compile, "compile", "set compile=false"),
-        (
-            "activation_checkpointing",
-            plan.activation_checkpointing,
-            able.activation_checkpointing,
-            "activation_checkpointing",
-            "leave it empty",
-        ),
+        *((name, getattr(plan, name), getattr(able, name), name, unless[name]) for name in unless),
         (
             "multi_process",
             several,

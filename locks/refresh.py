@@ -34,6 +34,7 @@ EXTRAS = (
     "bench",
     "deepspeed",
     "docs",
+    "float8",
     "hf",
     "parquet",
     "ray",

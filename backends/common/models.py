@@ -16,6 +16,7 @@ from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from .buffers import buffers_kept
+from .float8 import compute_in_float8
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 """Shared: entering it costs nothing and it holds no state."""
@@ -33,6 +34,7 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.M
         )
     if device is not None:
         module.to(device)
+    compute_in_float8(module, plan)
     for pattern in plan.activation_checkpointing:
         recompute_activations(module, pattern)
     return module

@@ -23,7 +23,7 @@ from ...kernel.errors import RecipeError, SettingError
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import model_state, models, stepping
+from ..common import float8, model_state, models, stepping
 from ..common.averages import Averages
 from ..common.optimizer_state import OptimizerState
 from ..process_group.buffers import Buffers
@@ -55,8 +55,10 @@ class FsdpDriver:
         return probe_devices(10 if num_launched() > 1 else -2)
 
     def capabilities(self, plan: Plan) -> Capabilities:
+        options = sharding.options_of(plan)
+        device = choose_device(options.device)
         return Capabilities(
-            precisions=frozenset({"fp32", "bf16", "fp16"}),
+            **float8.promised(options, device),
             multi_process=True,
             timeout_seconds=True,
             stall_seconds=True,
@@ -64,7 +66,7 @@ class FsdpDriver:
             compile=True,
             activation_checkpointing=True,
             uneven_gradients=False,
-            feeds_ahead=choose_device(sharding.options_of(plan).device).type != "cpu",
+            feeds_ahead=device.type != "cpu",
             saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
             "and the optimizer's state in host memory",
         )

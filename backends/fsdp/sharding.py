@@ -16,6 +16,7 @@ from ...kernel.contract import World
 from ...kernel.errors import SettingError
 from ...kernel.plan import Plan
 from ...kernel.ranges import check_range
+from ..common.float8 import Float8Options
 from ..process_group.session import choose_device, process_group
 from . import dtensor, wrap_units
 
@@ -23,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ShardingOptions:
+class ShardingOptions(Float8Options):
     """How units are made and gathered, and the trade-offs for memory."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"

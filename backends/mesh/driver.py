@@ -31,6 +31,10 @@ from .shape import Mesh, MeshOptions, Shape, options_of
 __all__ = ["MeshOptions", "driver"]
 
 _OLDEST_SEEN = "2.15"
+_OF_PARTS = (
+    "a card multiplies in it where 16 divides the sizes of what it holds, and that of the parts of "
+    "layers is not looked after. Set backend.tensor=1, or take precision=bf16"
+)
 
 
 class MeshDriver(FsdpDriver):
@@ -46,8 +50,13 @@ class MeshDriver(FsdpDriver):
         options = options_of(plan)
         dealt = options.context * options.tensor * (options.shard or 1)
         copies = options.least_ranks // dealt
+        able = super().capabilities(plan)
+        if options.tensor > 1:
+            able = dataclasses.replace(
+                able, precisions=able.precisions - {"float8"}, why_not={"float8": _OF_PARTS}
+            )
         return dataclasses.replace(
-            super().capabilities(plan),
+            able,
             # what a model recomputes is traced as if its sequences were whole
             compile=options.context == 1 and (options.tensor == 1 or _is_new_torch()),
             static_shapes=options.pipeline > 1,

@@ -52,7 +52,6 @@ _LAUNCHER = (
 _REFUSED = {
     "command_file": "start the command on each machine with torchrun",
     "commands": "start the command on each machine with torchrun",
-    "fp8_config": "fp8 is not driven; set mixed_precision to bf16",
     "megatron_lm_config": "Megatron-LM is not driven; use FSDP or DEEPSPEED",
     "mpirun_config": "start processes with torchrun",
     "sagemaker_inputs_file": "SageMaker is not driven",
@@ -69,6 +68,7 @@ _MAPPED = (
     "distributed_type",
     "downcast_bf16",
     "dynamo_config",
+    "fp8_config",
     "fsdp_config",
     "ipex_config",
     "machine_rank",
@@ -92,6 +92,8 @@ _DEEPSPEED = (
     "zero3_save_16bit_model",
     "zero_stage",
 )
+_FP8 = ("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")
+"""What accelerate has for torchao: beside who computes it, how weights and tokens are moved."""
 _PARALLEL = (
     *PARALLEL_SIZES,
     "cp_backend",
@@ -132,7 +134,7 @@ def from_accelerate_config(path: str | Path) -> dict[str, Any]:
     if truth(config.get("use_cpu", False), "use_cpu") or kind == "MULTI_CPU":
         found["use_cpu"] = True
     if (precision := str(config.get("mixed_precision") or "no").lower()) != "no":
-        found[precision_argument(precision)] = True
+        found[precision_argument(precision, _fp8_backend(config.get("fp8_config"), path))] = True
     if truth(config.get("downcast_bf16", False), "downcast_bf16"):
         found["bf16"] = True
     if kind == "FSDP":
@@ -193,6 +195,13 @@ def _parallel_sizes(section: Mapping[str, Any] | None, path: object) -> dict[str
     for key in sizes:
         _check_known(key, _PARALLEL, f"parallelism_config in {path}")
     return sizes if any(sizes.get(name) not in (None, 1) for name in PARALLEL_SIZES) else {}
+
+
+def _fp8_backend(section: Mapping[str, Any] | None, path: object) -> str | None:
+    backend = (section or {}).get("backend")
+    for key in section or {} if str(backend or "AO").upper() == "AO" else ():
+        _check_known(key, _FP8, f"fp8_config in {path}")
+    return backend
 
 
 def _deepspeed(section: Mapping[str, Any], path: object) -> Any:

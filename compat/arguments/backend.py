@@ -24,7 +24,7 @@ from ...trainer.setting_values import override
 from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
-from .launcher import from_environment, launched
+from .launcher import PRECISIONS, from_environment, launched
 from .options import driver_options, notes
 from .parallelism import wants_mesh
 from .values import read_mapping
@@ -58,8 +58,8 @@ class Asked:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.launcher = from_environment()
-        if getattr(args, "fp16", False) or getattr(args, "bf16", False):
-            self.launcher = {k: v for k, v in self.launcher.items() if k not in ("fp16", "bf16")}
+        if any(getattr(args, name, False) for name in PRECISIONS):
+            self.launcher = {k: v for k, v in self.launcher.items() if k not in PRECISIONS}
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.args, name, None)
@@ -109,7 +109,7 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
     precision = mixed_precision(args)
     with _argument_errors():
         return Settings(
-            precision="fp32" if precision == "no" else precision,
+            precision={"no": "fp32", "fp8": "float8"}.get(precision, precision),
             max_grad_norm=asked.max_grad_norm if (asked.max_grad_norm or 0) > 0 else None,
             compile=bool(asked.torch_compile),
             compile_options=_compile_options(asked),
@@ -149,9 +149,9 @@ def planned(args: Any, model: nn.Module | None = None) -> Plan:
 
 
 def mixed_precision(args: Any) -> str:
-    """`no`, `fp16` or `bf16`; the arguments beat the launcher."""
+    """`no`, `fp16`, `bf16` or `fp8`; the arguments beat the launcher."""
     asked = Asked(args)
-    return "fp16" if asked.fp16 else "bf16" if asked.bf16 else "no"
+    return next((name for name in PRECISIONS if getattr(asked, name)), "no")
 
 
 def expected_device(args: Any) -> torch.device | None:

@@ -59,7 +59,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     if truth(env.get("ACCELERATE_USE_CPU", ""), "ACCELERATE_USE_CPU"):
         told["use_cpu"] = True
     if (precision := env.get("ACCELERATE_MIXED_PRECISION", "no").lower()) != "no":
-        told[precision_argument(precision)] = True
+        told[precision_argument(precision, env.get("ACCELERATE_FP8_BACKEND"))] = True
     if truth(env.get("ACCELERATE_USE_FSDP", ""), "ACCELERATE_USE_FSDP"):
         told |= {"fsdp": True, "fsdp_config": _fsdp(env)}
     if truth(env.get("ACCELERATE_USE_DEEPSPEED", ""), "ACCELERATE_USE_DEEPSPEED"):
@@ -77,10 +77,17 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
     return told | compile_arguments(dynamo)
 
 
-def precision_argument(name: str) -> str:
-    """`bf16` or `fp16`. Raises `ArgumentError` for any other precision of the launcher's."""
-    if name not in ("bf16", "fp16"):
-        raise ArgumentError(f"mixed precision {name!r} is refused; allowed: no, fp16, bf16")
+PRECISIONS = ("fp16", "bf16", "fp8")
+"""Arguments of which one is True at most."""
+
+
+def precision_argument(name: str, of_fp8: str | None = None) -> str:
+    """`bf16`, `fp16` or `fp8`; `of_fp8`: the library of the last. Raises `ArgumentError` for any
+    other precision of the launcher's, and for `fp8` by another library than torchao."""
+    if name not in PRECISIONS:
+        raise ArgumentError(f"mixed precision {name!r} is refused; allowed: no, fp16, bf16, fp8")
+    if name == "fp8" and (of_fp8 or "AO").upper() not in ("AO", "NO"):
+        raise ArgumentError(f"fp8 by {of_fp8} is refused: it is torchao's here; set the backend AO")
     return name
 
 

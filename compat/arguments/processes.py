@@ -148,7 +148,7 @@ class Processes:
 
     @property
     def mixed_precision(self) -> str:
-        """`no`, `fp16` or `bf16`."""
+        """`no`, `fp16`, `bf16` or `fp8`."""
         return backend.mixed_precision(self.args)
 
     @property

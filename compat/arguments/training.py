@@ -272,6 +272,7 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     checkpoint_format: Literal["drivetrain", "hf"] = says(
         "drivetrain", "Layout of optimizer and state in checkpoints; models are always HF's"
     )
+    fp8: bool = says(False, "Compute linear layers in float8, by torchao, and all else as bf16")
 
     def __post_init__(self) -> None:
         resolve(self)

@@ -8,6 +8,7 @@ from typing import Any
 from ..enums import IntervalStrategy, SaveStrategy, SchedulerType
 from ..errors import ArgumentError
 from ..profile import PROFILES, profile_of
+from .launcher import PRECISIONS
 
 __all__ = ["CHOICES", "LOG_LEVELS", "validate"]
 
@@ -109,9 +110,10 @@ def _best_model(args: Any) -> None:
 
 
 def _precisions(args: Any) -> None:
-    for low, high in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
-        if getattr(args, low) and getattr(args, high):
-            raise ArgumentError(f"{low} and {high} are both True; at most one can be")
+    for kinds in (PRECISIONS, ("fp16_full_eval", "bf16_full_eval")):
+        given = [name for name in kinds if getattr(args, name, False)]
+        if len(given) > 1:
+            raise ArgumentError(f"{' and '.join(given)} are both True; at most one can be")
     asked = [name for name in ("bf16", "bf16_full_eval") if getattr(args, name)]
     if asked and profile_of(args).bf16_needs_hardware and not _has_bf16(args):
         raise ArgumentError(

@@ -37,6 +37,7 @@ PRECISIONS = {
     "fp32": Precision("fp32"),
     "bf16": Precision("bf16", compute=torch.bfloat16),
     "fp16": Precision("fp16", compute=torch.float16, loss_scaling=True),
+    "float8": Precision("float8", compute=torch.bfloat16, linear=torch.float8_e4m3fn),
 }
 """Mixed precision by name: weights and reductions stay float32."""
 

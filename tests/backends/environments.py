@@ -18,9 +18,12 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".venv-all"
 EXTRAS = ("xla", "ipex", "deepspeed", "test")
 LEFT_OUT = ("not-xla", "not-ipex")
+TOO_NEW = ("torchao",)
+"""What cannot be imported with torch 2.8, and every test there does without."""
 OPTIONS_OF_ALL = [
     *(f"--extra={name}" for name in EXTRAS),
     *(f"--no-group={name}" for name in LEFT_OUT),
+    *(f"--no-install-package={name}" for name in TOO_NEW),
 ]
 """What uv is told to make it."""
 

@@ -132,6 +132,18 @@ def test_each_kind_chooses_its_driver(
     assert options.items() <= choice.options.items()
 
 
+@pytest.mark.row("A1", "P3")
+def test_fp8_is_torchao_s(tmp_path: Path) -> None:
+    config = {"backend": "AO", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
+    path = written(tmp_path, mixed_precision="fp8", fp8_config=config, use_cpu=True)
+    found = from_accelerate_config(path)
+    with pytest.raises(ValueError, match=r"float8.*backend\.float8_emulated=true"):
+        TrainingArguments("o", **found)
+    args = TrainingArguments("o", **found, backend_options={"float8_emulated": True})
+    assert args.mixed_precision == "fp8"
+    assert backend.planned(args).precision.name == "float8"
+
+
 def test_compilation_and_a_configuration_elsewhere(tmp_path: Path) -> None:
     dynamo = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_dynamic": False}
     found = from_accelerate_config(written(tmp_path, dynamo_config=dynamo))
@@ -152,7 +164,9 @@ def test_compilation_and_a_configuration_elsewhere(tmp_path: Path) -> None:
         ({"parallelism_config": {"parallelism_config_cp": 2}}, "unknown key 'cp'"),
         ({"distributed_type": "MEGATRON_LM"}, "DEEPSPEED"),
         ({"megatron_lm_config": {"tp": 2}}, "megatron_lm_config"),
-        ({"mixed_precision": "fp8"}, "fp8"),
+        ({"mixed_precision": "fp4"}, "fp4"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "TE"}}, "fp8 by TE"),
+        ({"mixed_precision": "fp8", "fp8_config": {"margin": 1}}, "unknown key 'margin'"),
         ({"num_procesess": 1}, "did you mean 'num_processes'"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 1}}, "zero_stage"),
         ({"tpu_env": ["A=1"]}, "tpu_env"),

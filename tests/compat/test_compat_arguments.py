@@ -21,7 +21,7 @@ import drivetrain.compat
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig, backend
 
-OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format"]
+OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format", "fp8"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),

@@ -197,6 +197,10 @@ def test_settings_follow_the_arguments(ranks: pytest.MonkeyPatch) -> None:
     )
     assert (found.global_batch, found.micro_batch) == (24, 4)
     assert backend.settings(made(use_cpu=True)).precision == "fp16"
+    ranks.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    emulated = {"use_cpu": True, "backend_options": {"float8_emulated": True}}
+    assert backend.settings(made(**emulated)).precision == "float8"
+    assert backend.settings(made(**emulated, bf16=True)).precision == "bf16"
     split = made(use_cpu=True, bf16=True, accelerator_config={"split_batches": True})
     assert (backend.settings(split).micro_batch, backend.settings(split).global_batch) == (4, 8)
 
@@ -283,7 +287,8 @@ def test_another_library_s_way_is_said_to_have_no_effect(
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "two"},
             "parallelism_config has a size that is no number",
         ),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp4"}, "fp4"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "te"}, "fp8 by te"),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_DYNAMIC": "True"}, "dyn"),
         ({"ACCELERATE_USE_CPU": "perhaps"}, "true or false"),
     ],

@@ -82,8 +82,8 @@ def an_optimizer_takes_one_step_a_step(subject: Subject, optimizer: str) -> Refu
     return None
 
 
-ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
-"""How far rounding to 8 or 11 significant bits can be off, relative."""
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float8": 2.0**-4}
+"""How far rounding to 8, 11 or 4 significant bits can be off, relative."""
 
 LOSS_ROUNDINGS = {"SGD": 2, "AdamW": 4}
 """How many of these a mean loss may be off after 20 updates. Of the thousands of rounded products
@@ -92,22 +92,21 @@ where the weights have come to; AdamW divides each element of the gradient by it
 goes a whole step where a rounded one has lost its sign."""
 
 
-@check(precision=("bf16", "fp16"), optimizer=("SGD", "AdamW"))
+@check(precision=("bf16", "fp16", "float8"), optimizer=("SGD", "AdamW"))
 def low_precision_stays_near(subject: Subject, precision: str, optimizer: str) -> Refused | None:
-    """Losses within a few roundings of the float64 ones, and not the float32 ones in disguise."""
+    """Losses within a few roundings of the float64 ones, and not the float32 ones in disguise, nor
+    those of bf16 where that is but what float8 is rounded from."""
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
-    limit = None if optimizer == "SGD" else 1.0
-    seen = rehearse(
-        subject,
-        "language",
-        optimizer=optimizer,
-        micro_batch=2,
-        precision=precision,
-        max_grad_norm=limit,
-    )
+    asked: dict[str, Any] = {"optimizer": optimizer, "micro_batch": 2}
+    asked["max_grad_norm"] = None if optimizer == "SGD" else 1.0
+    seen = rehearse(subject, "language", precision=precision, **asked)
     seen.require_losses(LOSS_ROUNDINGS[optimizer] * ROUNDING[precision])
     seen.require_lower_precision()
+    if precision == "float8":
+        wider = rehearse(subject, "language", precision="bf16", **asked).losses
+        same = [step for step, loss in enumerate(seen.losses) if loss == wider[step]]
+        require(not same, f"the losses of steps {same} are bit for bit those of bf16")
     return None
 
 

@@ -36,7 +36,7 @@ def norm_under_adamw_is_that_of_one_process(subject: Subject, problem: str) -> N
     seen.require_norms(1e-6)
 
 
-@check(precision=("bf16", "fp16"))
+@check(precision=("bf16", "fp16", "float8"))
 def norm_is_unscaled(subject: Subject, precision: str) -> Refused | None:
     """Within four roundings of the float64 one, whatever the loss was scaled by: each element is
     the product of a forward and a backward, which are rounded both."""

@@ -21,7 +21,7 @@ BAD_STEP = 2
 """Of five; one with several microbatches on each feeder."""
 
 
-@check(precision=("fp32", "bf16", "fp16"), factor=(math.nan, math.inf))
+@check(precision=("fp32", "bf16", "fp16", "float8"), factor=(math.nan, math.inf))
 def one_bad_rank_spoils_the_update_of_none(
     subject: Subject, precision: str, factor: float
 ) -> Refused | None:

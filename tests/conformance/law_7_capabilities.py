@@ -31,7 +31,7 @@ from .rehearsal import rehearse
 from .subject import Subject
 
 
-@check(precision=("fp32", "bf16", "fp16"))
+@check(precision=("fp32", "bf16", "fp16", "float8"))
 def precisions(subject: Subject, precision: str) -> Refused | None:
     """A declared one trains, once its loss scale has settled; laws 1 and 2 set the bounds."""
     if precision not in subject.facts.precisions:
