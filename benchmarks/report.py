@@ -28,6 +28,13 @@ NO_GPU = """## On a GPU
 
 No figure on this page was taken on a GPU, and none is claimed: `gpu` is written for one card, and
 has run nowhere but in small, on a CPU, to try its code.
+
+Tested without a card is what can be: which card a process takes and when it meets the others, that
+batches are copied from pinned memory on a stream of their own, one ahead, and who waits for whom
+(`tests/backends/test_towards_a_card.py`); that a step waits for no answer of the device
+(`tests/kernel/test_no_sync.py`); and that products in float8 have the shapes that the kernels take
+(`tests/backends/test_float8.py`). Not exercised is what these calls do there: NCCL, the overlap of
+copies and communication with computing, memory that is pinned, and the kernels of float8.
 """
 
 

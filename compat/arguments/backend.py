@@ -151,7 +151,8 @@ def planned(args: Any, model: nn.Module | None = None) -> Plan:
 def mixed_precision(args: Any) -> str:
     """`no`, `fp16`, `bf16` or `fp8`; the arguments beat the launcher."""
     asked = Asked(args)
-    return next((name for name in PRECISIONS if getattr(asked, name)), "no")
+    fewer = "fp8" if asked.fp8 else "no"
+    return "fp16" if asked.fp16 else "bf16" if asked.bf16 else fewer
 
 
 def expected_device(args: Any) -> torch.device | None:

@@ -94,6 +94,7 @@ ROOMS = {
         | {"checkpoint.optimizer_entries", "data.nested", "data.parallel", "data.random_state"},
         outside=frozenset({"torch"}),
         vendors={
+            "backends/common/float8.py": frozenset({"torchao"}),
             "backends/deepspeed/": frozenset({"deepspeed"}),
             "backends/ipex.py": frozenset({"intel_extension_for_pytorch"}),
             "backends/xla/": frozenset({"torch_xla", "numpy"}),  # its meshes are numpy arrays
