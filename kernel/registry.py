@@ -25,32 +25,30 @@ ENTRY_POINT_GROUP = "drivetrain.backends"
 DUTIES = ("timeout_seconds", "stall_seconds")
 """Settings that a driver of several processes may keep, or not."""
 
+_PACKAGE = __package__.rpartition(".")[0] + ".backends."
 _SHIPPED = {
-    "cpu": "cpu:driver",
-    "ddp": "ddp:driver",
-    "fsdp": "fsdp.driver:driver",
-    "deepspeed": "deepspeed.driver:driver",
-    "xla": "xla.driver:driver",
-    "ipex": "ipex:driver",
-    "xpu": "xpu:driver",
-    "mesh": "mesh.driver:driver",
+    name: EntryPoint(name, _PACKAGE + target, ENTRY_POINT_GROUP)
+    for name, target in {
+        "cpu": "cpu:driver",
+        "ddp": "ddp:driver",
+        "fsdp": "fsdp.driver:driver",
+        "deepspeed": "deepspeed.driver:driver",
+        "xla": "xla.driver:driver",
+        "ipex": "ipex:driver",
+        "xpu": "xpu:driver",
+        "mesh": "mesh.driver:driver",
+    }.items()
 }
 
 
 @cache
-def _targets() -> Mapping[str, EntryPoint]:
-    package = __package__.rpartition(".")[0] + ".backends."
-    shipped = {
-        name: EntryPoint(name, package + target, ENTRY_POINT_GROUP)
-        for name, target in _SHIPPED.items()
-    }
-    others = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
-    return {**others, **shipped}
+def _others() -> Mapping[str, EntryPoint]:  # to find them, all that is installed is looked through
+    return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def known_backends() -> tuple[str, ...]:
     """The names of all drivers, shipped ones first; none is imported."""
-    return (*_SHIPPED, *sorted(set(_targets()) - set(_SHIPPED)))
+    return (*_SHIPPED, *sorted(set(_others()) - set(_SHIPPED)))
 
 
 def find_driver(name: str) -> Driver:
@@ -61,7 +59,7 @@ def find_driver(name: str) -> Driver:
     """
     if name == "auto":
         return _best()
-    target = _targets().get(name)
+    target = _SHIPPED.get(name) or _others().get(name)
     if target is None:
         near = difflib.get_close_matches(name, known_backends(), n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ..errors import ArgumentError
 from .launcher import launched
@@ -133,6 +132,8 @@ class FsdpFacts:
     """Every parameter is cut, in its own precision: autocast says what is computed in."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # slow to import
+
         self.cpu_offload = CPUOffloadPolicy() if options.get("cpu_offload") else OffloadPolicy()
         self.cpu_ram_efficient_loading = options.get("from_rank_0", False)
         self.reshard_after_forward = options.get("reshard_after_forward", True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -98,8 +98,14 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
 
 def find_batch_size(tensors: Any) -> int | None:
     """The first dimension of the first leaf that has one, or None."""
-    sized = (leaf for leaf in leaves(tensors) if isinstance(leaf, torch.Tensor | np.ndarray))
-    return next((int(leaf.shape[0]) for leaf in sized if leaf.ndim), None)
+    if isinstance(tensors, (torch.Tensor, np.ndarray)):
+        return int(tensors.shape[0]) if tensors.ndim else None
+    parts: Iterable[Any] = ()
+    if isinstance(tensors, (tuple, list)):
+        parts = tensors
+    elif isinstance(tensors, Mapping):
+        parts = tensors.values()
+    return next((size for part in parts if (size := find_batch_size(part)) is not None), None)
 
 
 def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = None) -> Any:

@@ -8,7 +8,8 @@ import json
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 from ..kernel.errors import SettingError
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 def check_types(settings: Any, prefix: str = "") -> None:
     """Raises `SettingError` for the first value that is not of its field's type."""
-    for name, hint in typing.get_type_hints(type(settings)).items():
+    for name, hint in _hints(type(settings)).items():
         value = getattr(settings, name)
         if not _fits(value, hint):
             raise _wrong_type(prefix + name, value, hint)
@@ -30,6 +31,10 @@ def check_types(settings: Any, prefix: str = "") -> None:
         for number, part in enumerate(value if isinstance(value, tuple) else ()):
             if dataclasses.is_dataclass(part):
                 check_types(part, f"{prefix}{name}.{number}.")
+
+
+_hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
+"""Of a class, whose annotations are texts, each of which Python has to compile."""
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -91,7 +96,7 @@ def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
     """
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
-    hints = typing.get_type_hints(type(settings))
+    hints = _hints(type(settings))
     for key, value in values.items():
         head, _, rest = key.partition(".")
         if head not in hints:

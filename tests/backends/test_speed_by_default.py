@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -44,6 +45,20 @@ def train(engine: Engine) -> None:
 
 def test_adamw_is_fused(engine: Engine) -> None:
     assert all(group["fused"] for group in engine.param_groups)
+
+
+@pytest.mark.parametrize("backend", OPTIONS)
+def test_no_garbage_is_looked_for_while_the_optimizer_is_made(backend: str) -> None:
+    collecting = []
+
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        collecting.append(gc.isenabled())
+        return OptimizerSettings().build(named)
+
+    recipe = Recipe(lambda: nn.Linear(4, 1), squared, optimizer=optimizer)
+    with usable_driver(backend).open(Settings().plan(OPTIONS[backend])) as session:
+        session.prepare(recipe)
+    assert (collecting, gc.isenabled()) == ([False], True)
 
 
 def test_an_update_lets_go_of_the_gradients(engine: Engine) -> None:

@@ -91,7 +91,8 @@ ROOMS = {
             f"kernel.{module}"
             for module in ("contract", "errors", "plan", "ranges", "recipe", "shards")
         )
-        | {"checkpoint.optimizer_entries", "data.nested", "data.parallel", "data.random_state"},
+        | {"checkpoint.gc_paused", "checkpoint.optimizer_entries"}
+        | {"data.nested", "data.parallel", "data.random_state"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/common/float8.py": frozenset({"torchao"}),

@@ -10,10 +10,8 @@ joined in a tree, `FEW` at a time, so that no rank handles the headers of all.
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -22,7 +20,7 @@ from ...kernel.shards import Box, Flat, Kind, Region, TensorInfo
 from ..format import regions, strict_json
 from ..format.safetensors import DTYPES, is_shape
 
-__all__ = ["FEW", "INDEX", "Index", "Stride", "TensorEntry", "gc_paused"]
+__all__ = ["FEW", "INDEX", "Index", "Stride", "TensorEntry"]
 
 INDEX = "index.json"
 FEW = 8
@@ -227,16 +225,3 @@ def _run_from_json(item: Any, shape: Numbers, num_files: int) -> Stride:
     regions.check(run.region, shape)
     regions.check(Flat(offsets[0], offsets[0] + sizes[0]) if flat else Box(offsets, sizes), shape)
     return run
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """No garbage is collected within. Where a hundred thousand entries are read and none of them
-    dies, looking through all of them again and again takes longer than reading them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

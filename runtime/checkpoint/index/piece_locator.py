@@ -12,10 +12,11 @@ from ...kernel.paths import Place
 from ...kernel.shards import Box, Kind, Region, TensorInfo
 from ..format import regions, strict_json
 from ..format.safetensors import Entry, TensorFile, is_shape
+from ..gc_paused import gc_paused
 from ..manifest import FileEntry, Manifest
 from ..storage.protocol import read_small
 from ..writer import PARTS
-from .entries import INDEX, Index, Stride, TensorEntry, gc_paused
+from .entries import INDEX, Index, Stride, TensorEntry
 
 __all__ = ["Lookup", "Stored", "index_of", "read_index"]
 

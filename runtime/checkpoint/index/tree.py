@@ -11,10 +11,11 @@ import zlib
 from collections.abc import Sequence
 
 from ...kernel.paths import Place
+from ..gc_paused import gc_paused
 from ..manifest import FileEntry
 from ..storage.protocol import storage_of
 from ..writer import RNG
-from .entries import FEW, INDEX, Index, gc_paused
+from .entries import FEW, INDEX, Index
 from .piece_locator import index_of, read_index
 
 __all__ = ["join_level", "num_levels"]
