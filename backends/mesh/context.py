@@ -150,7 +150,7 @@ class SequenceParts:
                 "its batches is the sequence: give it parallel=drivetrain.Parallel(sequence={NAME: "
                 "DIMENSION}), or set backend.context=1"
             )
-        self._loss = loss_to_compare(recipe, plan)
+        self._compared_by = loss_to_compare(recipe, plan)
 
     def part(
         self,
@@ -160,9 +160,9 @@ class SequenceParts:
     ) -> Batch:
         """Of a batch; the first is used to compare the losses of parts and whole."""
         length = self._length(batch)
-        if self._loss is not None:
-            self._compare(self._loss, batch, length, module, autocast)
-            self._loss = None
+        if self._compared_by is not None:
+            self._compare(self._compared_by, batch, length, module, autocast)
+            self._compared_by = None
         return self._part(batch, length)
 
     def _length(self, batch: Batch) -> int:
@@ -229,6 +229,6 @@ class SequenceParts:
                 f"{seen:.6g}, and that of the whole is {expected:.6g} (the first {short} "
                 "positions, in evaluation mode). Each part must know its positions "
                 "(Parallel.positions, given to the model), targets must be shifted before the "
-                "batch is cut, the loss must be a sum over positions, and positions may meet in "
-                "scaled_dot_product_attention only"
+                "batch is cut, the loss must be a sum over positions that draws nothing by chance "
+                "(collate may), and positions may meet in scaled_dot_product_attention only"
             )

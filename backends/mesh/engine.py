@@ -87,11 +87,11 @@ class MeshEngine(FsdpEngine):
         self._on_parts = [self.module.get_parameter(name) for name in self._names_on_parts]
         self._replicas_compared = mesh.shape.tensor == 1
         self.recipe = recipe
-        self._loss = None
+        self._compared_by = None
         if max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1:
-            self._loss = loss_to_compare(recipe, plan)
-        if self._loss and self.num_parameters > _MOST_COMPARED:
-            self._loss = None
+            self._compared_by = loss_to_compare(recipe, plan)
+        if self._compared_by and self.num_parameters > _MOST_COMPARED:
+            self._compared_by = None
             if world.leads:
                 _LOG.warning(_NOT_COMPARED, self.num_parameters, _MOST_COMPARED)
 
@@ -141,9 +141,9 @@ class MeshEngine(FsdpEngine):
         """What this rank trains on of each batch. By the first one layers that are cut are compared
         with whole ones, and so are sequences."""
         for batch in batches:
-            if self._loss is not None:
-                self._compare_layers_with_whole(self._loss, batch)
-                self._loss = None
+            if self._compared_by is not None:
+                self._compare_layers_with_whole(self._compared_by, batch)
+                self._compared_by = None
             if self.sequences is not None:
                 batch = self.sequences.part(batch, self.module, self.autocast)
             yield batch

@@ -32,6 +32,9 @@ from .stages import Left
 
 __all__ = ["FlyingEngine"]
 
+_Waiting = tuple[Batch, Microstep, int]
+"""A microbatch, and the seed of what is drawn for it: the same in all stages."""
+
 
 class FlyingEngine(PipelineEngine):
     """`PipelineEngine`, with steps of its own in place of the kernel's."""
@@ -39,7 +42,7 @@ class FlyingEngine(PipelineEngine):
     def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
         super().__init__(recipe, plan, world, mesh)
         self.module.register_forward_hook(self._leave)
-        self._queue: list[tuple[Batch, Microstep]] = []
+        self._queue: list[_Waiting] = []
         self._flight: _Flight | None = None
         self._known: object = None
         """The shapes of a batch of the last update."""
@@ -71,7 +74,7 @@ class FlyingEngine(PipelineEngine):
 
     def _step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
         """Microbatches wait for the last of their update, and are then in flight together."""
-        self._queue.append((batch, microstep))
+        self._queue.append((batch, microstep, random_state.drawn_seed()))
         if not microstep.last:
             return torch.zeros((), device=self.world.device)
         queue, self._queue = self._queue, []
@@ -81,9 +84,9 @@ class FlyingEngine(PipelineEngine):
             return self._fly(queue, weight)
         return self._one_by_one(queue, weight)
 
-    def _may_fly(self, queue: Sequence[tuple[Batch, Microstep]]) -> bool:
+    def _may_fly(self, queue: Sequence[_Waiting]) -> bool:
         """True if the shapes of activations are known: all ranks of a stage decide alike."""
-        alike = {_shapes_of(batch) for batch, _ in queue}
+        alike = {_shapes_of(batch) for batch, _, _ in queue}
         shapes = next(iter(alike)) if len(alike) == 1 else None
         known = shapes is not None and shapes == self._known
         self._known = shapes
@@ -94,19 +97,16 @@ class FlyingEngine(PipelineEngine):
             dist.all_reduce(unknown, group=self.peers.group)
         return not unknown.item()
 
-    def _one_by_one(self, queue: Sequence[tuple[Batch, Microstep]], weight: float) -> Tensor:
+    def _one_by_one(self, queue: Sequence[_Waiting], weight: float) -> Tensor:
         """What is slow: nothing is known of shapes, or they differ."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for index, (batch, microstep) in enumerate(queue):
+        for index, (batch, microstep, seed) in enumerate(queue):
             with self.microbatch(index == len(queue) - 1):
-                with self.autocast():
-                    loss = self.recipe.loss(self.module, batch)
-                check_loss(loss)
-                total = total + microstep.backward(loss, weight)
+                total = total + microstep.backward(self._loss_of(batch, seed), weight)
         self._shapes = [*self._seen]
         return total
 
-    def _fly(self, queue: Sequence[tuple[Batch, Microstep]], weight: float) -> Tensor:
+    def _fly(self, queue: Sequence[_Waiting], weight: float) -> Tensor:
         device, last_stage = self.world.device, self.stages.number - 1
         told = torch.zeros(3, dtype=torch.float64, device=device)
         """The loss; whether a rank has failed, and whether for want of memory."""
@@ -115,8 +115,7 @@ class FlyingEngine(PipelineEngine):
 
         def compute(stage: int, received: Tensor | None, index: int) -> Tensor:
             try:
-                with random_state.seeded(seed + index, device):
-                    made = self._in_flight(stage, received, *queue[index], weight, told)
+                made = self._in_flight(stage, received, *queue[index], weight, told)
             except Exception as error:  # others wait for this rank: it goes on to the end
                 failed.append(error)
                 shape = (1,) if stage == last_stage else self._shapes[stage].sizes
@@ -132,7 +131,6 @@ class FlyingEngine(PipelineEngine):
                 self._sync_gradients(True)
 
         self._sync_gradients(False)
-        seed = random_state.drawn_seed()
         with self._named("handing activations or gradients on"):
             fly(
                 options_of(self.plan).schedule,
@@ -157,16 +155,14 @@ class FlyingEngine(PipelineEngine):
         received: Tensor | None,
         batch: Batch,
         microstep: Microstep,
+        seed: int,
         weight: float,
         told: Tensor,
     ) -> Tensor:
         """The forward of a microbatch in a stage: an activation, or at last the weighted loss."""
         self._flight = flight = _Flight(stage, received)
         try:
-            with self.autocast():
-                loss = self.recipe.loss(self.module, batch)
-            check_loss(loss)
-            told[0] += microstep.backward(loss, weight)
+            told[0] += microstep.backward(self._loss_of(batch, seed), weight)
             return cast(Tensor, flight.weighted)
         except Left as end:
             made = cast(Tensor, end.activation)
@@ -179,6 +175,12 @@ class FlyingEngine(PipelineEngine):
             return made
         finally:
             self._flight = None
+
+    def _loss_of(self, batch: Batch, seed: int) -> Tensor:
+        with self.autocast(), random_state.seeded(seed, self.world.device):
+            loss = self.recipe.loss(self.module, batch)
+        check_loss(loss)
+        return loss
 
     def _sync_gradients(self, last: bool) -> None:
         with self.microbatch(last):

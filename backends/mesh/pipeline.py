@@ -137,6 +137,12 @@ class PipelineEngine(MeshEngine):
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
         """In place of the model's forward: all ranks of the line get what it returns."""
+        if kwargs.get("past_key_values") is not None:
+            raise RecipeError(
+                "keys and values of earlier calls (past_key_values) with backend.pipeline: each "
+                "stage keeps those of its own blocks, and by the others' the model counts "
+                "positions. Call generate with use_cache=False, or set backend.pipeline=1"
+            )
         line = self.line
         made: Any = None
         for stage in self.own_stages:

@@ -34,6 +34,13 @@ def how_to_cut(trainer: TrainerParts) -> Parallel | None:
             f"{type(model).__name__} has no ep_plan that names modules of stacked experts. Leave "
             "the option out, or train by drivetrain.fit, whose recipe names them",
         )
+    if along("tensor") > 1 and not getattr(model, "tp_plan", None):
+        raise ArgumentRefused(
+            f"layers of {type(model).__name__} cut over {along('tensor')} ranks",
+            trainer.driver_session.driver.name,
+            f"{type(model).__name__} has no tp_plan. Set parallelism_config's tp_size to 1, or "
+            "train by drivetrain.fit, whose recipe says how layers are cut",
+        )
     for what, why in _unfit(trainer, model) if sequences else ():
         raise ArgumentRefused(
             f"{what} with sequences that are cut over ranks",

@@ -94,6 +94,7 @@ def test_its_curve_is_that_of_one_process(
         assert_alike(seen, expected)
         torch.testing.assert_close(seen["saved"], expected["saved"], rtol=1e-3, atol=1e-5)
         assert seen["counted"] == expected["counted"]
+        assert seen["said"] == expected["said"]
         assert seen["tokens"] == 5 * 8 * padded
         assert [seen["shared by"][0], max(seen["shared by"][1:])] == along
     again = Subject("cpu").run(train, folder=out, resume=f"{out}/checkpoint-3", **MODELS[model])
@@ -122,6 +123,23 @@ def test_a_loss_that_parts_do_not_add_up_to_is_refused(
     dimensions: dict[str, int], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     """Before the first update."""
+    with pytest.raises(WorkerFailure, match=said):
+        mesh(2, **dimensions).run(
+            train, folder=str(tmp_path), options=dimensions, alone=True, **changes
+        )
+
+
+@pytest.mark.parametrize(
+    ("dimensions", "changes", "said"),
+    [
+        ({"tensor": 2}, {"kind": "gpt2"}, "GPT2LMHeadModel has no tp_plan"),
+        ({"pipeline": 2}, {"cached": True}, "Call generate with use_cache=False"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_cut_is_refused_by_name(
+    dimensions: dict[str, int], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     with pytest.raises(WorkerFailure, match=said):
         mesh(2, **dimensions).run(
             train, folder=str(tmp_path), options=dimensions, alone=True, **changes
