@@ -246,7 +246,7 @@ def test_adapters_learn_beside_layers_in_float8() -> None:
 @pytest.mark.parametrize(
     ("writer", "reader"), [(("fsdp", 2), ("cpu", 1)), (("cpu", 1), ("ddp", 2))], ids=str
 )
-@pytest.mark.parametrize("other", ["fp32", "bf16"])
+@pytest.mark.parametrize("other", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_checkpoints_do_not_know_of_it(
     writer: tuple[str, int], reader: tuple[str, int], other: str, tmp_path: Path
 ) -> None:

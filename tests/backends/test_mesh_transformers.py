@@ -42,6 +42,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+sometimes = functools.partial(pytest.param, marks=pytest.mark.slow)
+
 RECOMPUTED = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
 
 
@@ -51,30 +53,16 @@ RECOMPUTED = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
     [
         ("llama", {"tensor": 2}, {"sizes": {"tp_size": 2}}),
         ("llama", {"context": 2}, {"sizes": {"cp_size": 2}}),
-        ("llama", {"context": 2}, {"sizes": {"cp_size": 2}, "given": RECOMPUTED}),
-        ("adapted llama", {"context": 2}, {"sizes": {"cp_size": 2}}),
+        sometimes("llama", {"context": 2}, {"sizes": {"cp_size": 2}, "given": RECOMPUTED}),
+        sometimes("adapted llama", {"context": 2}, {"sizes": {"cp_size": 2}}),
         ("adapted mixtral", {"expert": 2}, {"options": {"expert": 2}, "readers": 2}),
         ("mixtral", {"tensor": 2}, {"sizes": {"tp_size": 2}}),
-        ("mixtral", {"context": 2}, {"sizes": {"sp_size": 2}}),
-        (
-            "mixtral",
-            {"tensor": 2, "expert": 2},
-            {"options": {"tensor": 2, "expert": 2}},
-        ),
+        sometimes("mixtral", {"context": 2}, {"sizes": {"sp_size": 2}}),
+        sometimes("mixtral", {"tensor": 2, "expert": 2}, {"options": {"tensor": 2, "expert": 2}}),
         ("balanced", {"expert": 2}, {"options": {"expert": 2}, "readers": 2}),
         ("llama", {"pipeline": 2}, {"options": {"pipeline": 2}}),
-        pytest.param(
-            "adapted mixtral",
-            {"pipeline": 2},
-            {"options": {"pipeline": 2}},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "mixtral",
-            {"context": 2, "expert": 2},
-            {"options": {"context": 2, "expert": 2}},
-            marks=pytest.mark.slow,
-        ),
+        sometimes("adapted mixtral", {"pipeline": 2}, {"options": {"pipeline": 2}}),
+        sometimes("mixtral", {"context": 2, "expert": 2}, {"options": {"context": 2, "expert": 2}}),
     ],
     ids=str,
 )
