@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,9 +54,7 @@ def main(
         print(f"\n## {benchmark.title}\n\n{report.table(benchmark, record)}")
         print(report.where(record))
         if document:
-            report.keep(name, record)
-            report.plot(benchmark, record, report.RECORDS / f"{name}.svg")
-            report.PAGE.write_text(report.page())
+            report.keep(name, record, partial(report.plot, benchmark))
     if json_file is not None:
         json_file.write_text(json.dumps(records, indent=1))
 

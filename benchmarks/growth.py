@@ -298,9 +298,7 @@ def main(
             record["readers"].append(of_readers(kind, size, times))
     print("\n".join(tables(record)))
     if document:
-        report.keep("growth", record)
-        plot(record, report.RECORDS / "growth.svg")
-        report.PAGE.write_text(report.page())
+        report.keep("growth", record, plot)
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1))
 

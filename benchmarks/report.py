@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,12 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def keep(name: str, record: Mapping[str, Any]) -> None:
-    """Put a record where the page is made from."""
+def keep(name: str, record: Mapping[str, Any], plot: Callable[[Any, Path], None]) -> None:
+    """Put a record, and its plot, where the page is made from, and make that anew."""
     RECORDS.mkdir(exist_ok=True)
     (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(record, RECORDS / f"{name}.svg")
+    PAGE.write_text(page())
 
 
 def page() -> str:

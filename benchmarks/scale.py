@@ -481,9 +481,7 @@ def main(
     found = record["crossings"] + record["growth"]
     print(report.markdown(COLUMNS, [row(each) for each in found]))
     if document:
-        report.keep("scale", record)
-        plot(record, report.RECORDS / "scale.svg")
-        report.PAGE.write_text(report.page())
+        report.keep("scale", record, plot)
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1))
 
