@@ -112,12 +112,35 @@ _RANGED = Optimizer.profile_hook_step(print).__code__
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, without the range that torch opens around it for a profiler, while nobody
-    profiles: it takes as long as the norm of a small model. Hooks are called all the same."""
+    """`optimizer.step()`, with groups that are alike as one, and without the range that torch opens
+    around it for a profiler, while nobody profiles: it takes as long as the norm of a small model.
+    With hooks, or a `step` of the user's, it is called as it is."""
     if profiler._is_profiler_enabled or not _is_only_ranged(optimizer):
         optimizer.step()
     else:
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        groups = optimizer.param_groups
+        optimizer.param_groups = _joined(optimizer)
+        try:
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        finally:
+            optimizer.param_groups = groups
+
+
+_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Each element is updated by itself: it is the same in which group, and beside which others."""
+
+
+def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its groups; one of all where they differ in nothing, as a Trainer's two without decay, since
+    each takes launches of its own."""
+    groups = optimizer.param_groups
+    first = groups[0]
+    if len(groups) == 1 or type(first["lr"]) is not float or type(optimizer) not in _BY_ELEMENT:
+        return groups
+    settings = {**first, "params": None}
+    if any({**group, "params": None} != settings for group in groups[1:]):
+        return groups
+    return [{**first, "params": [p for group in groups for p in group["params"]]}]
 
 
 def _is_only_ranged(optimizer: Optimizer) -> bool:

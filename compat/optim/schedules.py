@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,28 @@ _OURS: dict[str, Callable[..., float]] = {
 }
 _WITHOUT_OPTIONS = ("constant", "constant_with_warmup")
 _SPAN = ("num_warmup_steps", "num_training_steps")
+
+
+class OneFactorLR(LambdaLR):
+    """A `LambdaLR` of one factor for all groups, which is asked for once a step: what torch looks
+    at in the first steps, such as the order of calls, is left out of those that follow."""
+
+    def step(self, epoch: int | None = None) -> None:
+        groups = self.optimizer.param_groups
+        if epoch is not None or self._step_count < 2 or not _are_floats(groups):
+            super().step(epoch)
+            return
+        self._step_count += 1
+        self.last_epoch += 1
+        factor = self.lr_lambdas[0](self.last_epoch)
+        self._last_lr = [base * factor for base in self.base_lrs]
+        for group, rate in zip(groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def _are_floats(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """False where a rate is a tensor, which is written in place, and not replaced."""
+    return all(type(group["lr"]) is float for group in groups)
 
 
 def follows_a_metric(scheduler: Any) -> bool:
@@ -120,7 +142,7 @@ def get_scheduler(
     for key, value in needed.items():
         if value is None:
             raise ValueError(f"the schedule {name!r} needs {key}, which is None")
-    return LambdaLR(optimizer, partial(maker, **needed, **options), last_epoch)
+    return OneFactorLR(optimizer, partial(maker, **needed, **options), last_epoch)
 
 
 def _their_maker(name: str) -> Callable[..., Any]:

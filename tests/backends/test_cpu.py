@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import optimizer as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from drivetrain.backends.common.stepping import global_norm, take_step
 from drivetrain.conformance import Case, cases
@@ -78,3 +79,51 @@ def test_a_profiler_sees_the_step_of_an_optimizer() -> None:
     with torch.profiler.profile() as profiled:
         take_step(optimizer)
     assert "Optimizer.step#AdamW.step" in {event.key for event in profiled.key_averages()}
+
+
+class CountUpdates(TorchDispatchMode):
+    """Counts the fused updates."""
+
+    updates = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.updates += "_fused_" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def two_groups(kind: Any, **second: Any) -> torch.optim.Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in (2, 3, 5)]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+    groups = [{"params": weights[:1]}, {"params": weights[1:], **second}]
+    return kind(groups, lr=0.1, fused=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("second", [{}, {"weight_decay": 0.1}, {"lr": 0.2}])
+def test_groups_that_are_alike_are_updated_together_bit_for_bit(
+    kind: Any, second: dict[str, Any]
+) -> None:
+    ours, torchs = (two_groups(kind, **second) for _ in "12")
+    with CountUpdates() as counted:
+        for _ in range(3):
+            take_step(ours)
+    for _ in range(3):
+        torchs.step()
+    assert counted.updates == 3 * (2 if second else 1)
+    assert [len(group["params"]) for group in ours.param_groups] == [1, 2]
+    assert repr(ours.state_dict()) == repr(torchs.state_dict())
+    for mine, other in zip(ours.param_groups, torchs.param_groups, strict=True):
+        assert all(map(torch.equal, mine["params"], other["params"]))
+
+
+def test_groups_stay_as_they_were_where_an_update_fails() -> None:
+    optimizer = two_groups(torch.optim.AdamW)
+    groups = optimizer.param_groups
+    groups[1]["params"][0].grad = torch.ones(3).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        take_step(optimizer)
+    assert optimizer.param_groups is groups

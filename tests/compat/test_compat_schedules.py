@@ -70,6 +70,30 @@ def test_rates_are_those_of_transformers(name: str, options: dict[str, Any], war
 
 
 @pytest.mark.row("O19")
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_schedule_writes_rates_as_torchs_own_does(kind: Any) -> None:
+    schedules = []
+    for library in (get_scheduler, theirs):
+        groups = [
+            {"params": [torch.nn.Parameter(torch.ones(1))], "lr": kind(r)} for r in (1.0, 2.0)
+        ]
+        schedules.append(library("linear", SGD(groups), num_warmup_steps=2, num_training_steps=6))
+    ours, other = schedules
+    for _ in range(7):
+        for schedule in schedules:
+            schedule.optimizer.step()
+            schedule.step()
+        assert ours.get_last_lr() == other.get_last_lr()
+        rates = [[group["lr"] for group in each.optimizer.param_groups] for each in schedules]
+        assert rates[0] == rates[1] == ours.get_last_lr()
+    theirs_state, own = other.state_dict(), ours.state_dict()
+    assert own.keys() == theirs_state.keys()
+    assert (own["last_epoch"], own["_step_count"]) == (7, 8)
+    with pytest.warns(UserWarning, match="epoch"):
+        ours.step(3)
+    assert ours.last_epoch == 3
+
+
 def test_a_number_of_stable_steps_needs_no_length() -> None:
     options = {"num_decay_steps": 5, "num_stable_steps": 3}
     shared: dict[str, Any] = {"num_warmup_steps": 2, "scheduler_specific_kwargs": options}
