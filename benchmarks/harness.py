@@ -33,11 +33,13 @@ VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "lightning", "sa
 
 @dataclass(frozen=True)
 class Column:
-    """A figure in a table: itself, or its ratio to the base candidate's in the same round."""
+    """A figure in a table: itself, or its ratio to a base candidate's in the same round."""
 
     title: str
     key: str
     ratio: bool = False
+    base: str = ""
+    """The candidate that a ratio is to; the first one where this is empty."""
     scale: float = 1.0
     digits: int = 2
     certain: bool = False
@@ -185,10 +187,12 @@ class Benchmark:
 
     def rows(self, record: Mapping[str, Any]) -> list[list[str]]:
         """The table of a record, without its head."""
-        measured = record["measured"]
-        base = measured[next(iter(self.candidates))]
+        measured, first = record["measured"], next(iter(self.candidates))
         return [
-            [label, *(column.cell(measured[name], base) for column in self.columns)]
+            [
+                label,
+                *(each.cell(measured[name], measured[each.base or first]) for each in self.columns),
+            ]
             for name, label in self.candidates.items()
             if name in measured
         ]

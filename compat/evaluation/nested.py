@@ -103,9 +103,12 @@ def find_batch_size(tensors: Any) -> int | None:
     parts: Iterable[Any] = ()
     if isinstance(tensors, (tuple, list)):
         parts = tensors
-    elif isinstance(tensors, Mapping):
+    elif type(tensors) is dict or isinstance(tensors, Mapping):
         parts = tensors.values()
-    return next((size for part in parts if (size := find_batch_size(part)) is not None), None)
+    for part in parts:
+        if (size := find_batch_size(part)) is not None:
+            return size
+    return None
 
 
 def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = None) -> Any:

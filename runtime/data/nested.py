@@ -13,13 +13,13 @@ __all__ = ["leaves", "like", "map_leaves", "map_tensors", "named_leaves", "tenso
 def map_leaves(function: Callable[[Any], Any], nest: Any, *, dicts: bool = False) -> Any:
     """`function` of every leaf, in containers of the same types; with `dicts`, mappings become
     plain dicts."""
-    if isinstance(nest, Tensor):  # asked first, since it is quickest to find out
+    if isinstance(nest, Tensor):  # asked in the order of what is quick to find out
         return function(nest)
+    if isinstance(nest, (list, tuple)):
+        return like(nest, [map_leaves(function, part, dicts=dicts) for part in nest])
     if type(nest) is dict or isinstance(nest, Mapping):
         changed = {key: map_leaves(function, part, dicts=dicts) for key, part in nest.items()}
         return changed if dicts or type(nest) is dict else type(nest)(changed)  # type: ignore[call-arg]
-    if isinstance(nest, list | tuple):
-        return like(nest, (map_leaves(function, part, dicts=dicts) for part in nest))
     return function(nest)
 
 
