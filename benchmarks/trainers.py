@@ -149,8 +149,8 @@ def kernel(
 
 
 def kernel_saving(problem: Problem, steps: int, accumulation: int) -> nn.Module:
-    """The whole state every 10 steps, in the background."""
-    return kernel(problem, steps, accumulation, saved_every=10)
+    """The whole state every 5 steps, in the background."""
+    return kernel(problem, steps, accumulation, saved_every=5)
 
 
 def compat(problem: Problem, steps: int, accumulation: int) -> nn.Module:

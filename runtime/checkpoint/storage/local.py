@@ -71,7 +71,7 @@ class LocalStorage:
 
     renames = True
     short_bytes = 64 << 10
-    long_bytes = 4 << 20
+    long_bytes = 1 << 20
     stays_open = False
 
     def check(self, folder: Path) -> None:
