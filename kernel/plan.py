@@ -121,7 +121,8 @@ class Capabilities:
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     why_not: Mapping[str, str] = field(default_factory=dict)
-    """By the name of a precision that is not promised: what it lacks, and what to do."""
+    """By the name of a precision that is not promised: what it lacks, and what to do. By
+    `multiple_of_ranks`: with which options."""
     saves_memory: str = ""
     """What a user could set to need less memory, for the message when there is none left."""
 

@@ -93,17 +93,14 @@ def refuse_unpromised(driver: Driver, plan: Plan, num_ranks: int = 0) -> None:
     precision, trains_in = plan.precision.name, ", ".join(sorted(able.precisions))
     lacks = able.why_not.get(precision, f"it trains in {trains_in}")
     size = num_ranks or int(os.environ.get("WORLD_SIZE", "1"))
-    several, known = size > 1, precision in able.precisions
+    several, known, n = size > 1, precision in able.precisions, able.multiple_of_ranks
+    asking = able.why_not.get("multiple_of_ranks", "with these options")
+    fits = f"{asking} it takes a multiple of {n}: start {n * max(1, round(size / n))} (--nproc)"
+    ranks = f"{size} rank{'s' if several else ''}"
     unless = {"compile": "set compile=false", "activation_checkpointing": "leave it empty"}
     for capability, asked, promised, what, remedy in (
         ("precisions", True, known, f"precision {precision}", lacks),
-        (
-            "multiple_of_ranks",
-            size % able.multiple_of_ranks,
-            False,
-            f"{size} rank{'s' if several else ''}",
-            f"with these options it takes a multiple of {able.multiple_of_ranks} (--nproc)",
-        ),
+        ("multiple_of_ranks", size % n, False, ranks, fits),
         *((name, getattr(plan, name), getattr(able, name), name, unless[name]) for name in unless),
         (
             "multi_process",

@@ -51,16 +51,17 @@ class MeshDriver(FsdpDriver):
         dealt = options.context * options.tensor * (options.shard or 1)
         copies = options.least_ranks // dealt
         able = super().capabilities(plan)
+        why_not = {**able.why_not, "multiple_of_ranks": f"with {options.in_words}"}
         if options.tensor > 1:
-            able = dataclasses.replace(
-                able, precisions=able.precisions - {"float8"}, why_not={"float8": _OF_PARTS}
-            )
+            able = dataclasses.replace(able, precisions=able.precisions - {"float8"})
+            why_not["float8"] = _OF_PARTS
         return dataclasses.replace(
             able,
             # what a model recomputes is traced as if its sequences were whole
             compile=options.context == 1 and (options.tensor == 1 or _is_new_torch()),
             static_shapes=options.pipeline > 1,
             multiple_of_ranks=copies * math.lcm(dealt, options.expert),
+            why_not=why_not,
         )
 
     def num_parts(self, options: Any, world_size: int) -> int:

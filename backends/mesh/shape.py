@@ -90,6 +90,12 @@ class MeshOptions(ShardingOptions):
         return math.prod(getattr(self, name) or 1 for name in _DIMENSIONS)
 
     @property
+    def in_words(self) -> str:
+        """The dimensions along which more than one rank is asked for."""
+        asked = {name: getattr(self, name) or 1 for name in (*_DIMENSIONS, "expert")}
+        return " and ".join(f"backend.{name}={n}" for name, n in asked.items() if n > 1)
+
+    @property
     def num_stages(self) -> int:
         """Of the pipeline; 1 without."""
         several = self.stages_per_rank or 2 if self.schedule == "interleaved" else 1

@@ -305,6 +305,21 @@ def test_ranks_that_do_not_fit_are_refused(options: dict[str, int], size: int, s
 
 
 @pytest.mark.parametrize(
+    ("options", "size", "said"),
+    [
+        ({"tensor": 2}, 3, "3 ranks: with backend.tensor=2 it takes a multiple of 2: start 4"),
+        ({"expert": 3}, 4, "4 ranks: with backend.expert=3 it takes a multiple of 3: start 3"),
+        ({"context": 2, "tensor": 2}, 6, "backend.context=2 and backend.tensor=2 .* 4: start 8"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_before_they_are_started(
+    options: dict[str, int], size: int, said: str
+) -> None:
+    with pytest.raises(CapabilityRefused, match=said):
+        refuse_unpromised(driver, Plan(options=MeshOptions(**options)), size)
+
+
+@pytest.mark.parametrize(
     ("options", "replicate", "shard"), [({}, 1, 4), ({"replicate": 2}, 2, 2), ({"shard": 2}, 2, 2)]
 )
 def test_what_is_not_told_takes_the_ranks_that_are_left(
