@@ -10,25 +10,20 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mesh_faults import plant
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from drivetrain import Parallel, Recipe, lora
 from drivetrain.backends.fsdp import dtensor
-from drivetrain.backends.fsdp.driver import FsdpDriver
-from drivetrain.backends.mesh import context, flights, layers, line, pipeline
-from drivetrain.backends.mesh.driver import MeshDriver
-from drivetrain.backends.process_group.session import ProcessGroupSession
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.state import assemble, pieces
 from drivetrain.conformance.subject import Subject
-from drivetrain.kernel.contract import World
 from drivetrain.kernel.events import Evaluated, Logged
-from drivetrain.kernel.shards import Box
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 24, 4, 8, 13
 IGNORED = -100
@@ -231,114 +226,13 @@ class Sequences:
         return {"tokens": row[:-1], "targets": targets}
 
 
-# --- faults, each of which makes this process forget one thing that a mesh needs ------------------
-
-
-def untied() -> None:
-    layers._tie_again = lambda module, tied: None
-
-
-def cut_as_one() -> None:
-    layers.Fused._swapped = lambda self, whole, first, second: whole  # type: ignore[method-assign]
-
-
-def one_divisor() -> None:
-    dtensor.num_replicas = lambda tensor, size: size // tensor.device_mesh.size()
-
-
-def counted_by_each() -> None:
-    World.counts_once = 1.0  # type: ignore[assignment, method-assign]
-
-
-def reduced_over_all() -> None:
-    session = ProcessGroupSession.__init__
-
-    def forgets(self: Any, *given: Any) -> None:
-        session(self, *given)
-        type(self).feeders = property(lambda self: None, lambda self, group: None)
-
-    ProcessGroupSession.__init__ = forgets  # type: ignore[method-assign]
-
-
-def own_samples() -> None:
-    World.reader_index = property(lambda self: self.rank)  # type: ignore[assignment, method-assign]
-    World.num_readers = property(lambda self: self.size)  # type: ignore[assignment, method-assign]
-
-
-def exchanged_twice() -> None:
-    attend = context.WholeAttention._attend
-
-    def again(self: Any, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
-        there, back = cast(Any, context._Exchange.apply), cast(Any, context._Exchange.apply)
-        moved = [there(each, -3, -2, self.group) for each in (query, key, value)]
-        found: Tensor = back(attend(self, *moved, **more), -2, -3, self.group)
-        return found
-
-    context.WholeAttention._attend = again  # type: ignore[method-assign, assignment]
+# --- a fault that is the recipe's -----------------------------------------------------------------
 
 
 def normalisation_left_out() -> None:
     plan = {**IN_SEQUENCE.tensor}
     del plan["blocks.*.norm?"]
     PLANS["in sequence"] = dataclasses.replace(IN_SEQUENCE, tensor=plan)
-
-
-def in_another_order() -> None:
-    def walked(tensor: Any) -> Box:
-        mesh = tensor.device_mesh
-        cuts = [
-            (each.dim, mesh.get_local_rank(axis), mesh.size(axis))
-            for axis, each in enumerate(tensor.placements)
-            if hasattr(each, "dim")
-        ]
-        return dtensor.chunk_of(tuple(tensor.shape), cuts)
-
-    dtensor.own_box = walked
-
-
-def divided_by_microbatches() -> None:
-    fly = flights.FlyingEngine._fly
-    flights.FlyingEngine._fly = lambda self, queue, weight: fly(  # type: ignore[method-assign]
-        self, queue, weight / len(queue)
-    )
-
-
-def tied_apart() -> None:
-    pipeline.PipelineEngine._add_up_tied = lambda self: None  # type: ignore[method-assign]
-
-
-def tied_counted_by_each() -> None:
-    pipeline.PipelineEngine._places_of = lambda self, name: [0]  # type: ignore[method-assign]
-
-
-def stale_rows() -> None:
-    def shorter(self: Any, rank: int) -> Tensor:
-        found = take(self, rank)
-        held = kept.setdefault(found.dim(), found.clone())
-        held[: len(found)] = found[: len(held)]
-        return held.clone()
-
-    kept: dict[int, Tensor] = {}
-    take = line.Line.take
-    line.Line.take = shorter  # type: ignore[method-assign]
-    MeshDriver.capabilities = FsdpDriver.capabilities  # type: ignore[method-assign]
-
-
-FAULTS = {
-    "divided by microbatches": divided_by_microbatches,
-    "tied weights apart": tied_apart,
-    "tied weights counted by each": tied_counted_by_each,
-    "stale rows": stale_rows,
-    "weights untied": untied,
-    "several in one cut as one": cut_as_one,
-    "one divisor for all norms": one_divisor,
-    "items counted by each rank": counted_by_each,
-    "losses reduced over all ranks": reduced_over_all,
-    "each rank reads its own samples": own_samples,
-    "exchanged twice": exchanged_twice,
-    "a normalisation left out": normalisation_left_out,
-    "cut in another order": in_another_order,
-}
 
 
 def train(
@@ -361,8 +255,10 @@ def train(
     **changes: Any,
 ) -> dict[str, Any]:
     """A job: the curve, what an evaluation says, and the weights at the end."""
-    if fault:  # for good: this process does nothing else afterwards
-        FAULTS[fault]()
+    if fault == "a normalisation left out":
+        normalisation_left_out()
+    elif fault:
+        plant(fault)
     parts = {
         "model": lambda: CHANGES[changed](Decoder(heads, layers, tied)),
         "loss": LOSSES[lossy],

@@ -21,10 +21,10 @@ from mesh_decoder import (
     turn,
 )
 from mesh_decoder import loss as cross_entropy
+from mesh_faults import plant
 from torch import Tensor, nn
 
 from drivetrain import Parallel, Recipe
-from drivetrain.backends.mesh import driver, experts
 from drivetrain.conformance.bench import Bench
 
 EXPERTS, CHOSEN, HIDDEN = 6, 2, 15
@@ -178,49 +178,6 @@ def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return cross_entropy(logits, batch) + 1e-2 * far[0]  # type: ignore[arg-type]
 
 
-# --- faults, each of which makes this process forget one thing that experts need ------------------
-
-
-def averaged_as_others() -> None:
-    driver.MeshEngine._average_experts = lambda self: None  # type: ignore[method-assign]
-
-
-def answers_in_another_order() -> None:
-    exchange = experts._exchange
-    experts._exchange = lambda *given: exchange(*given).flip(0)
-
-
-def nothing_in_place_of_nothing() -> None:
-    def computed(self: Any, *given: Tensor) -> Tensor:
-        with self._own_weights():
-            found: Tensor = self._forward(*given)
-        return found
-
-    experts.Experts._compute = computed  # type: ignore[method-assign]
-
-
-def each_of_all_tokens() -> None:
-    def joined(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
-        return join(part, rows, group) * len(rows)
-
-    join = experts._joined
-    experts._joined = joined
-
-
-def parts_apart() -> None:
-    driver.MeshEngine._add_up_parts = lambda self: None  # type: ignore[method-assign]
-    driver.MeshEngine._compare_replicas = lambda self: None  # type: ignore[method-assign]
-
-
-FAULTS = {
-    "gradients joined as if each rank had all": each_of_all_tokens,
-    "gradients of parts of positions apart": parts_apart,
-    "averaged as others": averaged_as_others,
-    "answers in another order": answers_in_another_order,
-    "nothing in place of nothing": nothing_in_place_of_nothing,
-}
-
-
 def train(
     bench: Bench,
     *,
@@ -236,8 +193,8 @@ def train(
     **changes: Any,
 ) -> dict[str, Any]:
     """A job: the curve, what an evaluation says, and the weights at the end."""
-    if fault:  # for good: this process does nothing else afterwards
-        FAULTS[fault]()
+    if fault:
+        plant(fault)
     parts = {
         "model": lambda: Mixture(kind, routed, layers),
         "loss": loss,
