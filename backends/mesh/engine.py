@@ -27,8 +27,9 @@ from ..process_group.collectives import keep_for_a_while
 from .comparing import alike, evaluating, loss_to_compare
 from .context import SequenceParts, WholeAttention
 from .experts import Experts, find_experts
-from .layers import Fused, InOrder, cut_layers, split, used_on_parts
+from .layers import Fused, InOrder, cut_layers, in_sequence, split, used_on_parts
 from .logits import LossOfParts, require_whole
+from .parts_in_loss import PartsInLoss
 from .shape import Mesh
 
 __all__ = ["MeshEngine"]
@@ -86,6 +87,9 @@ class MeshEngine(FsdpEngine):
         self._dealt = [p for module in self.experts for p in module.parameters()]
         self._on_parts = [self.module.get_parameter(name) for name in self._names_on_parts]
         self._replicas_compared = mesh.shape.tensor == 1
+        self._parts: PartsInLoss | None = None
+        if mesh.shape.tensor > 1 and (parts := in_sequence(self.module, self.parallel)):
+            self._parts = PartsInLoss(parts, marks=not plan.compile)
         self.recipe = recipe
         self._compared_by = None
         if max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1:
@@ -186,7 +190,26 @@ class MeshEngine(FsdpEngine):
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         require_whole(loss)
+        if self._parts is not None:
+            self._refuse_parts(self._parts, loss)
+            self._parts = None
         super().backward(loss, weight)
+
+    def _refuse_parts(self, parts: PartsInLoss, loss: Tensor) -> None:
+        """Raises `RecipeError` where a rank's loss has what is of its own positions alone."""
+        told = self._of_all_ranks(float(parts.reached(loss)), float(loss.detach()))
+        size, exact = self.mesh.shape.tensor, self.plan.precision.compute == torch.float32
+        wrong = any(reached for reached, _ in told)
+        if self.plan.compile:  # no mark is seen there
+            losses = torch.tensor([seen for _, seen in told], dtype=torch.float64).view(-1, size)
+            apart, most = losses.amax(1) - losses.amin(1), losses.abs().amax(1)
+            wrong = bool((apart > (1e-5 if exact else 1e-3) * most).any())
+        if wrong:
+            raise RecipeError(
+                "what Parallel.tensor computes in 'sequence' is added to the loss, such as what "
+                "routers say: each rank has that of a part of the positions, and no rank all of "
+                "it. Leave it out of the loss, do without 'sequence', or set backend.tensor=1"
+            )
 
     def update(self) -> Outcome:
         self._add_up_parts()

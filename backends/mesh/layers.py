@@ -27,7 +27,7 @@ from .matching import largest_divisor, matching
 from .one_layer import Layer, layer_of
 from .stages import hollow
 
-__all__ = ["Fused", "cut_layers", "let_go", "used_on_parts"]
+__all__ = ["Fused", "cut_layers", "in_sequence", "let_go", "used_on_parts"]
 
 
 @dataclass
@@ -179,6 +179,12 @@ def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
             )
         found += [first] if all(on_parts) else []
     return found
+
+
+def in_sequence(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
+    """What computes on parts of the positions."""
+    chosen = _chosen(module, parallel).items()
+    return [module.get_submodule(name) for name, how in chosen if how == "sequence"]
 
 
 def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:

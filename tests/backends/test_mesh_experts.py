@@ -199,6 +199,23 @@ def test_what_cannot_be_dealt_is_refused(size: int, arguments: dict[str, Any], s
         mesh(size, expert=size).run(train, alone=True, **arguments)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"activation_checkpointing": ["Layer"]}, marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        {"compile": True, "compile_options": {"backend": "aot_eager"}},
+    ],
+    ids=str,
+)
+def test_a_loss_of_a_part_of_the_positions_is_refused(settings: dict[str, Any]) -> None:
+    """Also where nothing is compared, as of large models: its gradient would be right, and what is
+    told of it would not."""
+    with pytest.raises(WorkerFailure, match="is added to the loss, such as what routers say"):
+        mesh(2, tensor=2, check=False).run(train, alone=True, plan="in sequence", settings=settings)
+
+
 ROUTER_WHOLE = {name: how for name, how in IN_SEQUENCE.items() if "router" not in name}
 
 
