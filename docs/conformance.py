@@ -27,8 +27,8 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
 
 DIMENSIONS = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
-MESHES = tuple(f"mesh:2,{name}=2" for name in DIMENSIONS)
-"""Proved on the newest torch, which pipelines need."""
+MESHES = (*(f"mesh:2,{name}=2" for name in DIMENSIONS), "mesh:2,tensor=2,expert=2")
+"""Proved on the newest torch, which pipelines need: each dimension alone, and two together."""
 
 
 def commands() -> dict[str, list[str]]:
