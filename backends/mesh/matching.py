@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterable
 
@@ -20,7 +21,11 @@ def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tup
     for pattern in patterns:
         fitting = fnmatch.filter(names, pattern)
         if not fitting:
-            raise RecipeError(f"Parallel.{field} names {pattern!r}, which fits no submodule")
+            (nearest,) = difflib.get_close_matches(pattern, names, 1, 0.0) or ("none",)
+            raise RecipeError(
+                f"Parallel.{field} names {pattern!r}, which fits no submodule: the nearest is "
+                f"{nearest!r}"
+            )
         found += [(pattern, name) for name in fitting]
     return found
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from drivetrain import Parallel, Recipe, lora
 from drivetrain.backends.fsdp import dtensor
 from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.law_1_gradient import LOSS_ROUNDINGS, ROUNDING
 from drivetrain.conformance.state import assemble, pieces
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.events import Evaluated, Logged
@@ -378,6 +379,18 @@ def assert_alike(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     torch.testing.assert_close(seen["curve"], expected["curve"], rtol=1e-5, atol=0)
     torch.testing.assert_close(seen["measured"], expected["measured"], rtol=1e-5, atol=0)
     torch.testing.assert_close(seen["weights"], expected["weights"], rtol=1e-4, atol=1e-5)
+
+
+def assert_near(
+    curve: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], precision: str
+) -> None:
+    """Of a precision of few bits: losses within as many roundings as law 1 derives for AdamW
+    (`LOSS_ROUNDINGS`), and norms, too. An element of a gradient comes of some 28 products, forward
+    and backward through two blocks and a head; they are rounded as often up as down, which leaves
+    about sqrt(28) = 5.3 roundings of one. A norm adds up the squares of thousands of elements,
+    among which these cancel again."""
+    bound = LOSS_ROUNDINGS["AdamW"] * ROUNDING[precision]
+    torch.testing.assert_close(curve, expected, rtol=bound, atol=0)
 
 
 def assert_resumed(

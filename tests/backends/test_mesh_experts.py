@@ -9,7 +9,7 @@ from typing import Any
 import mesh_mixture
 import pytest
 import torch
-from mesh_decoder import assert_alike, assert_resumed, mesh
+from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh
 from mesh_mixture import IN_SEQUENCE, of_transformers, train
 
 from drivetrain import Parallel
@@ -70,9 +70,8 @@ def test_experts_may_compute_in_groups() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_mixed_precision(precision: str, tensor: int) -> None:
-    """The curve is that of one process, to the roundings of 2**-8 of a few hundred products."""
     seen, _ = mesh(2, expert=2, tensor=tensor).run(train, settings={"precision": precision})
-    torch.testing.assert_close(seen["curve"], alone()["curve"], rtol=3e-2, atol=0)
+    assert_near(seen["curve"], alone()["curve"], precision)
 
 
 @pytest.mark.slow
