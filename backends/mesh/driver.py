@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from ...data.parallel import Parallel
 from ...kernel.contract import World
 from ...kernel.errors import CapabilityRefused
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
@@ -25,8 +26,11 @@ from ..fsdp import sharding
 from ..fsdp.driver import FsdpDriver
 from ..process_group.session import ProcessGroupSession, num_launched
 from .engine import MeshEngine
+from .experts import plan_experts
 from .flights import FlyingEngine
+from .layers import plan_layers
 from .shape import Mesh, MeshOptions, Shape, options_of
+from .stages import Stages
 
 __all__ = ["MeshOptions", "driver"]
 
@@ -86,6 +90,16 @@ class MeshDriver(FsdpDriver):
                 ),
             ),
         )
+
+    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
+        """See `recipe_checks.ChecksModels`: what patterns fit, and what has to divide."""
+        options, parallel = options_of(plan), recipe.parallel or Parallel()
+        if options.expert > 1:
+            plan_experts(model, parallel, options.expert)
+        if options.pipeline > 1:
+            Stages(model, parallel.stages, options.num_stages)
+        if options.tensor > 1:
+            plan_layers(model, parallel, options.tensor)
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

@@ -26,7 +26,7 @@ from ..process_group.collectives import keep_for_a_while
 from .layers import let_go
 from .matching import largest_divisor, matching
 
-__all__ = ["Experts", "find_experts"]
+__all__ = ["Experts", "find_experts", "plan_experts"]
 
 
 class _Exchange(torch.autograd.Function):
@@ -213,8 +213,15 @@ class Experts:
 
 
 def find_experts(module: nn.Module, parallel: Parallel, mesh: Any, alike: Any) -> list[Experts]:
-    """The modules of experts that the recipe names, each given to `Experts`. Raises `RecipeError`,
-    before anything is changed, for what cannot be dealt over the ranks of `mesh`."""
+    """The modules of experts that the recipe names, each given to `Experts`. Raises as
+    `plan_experts` does, before anything is changed."""
+    found = plan_experts(module, parallel, mesh.size())
+    return [Experts(name, part, mesh, alike) for name, part in found.items()]
+
+
+def plan_experts(module: nn.Module, parallel: Parallel, size: int) -> dict[str, nn.Module]:
+    """The modules of experts that the recipe names, by name; changes nothing. Raises `RecipeError`
+    for what cannot be dealt over so many ranks."""
     if not parallel.experts:
         raise RecipeError(
             "backend.expert is more than 1, and the recipe does not say which modules hold "
@@ -225,8 +232,8 @@ def find_experts(module: nn.Module, parallel: Parallel, mesh: Any, alike: Any) -
     found = {name: module.get_submodule(name) for _, name in chosen}
     tied = {name for group in models.tied_groups(module) for name in group}
     for name, part in found.items():
-        _check(name, part, mesh.size(), found, tied)
-    return [Experts(name, part, mesh, alike) for name, part in found.items()]
+        _check(name, part, size, found, tied)
+    return found
 
 
 def _num_experts(name: str, part: nn.Module) -> int:

@@ -27,7 +27,7 @@ from .matching import largest_divisor, matching
 from .one_layer import Layer, layer_of
 from .stages import hollow
 
-__all__ = ["Fused", "cut_layers", "in_sequence", "let_go", "used_on_parts"]
+__all__ = ["Fused", "cut_layers", "in_sequence", "let_go", "plan_layers", "used_on_parts"]
 
 
 @dataclass
@@ -122,23 +122,15 @@ def split(piece: Piece, fused: Fused) -> Iterator[Piece]:
         yield Piece(piece.kind, piece.name, piece.tensor.narrow(0, start, taken), piece.shape, own)
 
 
-def cut_layers(
-    module: nn.Module,
-    parallel: Parallel,
-    mesh: Any,
-    tied: Sequence[Sequence[str]],
-    absent: AbstractSet[nn.Parameter] = frozenset(),
-) -> Fused:
-    """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
-    takes no memory then either. Raises `RecipeError`, before anything is changed, for a pattern
-    that fits nothing or two things, and for what does not divide."""
-    chosen = _chosen(module, parallel)
+def plan_layers(module: nn.Module, parallel: Parallel, size: int) -> tuple[list[Layer], Fused]:
+    """What the recipe cuts over so many ranks, and what is several in one; changes nothing. Raises
+    `RecipeError` for a pattern that fits nothing or two things, and for what does not divide."""
     layers = {
         name: layer_of(name, how, module.get_submodule(name))
-        for name, how in chosen.items()
+        for name, how in _chosen(module, parallel).items()
         if how not in _ON_PARTS
     }
-    fused = Fused(mesh.size())
+    fused = Fused(size)
     for pattern, name in matching(module, "fused", parallel.fused):
         if name not in layers or layers[name].how != "column":
             raise RecipeError(
@@ -148,15 +140,28 @@ def cut_layers(
         for key in layers[name].cut:
             fused.parts.setdefault(f"{name}.{key}", parallel.fused[pattern])
     for layer in layers.values():
-        _check(layer, mesh.size(), fused)
+        _check(layer, size, fused)
+    return [*layers.values()], fused
+
+
+def cut_layers(
+    module: nn.Module,
+    parallel: Parallel,
+    mesh: Any,
+    tied: Sequence[Sequence[str]],
+    absent: AbstractSet[nn.Parameter] = frozenset(),
+) -> Fused:
+    """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
+    takes no memory then either. Raises as `plan_layers` does, before anything is changed."""
+    layers, fused = plan_layers(module, parallel, mesh.size())
     with torch.no_grad():
         for name in fused.parts:
             weight = module.get_parameter(name)
             fused.shapes[name] = tuple(weight.shape)
             if weight not in absent:
                 weight.data = fused.reordered(name, weight)
-    between = Shard(1) if "sequence" in chosen.values() else Replicate()
-    _parallelise(layers.values(), mesh, between, absent)
+    between = Shard(1) if in_sequence(module, parallel) else Replicate()
+    _parallelise(layers, mesh, between, absent)
     _tie_again(module, tied)
     return fused
 

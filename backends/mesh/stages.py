@@ -240,9 +240,15 @@ class StageForward:
 
     def _called(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In place of the forward of a block."""
-        if self._stage < 0:
-            return forward(*args, **kwargs)
         name = self.stages.blocks[index]
+        if self._stage < 0 and self.stages.of_block[index] in self.own:
+            return forward(*args, **kwargs)
+        if self._stage < 0:
+            raise RecipeError(
+                f"{name!r}, which another rank has, was called otherwise than by the forward of "
+                "the whole model, as generate does of a model with an adapter by PEFT, whose base "
+                "model it calls. Call the model itself, or set backend.pipeline=1"
+            )
         if index < self.stages.starts[self._stage]:
             return _first(args, kwargs)
         if index != self._next:

@@ -20,7 +20,7 @@ from ..kernel.recipe import Recipe
 from ..kernel.registry import refuse_unpromised, usable_driver
 from .late_ranks import flight_records_kept, others_told
 from .out_of_memory import with_remembered
-from .recipe_checks import check_optimization, check_recipe, exits_told
+from .recipe_checks import check_model, check_optimization, check_recipe, exits_told
 from .result import Result, RetryWithSmallerBatch
 from .run import Run
 from .run_lock import RunLock
@@ -75,6 +75,7 @@ def fit(
         """Until the end, or until memory runs out and smaller microbatches may do."""
         plan = settings.plan(options)
         refuse_unpromised(driver, plan)
+        check_model(driver, recipe, plan)
         with driver.open(plan) as session, others_told(session, driver.capabilities(plan)):
 
             def train() -> Result | RetryWithSmallerBatch:

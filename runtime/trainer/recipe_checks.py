@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,10 +13,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.indexed import length_of
 from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
+from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from .settings import ScheduleSettings, Settings
 
-__all__ = ["check_optimization", "check_recipe", "exit_called", "exits_told"]
+__all__ = [
+    "ChecksModels",
+    "check_model",
+    "check_optimization",
+    "check_recipe",
+    "exit_called",
+    "exits_told",
+]
 
 _FUNCTIONS = ("collate", "count_items", "optimizer", "schedule", "measure", "summarise", "step")
 
@@ -62,17 +70,33 @@ def check_optimization(recipe: Recipe, settings: Settings) -> None:
     if recipe.optimizer is not None:
         return
     settings.optimizer.check()
-    if settings.optimizer.groups and (named := _parameters(recipe)):
-        settings.optimizer.build(named)
+    if settings.optimizer.groups and (model := _without_memory(recipe)) is not None:
+        settings.optimizer.build(list(model.named_parameters()))
 
 
-def _parameters(recipe: Recipe) -> list[tuple[str, nn.Parameter]]:
-    """Without their memory; none where the model cannot be built so."""
+@runtime_checkable
+class ChecksModels(Protocol):
+    """A driver that can tell of a model, before its ranks meet, that it cannot train it."""
+
+    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
+        """`model` is the recipe's, on the meta device. Changes nothing; raises `RecipeError`."""
+        ...
+
+
+def check_model(driver: Any, recipe: Recipe, plan: Plan) -> None:
+    """Have such a driver check the model, which is built on the meta device for it. Where that
+    cannot be done, it finds out when it prepares it."""
+    if isinstance(driver, ChecksModels) and (model := _without_memory(recipe)) is not None:
+        driver.check_model(model, recipe, plan)
+
+
+def _without_memory(recipe: Recipe) -> nn.Module | None:
+    """The model, on the meta device; None where it cannot be built so."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return list(recipe.model().named_parameters())
+            return recipe.model()
     except Exception:  # a model that looks at its numbers while it is made
-        return []
+        return None
 
 
 def _check_data(recipe: Recipe) -> None:

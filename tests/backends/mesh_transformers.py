@@ -111,6 +111,7 @@ def train(
     trainer: str = "Counting",
     resume: str | None = None,
     cached: bool = False,
+    says: bool = True,
 ) -> dict[str, Any]:
     """Losses, norms and evaluations of five updates, what is saved after the third, and what is
     said at the end. Of one process, `sizes` of a mesh, or a mesh's own `options`; `given`: more
@@ -135,16 +136,15 @@ def train(
     try:
         own.train(resume_from_checkpoint=resume)
         evaluated = own.evaluate()
-        said = own.model.eval().generate(
-            torch.arange(6)[None], max_new_tokens=5, do_sample=False, use_cache=cached
-        )
+        asked = {"max_new_tokens": 5, "do_sample": False, "use_cache": cached}
+        said = own.model.eval().generate(torch.arange(6)[None], **asked) if says else None
         logs = own.state.log_history
         return {
             "losses": [log["loss"] for log in logs if "loss" in log],
             "norms": [log["grad_norm"] for log in logs if "grad_norm" in log],
             "evaluated": [log["eval_loss"] for log in logs if "eval_loss" in log],
             "rows": evaluated["eval_rows"],
-            "said": said.tolist(),
+            "said": None if said is None else said.tolist(),
             "counted": getattr(own, "counted", None),
             "tokens": own.state.num_input_tokens_seen,
             "global batch": own.get_total_train_batch_size(args),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from environments import python_of_all
 from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
-from drivetrain import Parallel
+from drivetrain import Parallel, Recipe, fit
 from drivetrain.backends.mesh.driver import driver
 from drivetrain.backends.mesh.one_layer import layer_of
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
@@ -116,6 +117,38 @@ def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch, "__version__", "2.8.0")
     with pytest.raises(CapabilityRefused, match="refuses compile"):
         refuse_unpromised(driver, Plan(compile=True, options=MeshOptions(tensor=2)), 2)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "parallel", "message"),
+    [
+        (2, {"tensor": 2}, {"tensor": {"one": "column"}}, "fits no submodule: the nearest is 'on'"),
+        (2, {"tensor": 2}, {"tensor": {"on": "column", "o*": "row"}}, "cuts 'on' in two ways"),
+        (4, {"tensor": 4}, {"tensor": {"on": "column"}}, "its 6 outputs; backend.tensor=3 would"),
+        (4, {"expert": 4}, {"experts": ["on"]}, "the 6 experts of 'on'; backend.expert=3 would"),
+        (2, {"pipeline": 2}, {"stages": ["on"]}, r"Parallel.stages=\['on'\] names 1"),
+    ],
+)
+def test_what_the_model_cannot_be_cut_by_is_refused_before_ranks_meet(
+    size: int,
+    options: dict[str, int],
+    parallel: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def meet(plan: Plan) -> None:
+        raise AssertionError("ranks met")
+
+    monkeypatch.setattr(driver, "open", meet)
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    recipe = Recipe(
+        model=lambda: torch.nn.Sequential(OrderedDict(on=torch.nn.Linear(4, 6))),
+        loss=lambda module, batch: module(batch).sum(),
+        train_data=[torch.ones(4)] * 8,
+        parallel=Parallel(**parallel),
+    )
+    with pytest.raises(RecipeError, match=message):
+        fit(recipe, backend="mesh", backend_options=options)
 
 
 def test_a_loss_may_draw_random_numbers() -> None:
@@ -269,7 +302,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
         (
             {"tensor": 2},
             {"tensor": {"blocks.*.q": "row"}},
-            r"fits no .* nearest is 'blocks.\d.qkv'",
+            r"the nearest is 'blocks...q",
         ),
         ({"tensor": 2}, {"tensor": {"norm": "row"}, "fused": {}}, "which is for Linear"),
         ({"tensor": 2}, {"tensor": {"blocks.*.up": "column"}, "fused": {"*.up": 5}}, "5 in one"),
