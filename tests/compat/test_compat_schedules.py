@@ -69,7 +69,6 @@ def test_rates_are_those_of_transformers(name: str, options: dict[str, Any], war
     assert rates(get_scheduler, name, options, warmup) == rates(theirs, name, options, warmup)
 
 
-@pytest.mark.row("O19")
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_schedule_writes_rates_as_torchs_own_does(kind: Any) -> None:
     schedules = []
@@ -94,6 +93,7 @@ def test_a_schedule_writes_rates_as_torchs_own_does(kind: Any) -> None:
     assert ours.last_epoch == 3
 
 
+@pytest.mark.row("O19")
 def test_a_number_of_stable_steps_needs_no_length() -> None:
     options = {"num_decay_steps": 5, "num_stable_steps": 3}
     shared: dict[str, Any] = {"num_warmup_steps": 2, "scheduler_specific_kwargs": options}
