@@ -29,6 +29,7 @@ from .engine import MeshEngine
 from .experts import plan_experts
 from .flights import FlyingEngine
 from .layers import plan_layers
+from .pipeline import refuse_turns
 from .shape import Mesh, MeshOptions, Shape, options_of
 from .stages import Stages
 
@@ -97,6 +98,7 @@ class MeshDriver(FsdpDriver):
         if options.expert > 1:
             plan_experts(model, parallel, options.expert)
         if options.pipeline > 1:
+            refuse_turns(recipe)
             Stages(model, parallel.stages, options.num_stages)
         if options.tensor > 1:
             plan_layers(model, parallel, options.tensor)

@@ -34,19 +34,24 @@ from .line import Line
 from .shape import Mesh, options_of
 from .stages import StageForward, Stages, hollow
 
-__all__ = ["PipelineEngine"]
+__all__ = ["PipelineEngine", "refuse_turns"]
+
+
+def refuse_turns(recipe: Recipe) -> None:
+    """Raises `CapabilityRefused` for updates that train a model each."""
+    if hasattr(recipe.loss, "of_update"):
+        raise CapabilityRefused(
+            "losses that take turns (Turns) with backend.pipeline",
+            "mesh",
+            "stages are made of one model, which each update trains. Set backend.pipeline=1",
+        )
 
 
 class PipelineEngine(MeshEngine):
     """`MeshEngine` of one rank's stages."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
-        if hasattr(recipe.loss, "of_update"):
-            raise CapabilityRefused(
-                "losses that take turns (Turns) with backend.pipeline",
-                "mesh",
-                "stages are made of one model, which each update trains. Set backend.pipeline=1",
-            )
+        refuse_turns(recipe)
         self.line = Line(mesh.pipeline.get_group(), world.device, mesh.tensor)
         self.elsewhere: dict[str, nn.Parameter] = {}
         super().__init__(recipe, plan, world, mesh)

@@ -14,7 +14,7 @@ from environments import python_of_all
 from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 
-from drivetrain import Parallel, Recipe, fit
+from drivetrain import Models, Parallel, Recipe, Turns, fit
 from drivetrain.backends.mesh.driver import driver
 from drivetrain.backends.mesh.one_layer import layer_of
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
@@ -149,6 +149,20 @@ def test_what_the_model_cannot_be_cut_by_is_refused_before_ranks_meet(
     )
     with pytest.raises(RecipeError, match=message):
         fit(recipe, backend="mesh", backend_options=options)
+
+
+def test_losses_that_take_turns_are_refused_whatever_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even of models that no stages could be made of: before these are looked at."""
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    recipe = Recipe(
+        model=lambda: Models({"only": torch.nn.Linear(4, 6)}),
+        loss=Turns({"only": lambda models, batch: models["only"](batch).sum()}),
+        train_data=[torch.ones(4)] * 8,
+    )
+    with pytest.raises(CapabilityRefused, match="Turns"):
+        fit(recipe, backend="mesh", backend_options={"pipeline": 2})
 
 
 def test_a_loss_may_draw_random_numbers() -> None:
