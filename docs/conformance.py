@@ -27,7 +27,8 @@ sys.path.append(str(ROOT / "tests" / "backends"))
 from environments import WORLDS, build_all, python_of_all  # noqa: E402 - where the tests keep it
 
 DIMENSIONS = ("replicate", "shard", "context", "tensor", "expert", "pipeline")
-MESHES = (*(f"mesh:2,{name}=2" for name in DIMENSIONS), "mesh:2,tensor=2,expert=2")
+TOGETHER = ("mesh:2,tensor=2,expert=2", "mesh:4,pipeline=2,tensor=2")
+MESHES = (*(f"mesh:2,{name}=2" for name in DIMENSIONS), *TOGETHER)
 """Proved on the newest torch, which pipelines need: each dimension alone, and two together."""
 
 
