@@ -9,11 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import profiler
-from torch.optim import Optimizer
-from torch.optim import optimizer as hooks
 
 from ...kernel.contract import Outcome
+from .optimizer_step import take_step
 
 _NARROW = {torch.bfloat16, torch.float16}
 
@@ -105,62 +103,6 @@ def step_if_finite(
     if loss_scale is not None:
         loss_scale.update(torch.full((), float(not finite)))
     return Outcome(norm, _yes if finite else _no)
-
-
-_RANGED = Optimizer.profile_hook_step(print).__code__
-"""Of what torch puts around the `step` of each class of optimizers: hooks in a profiler's range."""
-
-
-def take_step(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, with groups that are alike as one, and without the range that torch opens
-    around it for a profiler, while nobody profiles: it takes as long as the norm of a small model.
-    With hooks, or a `step` of the user's, it is called as it is."""
-    if profiler._is_profiler_enabled or not _is_only_ranged(optimizer):
-        optimizer.step()
-    else:
-        groups = optimizer.param_groups
-        optimizer.param_groups = _joined(optimizer)
-        try:
-            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        finally:
-            optimizer.param_groups = groups
-
-
-_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Each element is updated by itself: it is the same in which group, and beside which others."""
-
-
-def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Its groups; one of all where they differ in nothing, as a Trainer's two without decay, since
-    each takes launches of its own."""
-    groups = optimizer.param_groups
-    first = groups[0]
-    if len(groups) == 1 or type(first["lr"]) is not float or type(optimizer) not in _BY_ELEMENT:
-        return groups
-    settings = {**first, "params": None}
-    if any({**group, "params": None} != settings for group in groups[1:]):
-        return groups
-    return [{**first, "params": [p for group in groups for p in group["params"]]}]
-
-
-def _is_only_ranged(optimizer: Optimizer) -> bool:
-    """True if nothing but that range is around the `step` that the optimizer's class defines: no
-    hook, nothing of a user's; and of a schedule of torch's nothing that is yet to be noted."""
-    step, own = getattr(type(optimizer), "step", None), vars(optimizer).get("step")
-    if getattr(step, "__code__", None) is not _RANGED:
-        return False
-    if own is not None and not (
-        getattr(own, "_wrapped_by_lr_sched", False)
-        and own.__wrapped__ is step
-        and getattr(optimizer, "_opt_called", False)  # its only note
-    ):
-        return False
-    return not (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or hooks._global_optimizer_pre_hooks
-        or hooks._global_optimizer_post_hooks
-    )
 
 
 def _yes() -> bool:

@@ -1,0 +1,131 @@
+"""The step of an optimizer of torch's, without what it finds out anew each time.
+
+For a small model that is most of it: torch opens a range for profilers around each step, updates
+groups that are alike one after the other, and looks at each parameter as if it had never seen it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
+
+__all__ = ["take_step"]
+
+_RANGED = Optimizer.profile_hook_step(print).__code__
+"""Of what torch puts around the `step` of each class of optimizers: hooks in a profiler's range."""
+
+
+def take_step(optimizer: Optimizer) -> None:
+    """`optimizer.step()`, with groups that are alike as one, and without the range for profilers
+    while nobody profiles. With hooks, or a `step` of the user's, it is called as it is."""
+    if profiler._is_profiler_enabled or not _is_only_ranged(optimizer):
+        optimizer.step()
+        return
+    groups, joined = optimizer.param_groups, _joined(optimizer)
+    if _update_fused(optimizer, joined):
+        return
+    optimizer.param_groups = joined
+    try:
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    finally:
+        optimizer.param_groups = groups
+
+
+_UNUSUAL = ("amsgrad", "capturable", "differentiable")
+
+
+def _update_fused(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
+    """Call the kernels that torch's AdamW and Adam call with `fused=True` on the CPU. False, with
+    nothing changed, where they have more to do than that: in the first step, which makes the
+    state, for tensors of several kinds, and for what is set to be decided on the device."""
+    if type(optimizer) not in _ADAM or hasattr(optimizer, "found_inf"):
+        return False
+    found = [_tensors(optimizer.state, group) for group in groups]
+    if not all(found):
+        return False
+    with torch.no_grad():
+        for group, tensors in zip(groups, cast(list[_Tensors], found), strict=True):
+            weights, gradients, means, squares, steps = tensors
+            torch._foreach_add_(steps, 1)
+            decoupled = group["decoupled_weight_decay"]
+            (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
+                weights,
+                gradients,
+                means,
+                squares,
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=group["maximize"],
+            )
+    return True
+
+
+_Tensors = tuple[list[Tensor], ...]
+
+
+def _tensors(state: Any, group: dict[str, Any]) -> _Tensors | None:
+    """Weights, gradients, means, means of squares and steps, where these can be updated at once."""
+    if not group["fused"] or type(group["lr"]) is not float or any(map(group.get, _UNUSUAL)):
+        return None
+    weights = [weight for weight in group["params"] if weight.grad is not None]
+    gradients = [weight.grad for weight in weights]
+    of_weights = {(type(weight), weight.dtype, weight.device.type) for weight in weights}
+    if len(of_weights) != 1 or {gradient.layout for gradient in gradients} != {torch.strided}:
+        return None
+    ((kind, dtype, device),) = of_weights
+    if kind is not nn.Parameter or device != "cpu" or not dtype.is_floating_point:
+        return None
+    states = [state[weight] for weight in weights]
+    if not all(states):
+        return None
+    kept = [[of[name] for of in states] for name in ("exp_avg", "exp_avg_sq", "step")]
+    return weights, gradients, *kept
+
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_BY_ELEMENT = (*_ADAM, torch.optim.SGD)
+"""Each element is updated by itself: it is the same in which group, and beside which others."""
+
+
+def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Its groups; one of all where they differ in nothing, as a Trainer's two without decay, since
+    each takes launches of its own."""
+    groups = optimizer.param_groups
+    first = groups[0]
+    if len(groups) == 1 or type(first["lr"]) is not float or type(optimizer) not in _BY_ELEMENT:
+        return groups
+    settings = {**first, "params": None}
+    if any({**group, "params": None} != settings for group in groups[1:]):
+        return groups
+    return [{**first, "params": [p for group in groups for p in group["params"]]}]
+
+
+def _is_only_ranged(optimizer: Optimizer) -> bool:
+    """True if nothing but that range is around the `step` that the optimizer's class defines: no
+    hook, nothing of a user's; and of a schedule of torch's nothing that is yet to be noted."""
+    step, own = getattr(type(optimizer), "step", None), vars(optimizer).get("step")
+    if getattr(step, "__code__", None) is not _RANGED:
+        return False
+    if own is not None and not (
+        getattr(own, "_wrapped_by_lr_sched", False)
+        and own.__wrapped__ is step
+        and getattr(optimizer, "_opt_called", False)  # its only note
+    ):
+        return False
+    return not (
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or hooks._global_optimizer_pre_hooks
+        or hooks._global_optimizer_post_hooks
+    )
