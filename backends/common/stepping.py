@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from ...kernel.contract import Outcome
 from .optimizer_step import take_step
@@ -38,11 +39,23 @@ class LossScale:
         )
 
 
+_run_backward = getattr(graph, "_engine_run_backward", None)
+"""What `torch.autograd.backward` calls in the end."""
+
+
 def backward(loss: Tensor, weight: Tensor, loss_scale: LossScale | None = None) -> None:
-    """Add the gradient of `weight * loss`, multiplied by the loss scale if there is one."""
+    """Add the gradient of `weight * loss`, multiplied by the loss scale if there is one. Both are
+    of one shape and dtype."""
     if loss_scale is not None:
         weight = weight * loss_scale.scale
-    torch.autograd.backward(loss, weight)  # starts with it: a product would be two operations more
+    # it starts with the weight: a product would be two operations more
+    if type(loss) is Tensor and _run_backward is not None:
+        # torch would first make sure of both shapes, which takes as long as a layer of a small one
+        _run_backward(
+            (loss,), (weight,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(loss, weight)
 
 
 def update(
