@@ -23,7 +23,12 @@ LABELS = {
     "lightning": "Lightning Trainer",
 }
 BESIDE_TUNED = {"tuned": "tuned loop", **LABELS}
-ON_RANKS = {**BESIDE_TUNED, "compat_all_used": "drivetrain compat, all parameters used"}
+ON_RANKS = {
+    **BESIDE_TUNED,
+    "compat_all_used": "drivetrain compat, all parameters used",
+    "tuned_searching": "tuned loop that searches",
+}
+SEARCHING = Column("CPU, times it searching", "cpu", ratio=True, base="tuned_searching")
 SAVING = {
     **{name: LABELS[name] for name in ("raw", "kernel")},
     "kernel_saving": "drivetrain kernel, saving",
@@ -71,6 +76,7 @@ def _steps(
     n: int = 1,
     labels: Mapping[str, str] = BESIDE_TUNED,
     certain: bool = False,
+    more: tuple[Column, ...] = (),
 ) -> Benchmark:
     base = next(iter(labels))
     times = f"times {base}, its median at 95 %" if certain else f"times {base}"
@@ -84,6 +90,7 @@ def _steps(
             Column("CPU µs a step", "cpu", scale=1e6, digits=0),
             Column(f"CPU, {times}", "cpu", ratio=True, certain=certain),
             Column(f"wall, {times}", "wall", ratio=True, certain=certain),
+            *more,
         ),
         plotted=f"CPU, {times}",
         equal="checksum",
@@ -102,8 +109,8 @@ SUM = "The kernel takes the sum of the squared errors, and divides it; the other
 TUNED = (
     "The tuned loop is what one writes who counts each call: samples fetched without a DataLoader, "
     "one norm, scaled by it only where it is too large, the weight given to backward; it checks "
-    "the norm for NaN, and writes the rate. It steps as torch does, in a range for profilers, "
-    "which the kernel and compat leave out while there is none."
+    "the norm for NaN, and writes the rate. It calls torch's `backward` and `step`; the kernel and "
+    "compat call what these call in the end, and leave out what they find out anew each time."
 )
 BENCHMARKS = [
     _steps(
@@ -127,12 +134,14 @@ BENCHMARKS = [
         "The same on 2 processes, DDP over gloo",
         f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} Nor "
         f"do its ranks agree on anything but gradients. {SUM} {TUNED} Trainers like HF's look for "
-        "parameters that an update does not use, unless told not to.",
+        "parameters that an update does not use, unless told not to: beside them stands the tuned "
+        "loop in a DDP that does so, too.",
         MLP,
         accumulation=1,
         steps=1000,
         n=2,
         labels=ON_RANKS,
+        more=(SEARCHING,),
     ),
     _steps(
         "gpt",

@@ -54,19 +54,22 @@ def _log(step: int, total: Tensor, every: int) -> None:
         print(json.dumps({"step": step, "loss": float(total) / every}))
 
 
-def _wrapped(module: nn.Module) -> Any:
-    """In DDP where there are several ranks."""
+def _wrapped(module: nn.Module, searching: bool = False) -> Any:
+    """In DDP where there are several ranks; `searching` for parameters that an update lacks."""
     if WORLD == 1:
         return module
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(
+        module, gradient_as_bucket_view=True, find_unused_parameters=searching
+    )
 
 
-def tuned(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+def tuned(problem: Problem, steps: int, accumulation: int, searching: bool = False) -> nn.Module:
     """What one writes by hand who counts each call, and still looks at each norm."""
     module, data = problem.model(), problem.data()
-    wrapped, optimizer, parameters = _wrapped(module), _optimizer(module), [*module.parameters()]
+    wrapped, optimizer = _wrapped(module, searching), _optimizer(module)
+    parameters = [*module.parameters()]
     samples = cycle(range(RANK, len(cast(Sized, data)), WORLD))
     weight, total = torch.tensor(1.0 / accumulation), torch.zeros(())
     for step in range(1, steps + 1):
@@ -91,6 +94,11 @@ def tuned(problem: Problem, steps: int, accumulation: int) -> nn.Module:
             _log(step, total / accumulation, problem.log_every)
             total = torch.zeros(())
     return module
+
+
+def tuned_searching(problem: Problem, steps: int, accumulation: int) -> nn.Module:
+    """The same of one who does not know whether an update uses all parameters."""
+    return tuned(problem, steps, accumulation, searching=True)
 
 
 def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
@@ -299,6 +307,7 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 
 TRAINERS: dict[str, Callable[[Problem, int, int], nn.Module]] = {
     "tuned": tuned,
+    "tuned_searching": tuned_searching,
     "raw": raw,
     "kernel": kernel,
     "kernel_saving": kernel_saving,
