@@ -70,6 +70,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
 _MOST_READERS = 8
 """Of one file at a time."""
+_PART_BYTES = 64 << 20
+"""What one reads before it takes the next: the last ones end at about the same time."""
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64
 
@@ -230,10 +232,10 @@ class TensorFile:
         return out.view(entry.dtype).view(entry.shape)
 
     def crc32(self) -> int:
-        """CRC-32 of the whole file, read through fixed buffers: of a large local file each
-        processor reads a part."""
+        """CRC-32 of the whole file, read through fixed buffers: of a large local file the
+        processors read parts."""
         threads = 1 if self._kept else min(_MOST_READERS, os.cpu_count() or 1)
-        share = max(-(-self.size // threads), _CHUNK_BYTES)
+        share = min(max(-(-self.size // threads), _CHUNK_BYTES), _PART_BYTES)
         ends = [*range(0, self.size, share), self.size]
         with ThreadPoolExecutor(threads, "checksum") as pool:
             parts = pool.map(self._crc32_of, pairwise(ends))
