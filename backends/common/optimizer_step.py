@@ -6,7 +6,7 @@ groups that are alike one after the other, and looks at each parameter as if it 
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ def take_step(optimizer: Optimizer) -> None:
         optimizer.param_groups = groups
 
 
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _UNUSUAL = ("amsgrad", "capturable", "differentiable")
 
 
@@ -45,12 +46,14 @@ def _update_fused(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
     state, for tensors of several kinds, and for what is set to be decided on the device."""
     if type(optimizer) not in _ADAM or hasattr(optimizer, "found_inf"):
         return False
-    found = [_tensors(optimizer.state, group) for group in groups]
-    if not all(found):
-        return False
+    calls = []
+    for group in groups:
+        tensors = _tensors(optimizer.state, group)
+        if tensors is None:
+            return False
+        calls.append((group, tensors))
     with torch.no_grad():
-        for group, tensors in zip(groups, cast(list[_Tensors], found), strict=True):
-            weights, gradients, means, squares, steps = tensors
+        for group, (weights, gradients, means, squares, steps) in calls:
             torch._foreach_add_(steps, 1)
             decoupled = group["decoupled_weight_decay"]
             (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
@@ -71,10 +74,7 @@ def _update_fused(optimizer: Optimizer, groups: list[dict[str, Any]]) -> bool:
     return True
 
 
-_Tensors = tuple[list[Tensor], ...]
-
-
-def _tensors(state: Any, group: dict[str, Any]) -> _Tensors | None:
+def _tensors(state: Any, group: dict[str, Any]) -> tuple[list[Tensor], ...] | None:
     """Weights, gradients, means, means of squares and steps, where these can be updated at once."""
     if not group["fused"] or type(group["lr"]) is not float or any(map(group.get, _UNUSUAL)):
         return None
@@ -93,7 +93,6 @@ def _tensors(state: Any, group: dict[str, Any]) -> _Tensors | None:
     return weights, gradients, *kept
 
 
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 _BY_ELEMENT = (*_ADAM, torch.optim.SGD)
 """Each element is updated by itself: it is the same in which group, and beside which others."""
 

@@ -79,7 +79,8 @@ class ChecksModels(Protocol):
     """A driver that can tell of a model, before its ranks meet, that it cannot train it."""
 
     def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
-        """`model` is the recipe's, on the meta device. Changes nothing; raises `RecipeError`."""
+        """`model` is the recipe's, on the meta device. Changes nothing; raises `RecipeError`, or
+        `CapabilityRefused` for what it does with no model."""
         ...
 
 
