@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from ...kernel.errors import CheckpointDamaged
 from ...kernel.paths import Place
 from ..buffers import host_bytes, memory, num_bytes
 from ..storage.protocol import OpenFile, storage_of
+from ..storage.readers import NUM_READERS, read_in_parts
 from . import strict_json
 
 __all__ = [
@@ -68,8 +67,6 @@ RESERVED = "__metadata__"
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
-_MOST_READERS = 8
-"""Of one file at a time."""
 _PART_BYTES = 64 << 20
 """What one reads before it takes the next: the last ones end at about the same time."""
 _MAX_HEADER_BYTES = 100_000_000
@@ -234,16 +231,12 @@ class TensorFile:
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through fixed buffers: of a large local file the
         processors read parts."""
-        threads = 1 if self._kept else min(_MOST_READERS, os.cpu_count() or 1)
-        share = min(max(-(-self.size // threads), _CHUNK_BYTES), _PART_BYTES)
-        ends = [*range(0, self.size, share), self.size]
-        with ThreadPoolExecutor(threads, "checksum") as pool:
-            parts = pool.map(self._crc32_of, pairwise(ends))
-            return reduce(lambda a, b: (crc32_combine(a[0], b[0], b[1]), b[1]), parts)[0]
+        share = min(max(-(-self.size // NUM_READERS), _CHUNK_BYTES), _PART_BYTES)
+        parts = read_in_parts(self._crc32_of, self.size, self.size if self._kept else share)
+        return reduce(lambda a, b: (crc32_combine(a[0], b[0], b[1]), b[1]), parts)[0]
 
-    def _crc32_of(self, part: tuple[int, int]) -> tuple[int, int]:
+    def _crc32_of(self, first: int, last: int) -> tuple[int, int]:
         """Of the bytes from the first to before the last, and how many these are."""
-        first, last = part
         step = storage_of(self.path).long_bytes
         crc, buffer = 0, memoryview(bytearray(min(step, last - first)))
         with self.open() as file:

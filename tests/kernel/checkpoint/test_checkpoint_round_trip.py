@@ -36,7 +36,8 @@ from drivetrain.kernel.shards import Box, Flat, TensorInfo
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_any_region_of_any_cut(buffer_bytes, data):
-    """With a small buffer every copy is split, as those of large tensors are."""
+    """With a small buffer every copy is split, and read by several threads, as those of large
+    tensors are."""
     originals = {f"t{i}": data.draw(tensors()) for i in range(data.draw(st.integers(1, 3)))}
     ranks = [[] for _ in range(data.draw(st.integers(1, 3)))]
     for name, tensor in originals.items():
@@ -46,6 +47,7 @@ def test_any_region_of_any_cut(buffer_bytes, data):
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(reader_module, "_BUFFER_BYTES", buffer_bytes),
         mock.patch.object(local.LOCAL, "short_bytes", buffer_bytes // 4),
+        mock.patch.object(local.LOCAL, "long_bytes", buffer_bytes // 4),
     ):
         reader = CheckpointReader(save(CheckpointStore(folder), 1, ranks))
         assert reader.verify() == []
