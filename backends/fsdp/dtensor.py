@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, debug
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...data.nested import map_leaves, map_tensors
@@ -45,6 +45,8 @@ def forget_meshes() -> None:
     names of a mesh, and would give tensors of the next session a mesh whose groups are gone. And a
     module that was sharded is a cycle, which keeps its groups, each with three threads that wake a
     hundred times a second, until it is collected."""
+    from torch.distributed.tensor import debug  # which imports torch's compiler
+
     if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # not yet in torch 2.8
         forget()
     gc.collect()

@@ -97,7 +97,7 @@ class Experts:
         self.num_experts = _num_experts(name, module)
         self.num_own = self.num_experts // mesh.size()
         self._forward, self._signature = module.forward, inspect.signature(module.forward)
-        module.forward = self._called
+        module.forward = torch.compiler.disable(self._called)  # type: ignore[no-untyped-call]
 
     def cut(self, absent: Set[nn.Parameter] = frozenset()) -> None:
         """Keep this rank's experts. Every rank has built the same weights, so nobody sends any.
@@ -149,7 +149,6 @@ class Experts:
             if counted:
                 self.module.num_experts = self.num_experts
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _called(self, *args: Any, **kwargs: Any) -> Tensor:
         """In place of the module's forward: (N, D), (N, K), (N, K) to (N, D)."""
         tokens, indices, weights = self._checked(*args, **kwargs)

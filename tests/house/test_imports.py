@@ -47,6 +47,25 @@ assert not others & set(sys.modules), others & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+def test_listing_the_drivers_does_not_import_torch_s_compiler() -> None:
+    """Which takes as long as all the rest, and only what trains needs it."""
+    script = """
+import sys
+from drivetrain.cli import main
+sys.argv = ["drivetrain", "backends", "--json"]
+try:
+    main()
+finally:
+    compilers = {"torch._dynamo", "torch._inductor"} & set(sys.modules)
+    assert not compilers, compilers
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert '"mesh"' in done.stdout and '"fsdp"' in done.stdout
+
+
 @pytest.mark.parametrize(
     ("path", "line"),
     [
