@@ -26,7 +26,7 @@ from ...kernel.errors import CheckpointDamaged
 from ...kernel.paths import Place
 from ..buffers import host_bytes, memory, num_bytes
 from ..storage.protocol import OpenFile, storage_of
-from ..storage.readers import NUM_READERS, read_in_parts
+from ..storage.readers import read_in_parts
 from . import strict_json
 
 __all__ = [
@@ -231,8 +231,8 @@ class TensorFile:
     def crc32(self) -> int:
         """CRC-32 of the whole file, read through fixed buffers: of a large local file the
         processors read parts."""
-        share = min(max(-(-self.size // NUM_READERS), _CHUNK_BYTES), _PART_BYTES)
-        parts = read_in_parts(self._crc32_of, self.size, self.size if self._kept else share)
+        least = self.size if self._kept else _CHUNK_BYTES
+        parts = read_in_parts(self._crc32_of, self.size, least, _PART_BYTES)
         return reduce(lambda a, b: (crc32_combine(a[0], b[0], b[1]), b[1]), parts)[0]
 
     def _crc32_of(self, first: int, last: int) -> tuple[int, int]:

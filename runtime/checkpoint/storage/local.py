@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...kernel.errors import CheckpointDamaged
-from .readers import NUM_READERS, read_in_parts
+from .readers import read_in_parts
 
 __all__ = ["LOCAL", "LocalStorage", "beside", "replace_text", "sync_tree"]
 
@@ -55,11 +55,10 @@ class _Descriptor:
         return os.fstat(self.fd).st_size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        share = max(-(-len(target) // NUM_READERS), LOCAL.long_bytes)
         read_in_parts(
             lambda first, last: self._read_part(start + first, target[first:last]),
             len(target),
-            share,
+            LOCAL.long_bytes,
         )
 
     def _read_part(self, start: int, target: memoryview) -> None:
