@@ -1,3 +1,3 @@
-"""The drivers that ship with drivetrain, one file each; `drivetrain.kernel.registry` finds them."""
+"""The drivers that ship with drivetrain, one file each; `drivetrain.registry` finds them."""
 
 __all__: list[str] = []

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
+from ..data.ranges import Range, check_ranges
 from ..kernel.plan import Capabilities, Plan, Probe
-from ..kernel.ranges import check_range, most_at_once
 from .common import float8, layouts
 from .common.plain_engine import PlainEngine
 from .common.single_process import HostSession, threads_of_one_operation
@@ -25,11 +26,11 @@ __all__ = ["driver"]
 class CpuOptions(float8.Float8Options):
     """The driver's own arguments."""
 
-    threads: int | None = None
+    threads: Annotated[int, Range(1, of_machine=True, unit="threads")] | None = None
     """Threads of one operation; torch's own choice by default."""
 
     def __post_init__(self) -> None:
-        check_range("backend.threads", self.threads, 1, most_at_once())
+        check_ranges(self, "backend.")
 
 
 class CpuDriver:
@@ -55,6 +56,7 @@ class CpuDriver:
             sharded=False,
             compile=True,
             activation_checkpointing=True,
+            max_grad_value=True,
             feeds_ahead=False,
         )
 

@@ -13,12 +13,12 @@ from typing import Literal
 import torch
 
 from ..kernel.plan import Capabilities, Plan, Probe
+from ..launched import world_size
 from .common import float8, layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
 from .process_group.session import (
     ProcessGroupSession,
     choose_device,
-    num_launched,
     probe_devices,
     process_group,
 )
@@ -42,7 +42,7 @@ class DdpDriver:
     layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
-        preferred = num_launched() > 1 or torch.cuda.device_count() > 0
+        preferred = world_size() > 1 or torch.cuda.device_count() > 0
         return probe_devices(20 if preferred else -1)
 
     def capabilities(self, plan: Plan) -> Capabilities:
@@ -54,6 +54,7 @@ class DdpDriver:
             sharded=False,
             compile=True,
             activation_checkpointing=True,
+            max_grad_value=True,
             feeds_ahead=_device(plan).type != "cpu",
             saves_memory=SAVES_MEMORY,
         )

@@ -8,31 +8,32 @@ everything that is saved or restored goes through the plain `state_dict` of both
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..data.ranges import Range, check_ranges
 from ..kernel.contract import World
-from ..kernel.errors import BackendUnavailable
+from ..kernel.errors import BackendUnavailable, CapabilityRefused
 from ..kernel.plan import Capabilities, Plan, Probe
-from ..kernel.ranges import check_range, most_at_once
 from ..kernel.recipe import Recipe
 from ..kernel.shards import Piece, Reader
 from .common import layouts, model_state, models
 from .common.optimizer_state import OptimizerState
 from .common.plain_engine import PlainEngine
+from .common.registered import Registered
 from .common.single_process import HostSession, threads_of_one_operation
 
 __all__ = ["driver"]
 
-_ONWARD = (
-    "upstream ended it with 2.8; the way onward is backend cpu (stock PyTorch has its CPU kernels) "
-    "and, for Intel GPUs, backend xpu"
+_REPLACEMENT = (
+    "upstream ended it with 2.8; use backend cpu instead (stock PyTorch has its CPU kernels), and "
+    "for Intel GPUs backend xpu"
 )
 
 
@@ -47,11 +48,11 @@ class IpexOptions:
     kernel of the extension: others may keep a state that does not fit a blocked weight."""
     fuse_update_step: bool | None = None
     """Step with the extension's own kernel where it has one; by default the level decides."""
-    threads: int | None = None
+    threads: Annotated[int, Range(1, of_machine=True, unit="threads")] | None = None
     """Threads of one operation; torch's own choice by default."""
 
     def __post_init__(self) -> None:
-        check_range("backend.threads", self.threads, 1, most_at_once())
+        check_ranges(self, "backend.")
 
 
 class IpexDriver:
@@ -64,16 +65,16 @@ class IpexDriver:
     def probe(self) -> Probe:
         install = "pip install 'drivetrain[ipex]'"
         if importlib.util.find_spec("intel_extension_for_pytorch") is None:
-            reason = f"intel-extension-for-pytorch is not installed ({_ONWARD})"
+            reason = f"intel-extension-for-pytorch is not installed ({_REPLACEMENT})"
             return Probe(False, reason, install)
         ours, theirs = torch.__version__, metadata.version("intel-extension-for-pytorch")
         versions = {"torch": ours, "intel-extension-for-pytorch": theirs}
         if ours.split(".")[:2] != theirs.split(".")[:2]:
             reason = f"version {theirs} needs the torch of the same version, this is {ours}"
-            return Probe(False, f"{reason} ({_ONWARD})", install, versions)
+            return Probe(False, f"{reason} ({_REPLACEMENT})", install, versions)
         return Probe(
             usable=True,
-            reason=f"{torch.get_num_threads()} threads ({_ONWARD})",
+            reason=f"{torch.get_num_threads()} threads ({_REPLACEMENT})",
             versions=versions,
             devices=("cpu",),
             preference=-1,
@@ -86,6 +87,7 @@ class IpexDriver:
             sharded=False,
             compile=False,
             activation_checkpointing=True,
+            max_grad_value=True,
             feeds_ahead=False,
         )
 
@@ -113,6 +115,11 @@ class IpexEngine(PlainEngine):
             if "forward" not in vars(self.own.get_submodule(name)):  # the layer was replaced
                 models.recompute_activations(self.own, name)
         self.parameters = list(self.own.parameters())
+        self.registered = Registered(self.own)
+
+    def follow(self, registered: Mapping[str, nn.Parameter]) -> None:
+        self.registered.new.extend(registered.values())
+        self.registered.refuse("ipex")
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
@@ -135,7 +142,7 @@ class IpexEngine(PlainEngine):
 
     def shards(self) -> Iterator[Piece]:
         weights = self.own.state_dict()
-        return model_state.dealt_pieces(
+        return model_state.partitioned_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
                 "optimizer": self.state.tensors(),
@@ -170,6 +177,21 @@ class IpexEngine(PlainEngine):
         finally:
             self.own.load_state_dict(kept)
 
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        weights = {name: tensor.detach().clone() for name, tensor in self.own.state_dict().items()}
+        tied = {name: group[0] for group in self.tied for name in group}
+        names = [name for name, _ in self.own.named_parameters() if tied.get(name, name) == name]
+        change({name: (weights[name], tuple(weights[name].shape)) for name in names})
+        self.own.load_state_dict(weights | {name: weights[first] for name, first in tied.items()})
+
+    def show_update(self, observer: Any) -> None:
+        raise CapabilityRefused(
+            "stats.every",
+            "ipex",
+            "its layers hold weights and gradients in layouts and dtypes of their own; set "
+            "stats.every=0, or take the backend cpu",
+        )
+
     def _plain_weights(self) -> dict[str, Tensor]:
         weights = self.own.state_dict()
         return {name: weights[name].detach() for name in self.state.trained}
@@ -183,6 +205,9 @@ class _IpexState(OptimizerState):
         order = [name for of_group in self.names for name in of_group]
         for index, entries in self.optimizer.state_dict()["state"].items():
             yield index, cast(str, order[index]), entries
+
+    def look_again(self) -> None:
+        """Keep the names of the parameters that the extension has replaced."""
 
 
 driver = IpexDriver()

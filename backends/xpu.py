@@ -1,6 +1,6 @@
 """Intel GPUs on stock PyTorch: DistributedDataParallel over xccl, in one process or many.
 
-It stands where the ipex driver leaves off: upstream moved its GPU support into PyTorch itself.
+It is for the GPUs that the ipex driver does not use: upstream moved that support into PyTorch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from ..kernel.errors import BackendUnavailable
 from ..kernel.plan import Capabilities, Plan, Probe
+from ..launched import local_rank
 from .common import layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
-from .process_group.session import ProcessGroupSession, local_rank, process_group
+from .process_group.session import ProcessGroupSession, process_group
 
 __all__ = ["driver"]
 
@@ -56,6 +57,7 @@ class XpuDriver:
             sharded=False,
             compile=True,
             activation_checkpointing=True,
+            max_grad_value=True,
             feeds_ahead=True,
             saves_memory=SAVES_MEMORY,
         )

@@ -45,12 +45,12 @@ def main(
     if names != ["all"] and not_here:
         raise typer.BadParameter("; ".join(f"{name}: {why}" for name, why in not_here.items()))
     for name, why in not_here.items():
-        _tell(f"{name} is left out: {why}")
+        _report(f"{name} is left out: {why}")
         chosen.remove(name)
     records: dict[str, Any] = {}
     for name in chosen:
         benchmark = BENCHMARKS[name]
-        record = records[name] = benchmark.rounds(rounds, quick, _tell)
+        record = records[name] = benchmark.rounds(rounds, quick, _report)
         print(f"\n## {benchmark.title}\n\n{report.table(benchmark, record)}")
         print(report.where(record))
         if document:
@@ -63,7 +63,7 @@ def _not_here(names: list[str]) -> dict[str, str]:
     return {name: why for name in names if (why := BENCHMARKS[name].missing())}
 
 
-def _tell(line: str) -> None:
+def _report(line: str) -> None:
     print(line, file=sys.stderr)
 
 

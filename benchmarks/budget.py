@@ -50,7 +50,7 @@ def count() -> Counts:
 
 
 def of_loops(accumulation: int, where: str = "") -> Counts:
-    """Of training with the kernel and with compat, and how much that is above the tuned loop's."""
+    """Count training with the kernel and with compat, alone and above the tuned loop's counts."""
     import torch
 
     from .problems import MLP
@@ -60,18 +60,18 @@ def of_loops(accumulation: int, where: str = "") -> Counts:
     tuned = of_steps("tuned", problem, accumulation)
     counts: Counts = {}
     for name in ("kernel", "compat"):
-        told = of_steps(name, problem, accumulation)
+        reported = of_steps(name, problem, accumulation)
         what = f"{name}, {STEPS} steps and 2 logs, {where}accumulation {accumulation}"
-        counts[f"{what}: own calls"] = told["own"]
-        counts[f"{what}: calls above tuned"] = told["calls"] - tuned["calls"]
-        operations = told["operations"] - tuned["operations"]
+        counts[f"{what}: own calls"] = reported["own"]
+        counts[f"{what}: calls above tuned"] = reported["calls"] - tuned["calls"]
+        operations = reported["operations"] - tuned["operations"]
         counts[f"{what}: tensor operations above tuned"] = operations
-        counts[f"{what}: values fetched"] = told["waits"]
+        counts[f"{what}: values fetched"] = reported["waits"]
     return counts
 
 
 def of_ranks() -> Counts:
-    """Of the same on two ranks of DDP, as the first one counts."""
+    """Count the same on two ranks of DDP; the counts are the first rank's."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "benchmarks.budget", "--as-rank"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -80,7 +80,7 @@ def of_ranks() -> Counts:
 
 
 def of_steps(name: str, problem: Any, accumulation: int) -> Counts:
-    """What `STEPS` steps come to: a long run without a short one."""
+    """Count `STEPS` steps: the difference between a long run and a short one."""
     from .counting import Operations, calls
     from .trainers import TRAINERS
 
@@ -110,8 +110,8 @@ def _as_on_an_accelerator() -> Iterator[None]:
     """Host tensors take the path of a device's, where the host must not wait for a step."""
     from drivetrain.backends.common import stepping
 
-    def on_device(optimizer: Any, grads: Any, norm: Any, max_norm: Any, scale: Any = None) -> Any:
-        return stepping._step_on_device(optimizer, grads, norm, max_norm, scale)
+    def on_device(*arguments: Any) -> Any:
+        return stepping._step_on_device(*arguments)
 
     before = stepping.step_if_finite, stepping.fetch_flag
     stepping.step_if_finite = on_device
@@ -137,11 +137,12 @@ def of_resuming(name: str) -> Counts:
 
 
 def _resumed_kernel(folder: Path) -> Callable[[bool], None]:
-    from drivetrain import Recipe, Settings, fit
+    from drivetrain import Recipe, Settings
+    from drivetrain.trainer.fit import fit
 
-    from .problems import Mlp, Rows, collate
+    from .problems import Mlp, Rows, collate, summed_error
 
-    recipe = Recipe(Mlp, lambda module, batch: module(**batch)["loss"], Rows(), collate=collate)
+    recipe = Recipe(Mlp, summed_error, Rows(), collate=collate)
 
     def run(resume: bool) -> None:
         settings = Settings(steps=2, global_batch=8)
@@ -183,7 +184,8 @@ def imports() -> Counts:
 import json, sys
 import torch
 found, before = {}, set(sys.modules)
-from drivetrain import Recipe, Settings, fit
+from drivetrain import Recipe, Settings
+from drivetrain.trainer.fit import fit
 found["drivetrain, fit"] = sorted(set(sys.modules) - before)
 import drivetrain.compat
 found["drivetrain.compat"] = sorted(set(sys.modules) - before)

@@ -40,7 +40,7 @@ class State:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it, by name."""
+        """Return all tensors of the state, by name."""
         named = {f"weights/{name}": p.detach() for name, p in self.module.named_parameters()}
         for name, parameter in self.module.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
@@ -52,7 +52,7 @@ class State:
 def state_of(width: int, moments: bool = True) -> Iterator[State]:
     from drivetrain import Recipe
     from drivetrain.kernel.plan import Plan
-    from drivetrain.kernel.registry import usable_driver
+    from drivetrain.registry import usable_driver
     from drivetrain.trainer.settings import OptimizerSettings
 
     def model() -> nn.Module:
@@ -72,7 +72,7 @@ def state_of(width: int, moments: bool = True) -> Iterator[State]:
 
 
 class Work:
-    """What training does meanwhile: products of matrices on one thread, counted."""
+    """Stand-in for training while a save runs: counts products of matrices on one thread."""
 
     def __init__(self) -> None:
         self.matrix = torch.randn(256, 256)
@@ -182,7 +182,7 @@ class _Stores:
     def save(self, state: State, folder: Path) -> None:
         self.next(folder).save(self.step, state.engine, state.session, {})
 
-    def behind(self, state: State, folder: Path) -> Saved:
+    def background(self, state: State, folder: Path) -> Saved:
         work = Work()
         with timed() as whole:
             with timed() as copying:
@@ -194,16 +194,16 @@ class _Stores:
         return Saved(copying.wall + committing.wall, whole.wall, work)
 
     def get_ready(self, state: State, folder: Path) -> None:
-        """Have memory made for the first save, as a run does after its first step."""
+        """Reserve the memory of the first save, as a run does after its first step."""
         self.next(folder).get_ready(state.engine, state.session)
 
     def wait(self) -> None:
-        """Until the checkpoint before has been removed, which a save does in the background."""
+        """Wait until the previous checkpoint is removed, which a save does in the background."""
         self.store.wait()
 
 
 class _Copies:
-    """One copy into memory that is used again: what a save in the background cannot do without."""
+    """Copies the state into memory that is used again, the least that a background save can do."""
 
     def __init__(self) -> None:
         self.places: dict[str, Tensor] = {}
@@ -219,7 +219,7 @@ SAVES: dict[str, Save] = {
     "write": _still(_write),
     "copy": _still(_Copies()),
     "kernel": _still(_STORES.save),
-    "kernel_behind": _STORES.behind,
+    "kernel_behind": _STORES.background,
     "dcp": _still(_dcp),
     "dcp_async": _dcp_async,
     "torch": _still(_torch_save),
@@ -236,7 +236,7 @@ def measure_save(candidate: str, quick: bool) -> Measured:
         before = reset_peak()
         if candidate == "kernel_behind":
             _STORES.get_ready(state, folder)
-            Work().for_a_second()  # it is made while training goes on
+            Work().for_a_second()  # the copy is written while training continues
         alone.for_a_second()
         first = save(state, folder)  # which makes the buffers that all others use
         peak = peak_bytes()
@@ -309,7 +309,7 @@ def _kernel_load(state: State, folder: Path) -> None:
 
 
 def _kernel_load_compared(state: State, folder: Path) -> None:
-    """As a resume does, which trusts no file."""
+    """Check every file, then load. A resume does the same."""
     from drivetrain.checkpoint import CheckpointReader, newest
 
     reader = CheckpointReader(newest(folder))

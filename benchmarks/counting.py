@@ -26,13 +26,13 @@ class Calls:
     """Python functions called, comprehensions left out."""
 
     own: int = 0
-    """Of drivetrain."""
+    """Functions of drivetrain."""
     all: int = 0
 
 
 @contextmanager
 def calls() -> Iterator[Calls]:
-    """Those of this thread within the block."""
+    """Count the calls of this thread within the block."""
     folders = tuple(
         str(Path(path).resolve()) + os.sep
         for name, module in list(sys.modules.items())
@@ -88,9 +88,9 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder.resolve())
         self.opened: Counter[str] = Counter()
-        sys.addaudithook(self._hear)
+        sys.addaudithook(self._on_audit)
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             if path.startswith(self.folder) and not os.path.isdir(path):
@@ -98,9 +98,9 @@ class Files:
 
 
 def bytes_read() -> int:
-    """By this process since it began, whatever it read and wherever it lay (Linux only)."""
+    """Return the bytes that this process has read since it began, from anywhere (Linux only)."""
     for line in Path("/proc/self/io").read_text().splitlines():
         name, _, value = line.partition(": ")
         if name == "rchar":
             return int(value)
-    raise OSError("/proc/self/io tells no rchar")
+    raise OSError("/proc/self/io has no rchar")

@@ -1,7 +1,7 @@
-"""What is on without being asked for, each beside what could be on in its place.
+"""Defaults that speed up a run, each beside its alternatives.
 
-docs/decisions/0017-speed-by-default.md says what follows from the figures. The first candidate of
-each benchmark is what drivetrain does; ratios are to it.
+docs/decisions/0017-speed-by-default.md draws the conclusions. The first candidate of each benchmark
+is drivetrain's default; ratios are to it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPTIMIZERS = {
 def engine_of(arguments: dict[str, Any]) -> Iterator[Any]:
     """A driver's engine around the GPT, on CUDA where there is any."""
     from drivetrain import OptimizerSettings, Recipe, Settings
-    from drivetrain.kernel.registry import usable_driver
+    from drivetrain.registry import usable_driver
 
     optimizer = OptimizerSettings(args=arguments)
     driver = usable_driver("ddp" if torch.cuda.is_available() else "cpu")
@@ -221,7 +221,7 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
     from drivetrain.data.open_dataset import once
     from drivetrain.data.order import sequential
     from drivetrain.kernel.plan import Plan
-    from drivetrain.kernel.registry import usable_driver
+    from drivetrain.registry import usable_driver
     from drivetrain.trainer.predictions import gather_predictions
 
     def forward(module: nn.Module, batch: Batch) -> Tensor:
@@ -240,8 +240,9 @@ def measure_inference(candidate: str, quick: bool) -> Measured:
 
 
 def measure_compiling(candidate: str, quick: bool) -> Measured:
-    from drivetrain import DataSettings, Recipe, ScheduleSettings, Settings, fit
+    from drivetrain import DataSettings, Recipe, ScheduleSettings, Settings
     from drivetrain.kernel.events import RunStarted, StepEnded
+    from drivetrain.trainer.fit import fit
 
     def model() -> nn.Module:
         module = Gpt()

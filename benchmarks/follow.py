@@ -73,13 +73,14 @@ settings = Settings(
     steps=10**6,
     global_batch=BATCH,
     checkpoint=CheckpointSettings(every=EVERY, at_end=False),
-    evaluate=EvaluateSettings(at_end=False),
+    evaluate=EvaluateSettings(at_end=False, sanity_check=False),  # `Pace` counts losses
 )
 
 
 class Pace:
-    """In the process that trains: takes `EVERY` steps, each time with their checkpoint, when a line
-    on stdin gives leave to, and tells on stdout what they took."""
+    """Paces the process that trains: waits for a line on stdin, lets it take `EVERY` steps and
+    their checkpoint, and prints the seconds that they took.
+    """
 
     def __init__(self) -> None:
         self._steps, self._began, self._answers = 0, (0.0, 0.0), sys.stdout
@@ -96,11 +97,11 @@ class Pace:
 
 
 PACES: list[Pace] = []
-"""One in the process that trains; the follower has none."""
+"""The pace of the process that trains; the follower has none."""
 
 
 def train(file: str, run: str) -> None:
-    """What the process that trains does."""
+    """Train; runs as a process of its own."""
     from drivetrain.cli.app import app
 
     torch.set_num_threads(1)
@@ -115,7 +116,7 @@ def measure(candidate: str, quick: bool) -> Iterator[Measured]:
         run, copy, file = (Path(temporary, each) for each in ("run", "copy", "trains.py"))
         file.write_text(RECIPE)
         trains = stack.enter_context(_trains(file, run, own))
-        _told(trains)  # nothing, before the first step
+        _reported(trains)  # nothing, before the first step
         _go(trains)
         followed = copy if candidate == "copy" else run
         follower = None
@@ -175,10 +176,10 @@ def _go(trains: subprocess.Popen[str]) -> tuple[float, float]:
     assert trains.stdin is not None
     trains.stdin.write("go\n")
     trains.stdin.flush()
-    return _told(trains)
+    return _reported(trains)
 
 
-def _told(trains: subprocess.Popen[str]) -> tuple[float, float]:
+def _reported(trains: subprocess.Popen[str]) -> tuple[float, float]:
     assert trains.stdout is not None
     if not (line := trains.stdout.readline()):
         raise SystemExit("the training ended")
@@ -188,7 +189,7 @@ def _told(trains: subprocess.Popen[str]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _awake(follower: subprocess.Popen[bytes] | None) -> Iterator[None]:
-    """It sleeps while the other candidate has its turn."""
+    """Wake the follower for the block. It sleeps while other candidates have their turn."""
     if follower is None:
         yield
         return

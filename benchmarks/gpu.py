@@ -39,7 +39,9 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every candidate trains. The loss that is told is the mean of the first `timed` steps."""
+    """Model, batch and number of steps, the same for every candidate. The reported loss is the mean
+    of the first `timed` steps.
+    """
 
     size: GptSize
     batch: int
@@ -47,12 +49,12 @@ class Job:
     """Steps before the clock starts: the first ones compile."""
     timed: int
     traced: int
-    """Steps behind them, under torch.profiler."""
+    """Steps after the timed ones, under torch.profiler."""
     compiler: str = "inductor"
 
     @property
     def tokens(self) -> int:
-        """In a step."""
+        """Tokens in a step."""
         return self.batch * self.size.sequence
 
     def operations_per_token(self, num_parameters: int) -> float:
@@ -69,7 +71,7 @@ TINY = Job(GptSize(64, 16, 32, 2, 2), batch=2, warm=2, timed=4, traced=2, compil
 
 
 class Watch:
-    """Told of the end of each step, it takes the figures."""
+    """Measures a training; call it at the end of each step."""
 
     def __init__(self, job: Job, traces: bool = False) -> None:
         self.job, self.traces = job, traces
@@ -78,7 +80,7 @@ class Watch:
         self._profile: Any = None
 
     def __call__(self, step: int) -> bool:
-        """Whether this was the last step that it wants to see."""
+        """Note the end of a step. Return True after the last step to be measured."""
         last_timed = self.job.warm + self.job.timed
         last = last_timed + (self.job.traced if self.traces else 0)
         if step == self.job.warm:
@@ -100,7 +102,7 @@ class Watch:
         return step == last
 
     def of(self, num_parameters: int, loss: float) -> Measured:
-        """All figures, with what follows from them."""
+        """Return all figures, those derived from others included."""
         operations = self.figures["tokens"] * self.job.operations_per_token(num_parameters)
         peak = peak_of(torch.cuda.get_device_name()) if DEVICE == "cuda" else None
         share = {} if peak is None else {"mfu": operations / peak}
@@ -112,7 +114,7 @@ def _most_memory() -> int:
 
 
 def peak_of(card: str) -> float | None:
-    """None for a card that nobody has looked up."""
+    """Return the peak of a card; None for a card that is not in `PEAKS`."""
     return next((peak for name, peak in PEAKS.items() if name in card), None)
 
 
@@ -120,7 +122,7 @@ def peak_of(card: str) -> float | None:
 
 
 def raw(job: Job) -> Measured:
-    """What one writes by hand."""
+    """Train with a plain loop, written by hand."""
     module = Gpt(job.size).to(DEVICE)
     module.compile(backend=job.compiler)
     optimizer = torch.optim.AdamW(module.parameters(), lr=RATE, weight_decay=0.0, fused=True)
@@ -184,7 +186,7 @@ def kernel(backend: str, job: Job) -> Measured:
         schedule=ScheduleSettings("constant"),
         data=DataSettings(shuffle=False),
         evaluate=EvaluateSettings(at_end=False),
-        checkpoint=CheckpointSettings(at_end=False, behind=True, keep_last=1),
+        checkpoint=CheckpointSettings(at_end=False, background=True, keep_last=1),
     )
     recipe = Recipe(
         partial(Gpt, job.size), summed_loss, train_data=Tokens(job.size), collate=collate
@@ -207,7 +209,7 @@ def hugging_face(job: Job) -> Measured:
 
     watch, module = Watch(job), Gpt(job.size)
 
-    class Tell(TrainerCallback):
+    class Report(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watch(state.global_step)
 
@@ -235,7 +237,7 @@ def hugging_face(job: Job) -> Measured:
             args=arguments,
             train_dataset=Tokens(job.size),
             data_collator=collate,
-            callbacks=[Tell()],
+            callbacks=[Report()],
         )
         trainer.train()
     loss = next(each["loss"] for each in trainer.state.log_history if "loss" in each)

@@ -1,11 +1,11 @@
-"""What a rank's own work costs as ranks and data grow, measured on one machine.
+"""Cost of a rank's own work as ranks and data grow, measured on one machine.
 
     python -m benchmarks.growth [--document] [--ranks 2,4,8] [--samples 1000,1000000]
 
-Ranks: so many processes of the driver `ddp` over gloo add up a step's counts, in memory that they
-share and, as where they are on several machines, over TCP; and exchange a value. Data: one reader
-of 64 plans and fetches microbatches of ever larger data sets. Readers: one of ever more takes its
-part of a global batch that grows with them.
+Ranks: processes of the driver `ddp` over gloo add up a step's counts, in shared memory and over TCP
+(as ranks on several machines do), and exchange a value. Data: one of 64 readers plans and fetches
+microbatches of ever larger data sets. Readers: one of ever more readers takes its part of a global
+batch that grows with their number.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .harness import machine, timed
 
 MICRO_BATCH = 8
 STEP = (1.0, 8.0, 0.0, 0.0, 0.0, 0.0)
-"""What a step adds up: its number, its items, and a number for each kind of request."""
+"""Values added up in a step: its number, its items, and a number for each kind of request."""
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _rank(rank: int, size: int, port: int, times: int) -> dict[str, Any]:
                     begun()()
             found[name] = {"cpu": clock.cpu / times, "wall": clock.wall / times}
         found["memory"] = own_bytes() - before
-        assert session._board is not None, "these ranks share no memory"
+        assert session._shared_memory is not None, "these ranks share no memory"
         del engine
     return found
 
@@ -84,7 +84,7 @@ def own_bytes() -> int:
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Private_Dirty:"):
             return int(line.split()[1]) << 10
-    raise OSError("/proc/self/smaps_rollup tells no Private_Dirty")
+    raise OSError("/proc/self/smaps_rollup has no Private_Dirty")
 
 
 def of_ranks(size: int, times: int) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _processes(number: int) -> ProcessPoolExecutor:
 
 
 class Numbers:
-    """So many samples, none of which is there before it is asked for."""
+    """A data set of `length` samples, each made when it is asked for."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -181,7 +181,7 @@ def read(data: Any, readers: int, workers: int, steps: int, offset: int) -> dict
 
 
 def of_samples(length: int, workers: int, steps: int) -> dict[str, Any]:
-    """One reader of 64, from the middle of an epoch on."""
+    """Measure one reader of 64, from the middle of an epoch on."""
     readers = min(64, max(1, length // (2 * MICRO_BATCH)))
     batch = MICRO_BATCH * readers
     data = Numbers(length)
@@ -190,7 +190,7 @@ def of_samples(length: int, workers: int, steps: int) -> dict[str, Any]:
 
 
 def of_readers(kind: str, readers: int, steps: int) -> dict[str, Any]:
-    """One reader of so many, from the first sample on."""
+    """Measure one of `readers` readers, from the first sample on."""
     return {"kind": kind, "readers": readers, **_apart(_read_kind, kind, readers, steps)}
 
 
@@ -224,7 +224,7 @@ OF_READERS = ("data", "readers", "CPU µs a step of one reader", "for each sampl
 
 
 def tables(record: dict[str, Any]) -> list[str]:
-    """Of ranks, of samples and of readers."""
+    """Return the tables of ranks, of samples and of readers, in Markdown."""
     ranks = [
         [
             str(each["ranks"]),
@@ -339,7 +339,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 ABOUT = f"""What a rank's own work costs as ranks and data grow. Ranks are processes of `ddp` over
 gloo, all on this machine, so that they share its cores: CPU is what one rank spends (the median
 over ranks), wall is how long all take together. A tally is what a step agrees on; over TCP it is
-gloo's reduction, as between machines; `exchange` is what ranks tell each other when they save. The
+gloo's reduction, as between machines; `exchange` is what ranks send each other when they save. The
 fullest rank's own memory is what it shares with no other process, above what it had before the
 group was opened.
 
@@ -352,7 +352,7 @@ each sample."""
 
 
 def section(record: dict[str, Any]) -> str:
-    """Of docs/performance.md."""
+    """Return the section of docs/performance.md."""
     command = report.where(record).replace("benchmarks growth", "benchmarks.growth")
     shown = "\n".join(tables(record))
     return (

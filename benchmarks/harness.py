@@ -1,7 +1,7 @@
 """Candidates side by side: one process for each candidate and round, in turn (A B C A B C ...).
 
 The machine changes from minute to minute, so ratios are taken inside a round, and what a table
-shows is their median and spread. Where a second tells enough, the processes of a round live side by
+shows is their median and spread. Where a second is enough, the processes of a round live side by
 side and work in turn, a block each (a b c a b c ...), so that ratios are taken inside seconds.
 """
 
@@ -43,7 +43,7 @@ class Column:
     scale: float = 1.0
     digits: int = 2
     certain: bool = False
-    """Its interval is that of the median (`interval`), and not the spread of what was measured."""
+    """True to show the interval of the median (`interval`), not the spread of the measurements."""
 
     def values(self, own: Sequence[Measured], base: Sequence[Measured]) -> list[float]:
         if not self.ratio:
@@ -71,10 +71,13 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of all that could be measured lies, with a confidence of 95 %, however the
-    values are distributed; of fewer than 6 the least and the greatest, which are less sure. Of n
-    values each lies below it by a toss of a coin, so that their ranks are those of a binomial
-    distribution (Conover, Practical Nonparametric Statistics, 3rd edition, 3.2)."""
+    """Return the bounds of the median with a confidence of 95 %, however the values are
+    distributed.
+
+    Fewer than 6 values cannot reach this confidence: their least and greatest are returned. Each
+    value lies below the median with probability 1/2, so ranks of the sorted values follow a
+    binomial distribution (Conover, Practical Nonparametric Statistics, 3rd edition, 3.2).
+    """
     ordered, missed, left_out = sorted(values), 0.0, -1
     while True:
         missed += 2 * math.comb(len(ordered), left_out + 1) / 2 ** len(ordered)
@@ -87,7 +90,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is measured, and of whom."""
+    """A measurement, its candidates, and the columns of its table."""
 
     name: str
     title: str
@@ -102,12 +105,14 @@ class Benchmark:
     equal: str = ""
     """A figure that must be the same for all, or they did not do the same work."""
     blocks: int = 0
-    """How many blocks are a round, after one that does not count; 0: a round is one call."""
+    """Number of blocks in a round, after one that does not count; 0: a round is one call."""
     processes: int = 1
     needs: Mapping[str, str] = field(default_factory=dict)
-    """Candidate -> the package that it needs beside drivetrain's own."""
+    """Candidate -> the package that it needs besides drivetrain's own."""
     missing: Callable[[], str] = str
-    """Tells why nothing can be measured here, but for a look with `--quick`; empty where it can."""
+    """Return why nothing can be measured on this machine, or an empty string. `--quick` runs
+    anyway.
+    """
 
     def here(self) -> list[str]:
         """The candidates whose packages are installed."""
@@ -117,7 +122,7 @@ class Benchmark:
             if each not in self.needs or importlib.util.find_spec(self.needs[each])
         ]
 
-    def rounds(self, count: int, quick: bool, told: Callable[[str], None]) -> dict[str, Any]:
+    def rounds(self, count: int, quick: bool, report: Callable[[str], None]) -> dict[str, Any]:
         """Everything that was measured, and where."""
         load, started = os.getloadavg()[0], time.time()
         blocks = min(self.blocks, 2) if quick else self.blocks
@@ -126,7 +131,7 @@ class Benchmark:
             with contextlib.ExitStack() as round_:
                 begun: dict[str, Callable[[], Measured]] = {}
                 for name, found in measured.items():
-                    told(f"{self.name}: round {number} of {count}, {name}")
+                    report(f"{self.name}: round {number} of {count}, {name}")
                     if blocks:
                         begun[name] = round_.enter_context(self._process(name, quick))
                         begun[name]()
@@ -199,9 +204,9 @@ class Benchmark:
 
 
 ANSWER = "measured: "
-"""Begins the line in which a candidate's process tells its figures."""
+"""Begins the line in which a candidate's process reports its figures."""
 TURNS = "BENCHMARK_TURNS"
-"""Names the folder of the pipes that tell a candidate's ranks that it is their turn."""
+"""Names the folder of the pipes by which a candidate's ranks receive their turn."""
 
 
 def _pipe(path: str) -> int:
@@ -212,7 +217,7 @@ def _pipe(path: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs."""
+    """Return the hardware and the versions of the software that the figures depend on."""
     versions = {"Python": platform.python_version()}
     for name in VERSIONS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -273,7 +278,7 @@ def peak_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
-    raise OSError("/proc/self/status tells no VmHWM")
+    raise OSError("/proc/self/status has no VmHWM")
 
 
 def reset_peak() -> int:

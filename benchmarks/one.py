@@ -35,7 +35,9 @@ def _blocks(benchmark: Benchmark, candidate: str, quick: bool) -> Iterator[Measu
 
 
 def _turns(rank: int) -> Iterator[str]:
-    """Until whoever began this process has enough; once, where nobody gives turns."""
+    """Yield a turn for each line of the process that began this one; one turn without such a
+    process.
+    """
     if TURNS not in os.environ:
         yield ""
         return

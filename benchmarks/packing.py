@@ -83,7 +83,9 @@ def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def padded(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """To the longest of the microbatch; a causal model needs no mask for what follows a text."""
+    """Pad to the longest text of the microbatch. A causal model needs no mask for positions after a
+    text.
+    """
     from torch.nn.utils.rnn import pad_sequence
 
     ids = [sample["input_ids"] for sample in samples]
@@ -95,8 +97,9 @@ def padded(samples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def measure(candidate: str, quick: bool) -> Measured:
-    from drivetrain import DataSettings, Pack, Recipe, Settings, fit
+    from drivetrain import DataSettings, Pack, Recipe, Settings
     from drivetrain.kernel.events import Logged
+    from drivetrain.trainer.fit import fit
 
     torch.set_num_threads(1)
     data = Texts(320 if quick else 3200)

@@ -60,8 +60,9 @@ def raw(data: Points, batch: int) -> float:
 
 
 def plain(data: Points, batch: int) -> float:
-    """In the mode in which trainers like HF's evaluate: in the other, what a data set or a metric
-    keeps could not be trained on."""
+    """Predict under `no_grad`, as trainers like HF's do. Tensors of `inference_mode` that a data
+    set or a metric keeps could not be trained on.
+    """
     return _by_hand(data, batch, torch.no_grad())
 
 
@@ -89,7 +90,7 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
     from drivetrain.data.open_dataset import once
     from drivetrain.data.order import sequential
     from drivetrain.kernel.plan import Plan
-    from drivetrain.kernel.registry import usable_driver
+    from drivetrain.registry import usable_driver
     from drivetrain.trainer.predictions import gather_predictions
     from drivetrain.trainer.settings import OptimizerSettings
 
@@ -111,10 +112,10 @@ def _kernel(data: Points, batch: int, keep: bool) -> float:
             Loader(data, order=sequential, global_batch=batch, micro_batch=batch, collate=collate)
         )
         with torch.inference_mode():
-            told = gather_predictions(
+            predicted = gather_predictions(
                 session, engine, forward, groups, receive=None if keep else receive
             )
-    return accuracy(*told) if keep else right / len(data)
+    return accuracy(*predicted) if keep else right / len(data)
 
 
 def compat(data: Points, batch: int) -> float:
@@ -138,8 +139,8 @@ def _as_transformers(trainer: Any, arguments: Any, data: Points, batch: int) -> 
             disable_tqdm=True,
             use_cpu=True,
         )
-        told = trainer(model=Classifier(), args=args, data_collator=collate).predict(data)
-    return accuracy(told.predictions, told.label_ids)
+        predicted = trainer(model=Classifier(), args=args, data_collator=collate).predict(data)
+    return accuracy(predicted.predictions, predicted.label_ids)
 
 
 def accelerate(data: Points, batch: int) -> float:
@@ -192,8 +193,8 @@ def lightning(data: Points, batch: int) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    told = trainer.predict(Module(), DataLoader(data, batch_size=batch, collate_fn=collate))
-    logits, labels = zip(*told or (), strict=True)
+    predicted = trainer.predict(Module(), DataLoader(data, batch_size=batch, collate_fn=collate))
+    logits, labels = zip(*predicted or (), strict=True)
     return accuracy(torch.cat(logits), torch.cat(labels))
 
 
@@ -238,7 +239,7 @@ def _predict(batch: int) -> Benchmark:
         f"predict{batch}",
         f"Predictions of {LENGTH:,} samples, batch {batch}",
         "Ten logits and the label of each sample are kept, on the host, and their accuracy is "
-        "told, which is equal for all; `streaming` keeps no more than a chunk. Who "
+        "reported, which is equal for all; `streaming` keeps no more than a chunk. Who "
         "writes the loop, or calls the kernel, does so under `inference_mode`; HF Trainer, and so "
         "compat, evaluates under `no_grad`, which leaves what a data set keeps fit for training: "
         "the second row is the loop under that. Memory is what is held at most above what was held "

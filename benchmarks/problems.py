@@ -1,4 +1,4 @@
-"""What the candidates train: models whose forward returns the mean loss, and their data."""
+"""Models whose forward returns the mean loss, and their data. All candidates train these."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Problem:
     batch: int
     log_every: int
     sum: Callable[[nn.Module, Batch], Tensor] = summed_loss
-    """The same loss for the kernel, which takes sums and divides them itself."""
+    """Sum of the losses, for the kernel, which divides sums itself."""
 
 
 # --- a tiny MLP: the trainer is most of the work ------------------------------------------------
@@ -56,7 +56,7 @@ class Rows(torch.utils.data.Dataset[Batch]):
 
 
 class Mlp(nn.Module):
-    """Its forward returns the squared error under `loss`, reduced as torch's losses are."""
+    """An MLP whose forward returns the squared error under `loss`, reduced like torch's losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ MLP = Problem(Mlp, Rows, batch=8, log_every=500, sum=summed_error)
 
 @dataclass(frozen=True)
 class GptSize:
-    """By default 10 million parameters."""
+    """Size of a GPT, by default 10 million parameters."""
 
     vocabulary: int = 8192
     sequence: int = 128
@@ -126,7 +126,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Its forward returns the mean cross-entropy under `loss`."""
+    """A GPT whose forward returns the mean cross-entropy under `loss`."""
 
     def __init__(self, size: GptSize = SMALL) -> None:
         super().__init__()

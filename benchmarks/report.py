@@ -31,7 +31,7 @@ has run nowhere but in small, on a CPU, to try its code.
 
 Tested without a card is what can be: which card a process takes and when it meets the others, that
 batches are copied from pinned memory on a stream of their own, one ahead, and who waits for whom
-(`tests/backends/test_towards_a_card.py`); that a step waits for no answer of the device
+(`tests/backends/test_cuda_calls.py`); that a step waits for no answer of the device
 (`tests/kernel/test_no_sync.py`); and that products in float8 have the shapes that the kernels take
 (`tests/backends/test_float8.py`). Not exercised is what these calls do there: NCCL, the overlap of
 copies and communication with computing, memory that is pinned, and the kernels of float8.
@@ -51,7 +51,7 @@ def table(benchmark: Benchmark, record: Mapping[str, Any]) -> str:
 
 
 def where(record: Mapping[str, Any]) -> str:
-    """How and on what it was measured: a line under a table."""
+    """Return a line under a table: the command, and the machine that it ran on."""
     machine = record["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     size = " --quick" if record.get("quick") else ""
@@ -67,7 +67,7 @@ def where(record: Mapping[str, Any]) -> str:
 
 
 def plot(benchmark: Benchmark, record: Mapping[str, Any], path: Path) -> None:
-    """One column of the table, a bar a candidate, with least and greatest."""
+    """Plot one column of the table, a bar for each candidate, with least and greatest."""
     from matplotlib.figure import Figure
 
     (column,) = (each for each in benchmark.columns if each.title == benchmark.plotted)
@@ -102,7 +102,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def keep(name: str, record: Mapping[str, Any], plot: Callable[[Any, Path], None]) -> None:
-    """Put a record, and its plot, where the page is made from, and make that anew."""
+    """Store a record and its plot in the folder of records, and write the page again."""
     RECORDS.mkdir(exist_ok=True)
     (RECORDS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(record, RECORDS / f"{name}.svg")

@@ -1,4 +1,4 @@
-"""From the call to the first step after resuming, near the start of an epoch and deep in it."""
+"""Time from the call to the first step after resuming, at the start of an epoch and deep in it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ Run = Callable[[Path, bool], float]
 
 
 def kernel(length: int, workers: int = 0) -> tuple[Run, Callable[[Path, int], None]]:
-    from drivetrain import CheckpointSettings, DataSettings, Recipe, Settings, fit
+    from drivetrain import CheckpointSettings, DataSettings, Recipe, Settings
     from drivetrain.kernel.events import Request, StepEnded
+    from drivetrain.trainer.fit import fit
 
     recipe = Recipe(Mlp, lambda m, b: m(**b)["loss"] * BATCH, Many(length), collate=collate)
 
@@ -137,14 +138,14 @@ def _as_transformers(
 
 
 def _move_manifest(path: Path, samples: int) -> None:
-    """As if so many samples of the epoch had been trained on."""
+    """Edit the saved position, so that `samples` of the epoch count as trained on."""
     from drivetrain.checkpoint import read_manifest
     from drivetrain.checkpoint.manifest import write_manifest
 
     manifest = read_manifest(path.parent)
     state = json.loads(json.dumps(dict(manifest.state)))
     state["position"]["samples"] = samples
-    if "trainer_state.json" in os.listdir(path.parent.parent):  # which is told of steps
+    if "trainer_state.json" in os.listdir(path.parent.parent):  # it counts steps
         state["step"] = state["applied"] = samples // BATCH
     path.unlink()
     write_manifest(path.parent, dataclasses.replace(manifest, state=state))

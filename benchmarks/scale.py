@@ -87,7 +87,7 @@ MODELS = {"70B": Model(80, 8192, 28_672), "405B": Model(126, 16_384, 53_248)}
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of the training state, and whether it is the one that writes it."""
+    """A part of the training state that a rank holds, and whether this rank writes it."""
 
     kind: Any
     name: str
@@ -97,7 +97,7 @@ class Held:
 
 
 def held(model: str, layout: str, rank: int, size: int) -> Iterator[Held]:
-    """By the rules that the drivers cut by."""
+    """Yield the parts that a rank holds, by the rules of the drivers."""
     shapes = MODELS[model].shapes
     if layout in ("fsdp", "hsdp"):
         yield from _chunks(shapes, rank, size, SHARDS if layout == "hsdp" else size)
@@ -120,7 +120,8 @@ def _chunks(shapes: dict[str, Shape], rank: int, size: int, num_shards: int) -> 
                     yield Held(kind, f"{name}/{key}" if key else name, shape, box, writes)
                 turn += 1
     steps = {f"{name}/step": torch.tensor(1.0) for name in shapes}
-    mine = {piece.name for piece in model_state.dealt_pieces({"optimizer": steps}, rank, size)}
+    own = model_state.partitioned_pieces({"optimizer": steps}, rank, size)
+    mine = {piece.name for piece in own}
     yield from (Held("optimizer", name, (), None, name in mine) for name in steps)
 
 
@@ -155,7 +156,9 @@ def _zero(name: str, shape: Shape, start: int, stop: int) -> Iterator[Held]:
 
 
 def index_by_rule(model: str, layout: str, size: int, low: int, high: int) -> Any:
-    """What joining the headers of the parts from `low` to below `high` gives; a test compares."""
+    """Return the index that joining the headers of the parts from `low` to below `high` would give.
+    A test compares the two.
+    """
     index, shapes = Index(), MODELS[model].shapes
     num_shards = min(SHARDS, size) if layout == "hsdp" else size
     total, begin = sum(map(math.prod, shapes.values())), 0
@@ -177,7 +180,9 @@ def index_by_rule(model: str, layout: str, size: int, low: int, high: int) -> An
 
 
 def _rows(shape: Shape, num_shards: int, base: int) -> list[tuple[int, int, Shape, Shape]]:
-    """(first part, number of parts, first offsets, sizes) of equal boxes, and of the last one."""
+    """Return (first part, number of parts, first offsets, sizes) of equal boxes, and of the last
+    box.
+    """
     chunk = -(-shape[0] // num_shards)
     whole, rest = divmod(shape[0], chunk)
     zeros, inner = (0,) * (len(shape) - 1), shape[1:]
@@ -186,7 +191,7 @@ def _rows(shape: Shape, num_shards: int, base: int) -> list[tuple[int, int, Shap
 
 
 def _stretch(begin: int, length: int, part: int) -> list[tuple[int, int, Any, Any]]:
-    """The same of flat ranges: a tensor that begins there in what is cut in parts of one size."""
+    """Return the same for flat ranges: of a tensor that begins at `begin`, in parts of one size."""
     first, edge = begin // part, min(part - begin % part, length)
     whole, rest = divmod(length - edge, part)
     runs: list[tuple[int, int, Any, Any]] = [(first, 1, 0, edge)]
@@ -228,7 +233,7 @@ def _nothing(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pieces(model: str, layout: str, rank: int, size: int) -> list[Any]:
-    """What a rank saves; the random state has data."""
+    """Return the pieces that a rank saves. Only the random state has data."""
     found = [
         Piece(
             each.kind,
@@ -269,18 +274,20 @@ def save(folder: Path, model: str, layout: str, size: int) -> dict[str, float]:
     """The metadata's part of a save, of rank 0: what it writes, the index, and the manifest. Ranks
     that have had their turn at a level have left there the indexes that it reads.
     """
-    told = json.loads((folder.parent / "files.json").read_text())
+    described = json.loads((folder.parent / "files.json").read_text())
 
     def act() -> None:
         mine = pieces(model, layout, 0, size)
         for kind in ("weights", "optimizer", "state"):
             writer._lay_out([piece for piece in mine if piece.kind == kind])
-        entries = tuple(FileEntry(*each[:3]) for each in told["files"])  # as ranks exchange them
+        entries = tuple(
+            FileEntry(*each[:3]) for each in described["files"]
+        )  # as they are exchanged
         below = entries
         for level in range(1, num_levels(size) + 1):
             made = join_level(folder, below, level, 0, size)
             assert made is not None
-            others = tuple(FileEntry(*each) for each in told["levels"][level - 1])
+            others = tuple(FileEntry(*each) for each in described["levels"][level - 1])
             below = (FileEntry(*made), *others)
         index = below if below is not entries else ()
         write_manifest(folder, Manifest(1, (*entries, *index), world_size=size))
@@ -323,7 +330,7 @@ def _counted(folder: Path, act: Any) -> dict[str, float]:
 
 
 def apart(act: Callable[..., dict[str, float]], *arguments: Any) -> dict[str, float]:
-    """In a process that has imported what this one has, and done nothing yet."""
+    """Call `act` in a new process that has imported the same modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([dtensor.__name__, typer.__name__])  # what takes seconds
     with context.Pool(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -365,8 +372,9 @@ def cross(crossing: Crossing) -> dict[str, Any]:
 
 
 def _write_files(folder: Path, crossing: Crossing, ranks: list[int]) -> float:
-    """What the measured ranks open: headers, and the indexes of others; all else is holes. Returns
-    the mean length of the headers of a rank."""
+    """Write the files that the measured ranks open: headers, and the indexes of other ranks. All
+    other bytes are holes. Returns the mean length of the headers of a rank.
+    """
     model, layout, size = crossing.model, crossing.layout, crossing.writers
     index, parts = index_by_rule(model, layout, size, 0, size), set(range(min(FEW, size)))
     for rank in ranks:
@@ -394,8 +402,8 @@ def _write_files(folder: Path, crossing: Crossing, ranks: list[int]) -> float:
                 raw = index_by_rule(model, layout, size, rank, min(rank + width, size)).to_bytes()
                 (folder / name).write_bytes(raw)
             levels[-1].append((name, len(raw), zlib.crc32(raw)))
-    told = {"files": files, "levels": [*levels, []]}
-    (folder.parent / "files.json").write_text(json.dumps(told))
+    described = {"files": files, "levels": [*levels, []]}
+    (folder.parent / "files.json").write_text(json.dumps(described))
     return headers / len(parts)
 
 
@@ -487,7 +495,7 @@ def main(
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
-    """How what one rank does grows with the number of ranks that wrote."""
+    """Plot the growth of one rank's work with the number of ranks that wrote."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
@@ -520,7 +528,7 @@ metadata and no tensor data (the files have holes). Save: what rank 0 does, whic
 layout of its own files, its part of the tree of indexes, and the manifest. Resume: what the first,
 the middle and the last rank of the other world do, the greatest of each: finding the checkpoint
 (rank 0), manifest, index, comparing the model, and finding where in which files all that the rank
-holds lies; what a run has imported by then is imported, and what ranks tell each other is left out.
+holds lies; what a run has imported by then is imported, and what ranks send each other is left out.
 Seconds are of the processor, since others may use the machine too; MB is memory above what was held
 before. Beside them: what all ranks read together, the index, and what each rank would have to read
 without one: all headers. What still grows with the ranks is the list of files in the manifest,
@@ -529,7 +537,7 @@ flat range of everything, `zero3` of each parameter."""
 
 
 def section(record: dict[str, Any]) -> str:
-    """Of docs/performance.md."""
+    """Return the section of docs/performance.md."""
     command = report.where({**record, "benchmark": "scale"})
     return (
         f"## Thousands of ranks\n\n{ABOUT}\n\n"

@@ -39,36 +39,36 @@ from drivetrain import (
     Recipe,
     ScheduleSettings,
     Settings,
-    fit,
 )
+from drivetrain.trainer.fit import fit
 
 from .harness import ROOT
 from .report import markdown
 
 PAGE = ROOT / "docs" / "reliability.md"
 STEPS = 100
-"""Of a cycle."""
+"""Steps of a cycle."""
 WARM_UP = 8
-"""Cycles, of each kind two."""
+"""Cycles that are not compared: two of each kind of `settings`."""
 TENTHS = 10
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Resources that a process holds."""
 
     memory_bytes: int
-    """Resident."""
+    """Resident memory."""
     open_files: int
     threads: int
     children: int
     tensors: int
-    """Alive, as the garbage collector knows them."""
+    """Live tensors that the garbage collector tracks."""
     files: int
-    """In the run folder."""
+    """Files in the run folder."""
 
 
 LIMITS = {"memory_bytes": 1.02, "tensors": 1.0, "open_files": 1.0, "threads": 1.0, "children": 1.0}
-"""How much more the last tenth may hold than the first."""
+"""Largest growth allowed from the first tenth to the last."""
 
 
 def model() -> nn.Module:
@@ -88,7 +88,7 @@ def recipe() -> Recipe:
 
 
 def settings(cycle: int) -> Settings:
-    """Of the run up to the end of that cycle; four kinds take turns."""
+    """Return the settings of the run up to the end of a cycle; four kinds take turns."""
     return Settings(
         steps=STEPS * (cycle + 1),
         global_batch=16,
@@ -97,12 +97,12 @@ def settings(cycle: int) -> Settings:
         schedule=ScheduleSettings(name="constant"),
         data=DataSettings(workers=2 * (cycle % 2)),
         evaluate=EvaluateSettings(every=25),
-        checkpoint=CheckpointSettings(every=10, behind=cycle % 4 >= 2),
+        checkpoint=CheckpointSettings(every=10, background=cycle % 4 >= 2),
     )
 
 
 def held(out: Path) -> Held:
-    """What this process holds now (Linux)."""
+    """Count the resources that this process holds now (Linux)."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     children = [
@@ -121,7 +121,7 @@ def held(out: Path) -> Held:
 
 
 def live(minutes: float, backend: str, out: Path) -> Iterator[Held]:
-    """What is held after each cycle."""
+    """Train cycle after cycle, and yield the resources held after each."""
     what, until, cycle = recipe(), time.monotonic() + 60 * minutes, 0
     while time.monotonic() < until or cycle < WARM_UP + TENTHS:
         result = fit(what, settings(cycle), backend=backend, out=out, resume="auto")
@@ -139,7 +139,7 @@ def tenths(measured: list[Held]) -> list[Held]:
 
 
 def growth(parts: list[Held]) -> list[str]:
-    """What has grown beyond its limit, in words."""
+    """Describe each resource that has grown beyond its limit."""
     first, last = parts[0]._asdict(), parts[-1]._asdict()
     return [
         f"{name}: {first[name]} in the first tenth, {last[name]} in the last"
@@ -203,7 +203,7 @@ def keep(name: str, text: str) -> None:
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """One for all ranks of a launch."""
+    """Make a run folder, the same for all ranks of a launch."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         port = os.environ["MASTER_PORT"]
         folder = Path(tempfile.gettempdir(), f"drivetrain-soak-{port}-{os.getppid()}")

@@ -1,4 +1,4 @@
-"""What an import, and a first step, cost over `import torch`."""
+"""Cost of an import, and of a first step, over `import torch`."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def measure_first_step(candidate: str, quick: bool) -> Measured:
 
 
 def _apart(statements: str) -> Measured:
-    """In one more process, which has imported torch and nothing else; another one before it has
-    left the bytecode, as an installation does."""
+    """Measure in a process that has imported torch and nothing else. An earlier process has written
+    the bytecode, as an installation does.
+    """
     command = [sys.executable, "-c", SCRIPT, statements]
     writing = {name: it for name, it in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for _ in range(2):

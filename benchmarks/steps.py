@@ -1,4 +1,6 @@
-"""What a trainer adds to a step: of a tiny MLP, where it is most of the work, and of a GPT."""
+"""Time that a trainer adds to a step, of a tiny MLP, for which this is most of the time, and of a
+GPT.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ TUNED = (
     "The tuned loop is what one writes who counts each call: samples fetched without a DataLoader, "
     "one norm, scaled by it only where it is too large, the weight given to backward; it checks "
     "the norm for NaN, and writes the rate. It calls torch's `backward` and `step`; the kernel and "
-    "compat call what these call in the end, and leave out what they find out anew each time."
+    "compat call what these call in the end, and leave out what they find out again each time."
 )
 BENCHMARKS = [
     _steps(
@@ -134,7 +136,7 @@ BENCHMARKS = [
         "The same on 2 processes, DDP over gloo",
         f"Batch 8 a process; 1,000 steps a block, logged every 500; figures of rank 0. {WORK} Nor "
         f"do its ranks agree on anything but gradients. {SUM} {TUNED} Trainers like HF's look for "
-        "parameters that an update does not use, unless told not to: beside them stands the tuned "
+        "parameters that an update does not use, unless set not to: beside them stands the tuned "
         "loop in a DDP that does so, too.",
         MLP,
         accumulation=1,

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from . import checkpoint, defaults, follow, gpu, packing, predict, resume, start, steps
+from . import (
+    audit,
+    checkpoint,
+    clock,
+    defaults,
+    follow,
+    gpu,
+    packing,
+    predict,
+    resume,
+    start,
+    steps,
+    verdicts,
+)
 from .harness import Benchmark
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -16,6 +29,9 @@ BENCHMARKS: dict[str, Benchmark] = {
         *start.BENCHMARKS,
         *follow.BENCHMARKS,
         *defaults.BENCHMARKS,
+        *audit.BENCHMARKS,
+        *clock.BENCHMARKS,
+        *verdicts.BENCHMARKS,
         *gpu.BENCHMARKS,
     )
 }

@@ -1,4 +1,4 @@
-"""What a trace of a device tells: how much of its copying went on beside computing."""
+"""Share of the copying to a device that overlaps with computing, from a trace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 
 def overlap_of(events: Iterable[Any]) -> Measured:
-    """`overlap`: which share of the time of copies to the device some kernel ran, too."""
+    """Return `overlap`, the share of the time of copies to the device when a kernel ran, too."""
     copies: list[Interval] = []
     kernels: list[Interval] = []
     for event in events:
@@ -28,7 +28,7 @@ def overlap_of(events: Iterable[Any]) -> Measured:
 
 
 def covered(intervals: Iterable[Interval], by: Iterable[Interval]) -> float:
-    """How much of `intervals` lies within `by`, whose members may overlap."""
+    """Return the length of `intervals` that lies within `by`, whose members may overlap."""
     joined: list[list[float]] = []
     for start, stop in sorted(by):
         if joined and start <= joined[-1][1]:

@@ -36,10 +36,10 @@ def _loader(problem: Problem, sampler: Any = None) -> DataLoader[Any]:
 
 
 def _sampler(problem: Problem) -> Any:
-    """This rank's share of the data, in order; None for the whole."""
+    """Return a sampler of this rank's share of the data, in order; None for the whole."""
     from torch.utils.data import DistributedSampler
 
-    # told, since Lightning makes the process group after the loader
+    # given here, since Lightning makes the process group after the loader
     shared = {"num_replicas": WORLD, "rank": RANK, "shuffle": False}
     return DistributedSampler(problem.data(), **shared) if WORLD > 1 else None
 
@@ -55,7 +55,9 @@ def _log(step: int, total: Tensor, every: int) -> None:
 
 
 def _wrapped(module: nn.Module, searching: bool = False) -> Any:
-    """In DDP where there are several ranks; `searching` for parameters that an update lacks."""
+    """Wrap the module in DDP if there are several ranks. `searching`: let DDP search for parameters
+    that an update does not use.
+    """
     if WORLD == 1:
         return module
     if not torch.distributed.is_initialized():
@@ -66,7 +68,9 @@ def _wrapped(module: nn.Module, searching: bool = False) -> Any:
 
 
 def tuned(problem: Problem, steps: int, accumulation: int, searching: bool = False) -> nn.Module:
-    """What one writes by hand who counts each call, and still looks at each norm."""
+    """Train with a loop written by hand that saves calls wherever it can, and still checks each
+    norm.
+    """
     module, data = problem.model(), problem.data()
     wrapped, optimizer = _wrapped(module, searching), _optimizer(module)
     parameters = [*module.parameters()]
@@ -82,8 +86,8 @@ def tuned(problem: Problem, steps: int, accumulation: int, searching: bool = Fal
             total += loss.detach()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
-        if math.isfinite(told := float(norm)):
-            if told > CLIP:
+        if math.isfinite(norm_now := float(norm)):
+            if norm_now > CLIP:
                 torch._foreach_mul_(gradients, CLIP / (norm + 1e-6))
             for group in optimizer.param_groups:
                 group["lr"] = RATE
@@ -97,12 +101,12 @@ def tuned(problem: Problem, steps: int, accumulation: int, searching: bool = Fal
 
 
 def tuned_searching(problem: Problem, steps: int, accumulation: int) -> nn.Module:
-    """The same of one who does not know whether an update uses all parameters."""
+    """Train with the tuned loop, but let DDP search for parameters that an update does not use."""
     return tuned(problem, steps, accumulation, searching=True)
 
 
 def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
-    """What one writes by hand."""
+    """Train with a plain loop, written by hand."""
     module = problem.model()
     wrapped, optimizer = _wrapped(module), _optimizer(module)
     batches, total = _endless(_loader(problem, _sampler(problem))), torch.zeros(())
@@ -126,7 +130,8 @@ def raw(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 def kernel(
     problem: Problem, steps: int, accumulation: int, saved_every: int | None = None
 ) -> nn.Module:
-    from drivetrain import Recipe, Settings, fit
+    from drivetrain import Recipe, Settings
+    from drivetrain.trainer.fit import fit
     from drivetrain.trainer.settings import (
         CheckpointSettings,
         DataSettings,
@@ -144,7 +149,7 @@ def kernel(
         optimizer=OptimizerSettings(lr=RATE),
         schedule=ScheduleSettings("constant"),
         data=DataSettings(shuffle=False),
-        checkpoint=CheckpointSettings(every=saved_every, at_end=False, behind=True),
+        checkpoint=CheckpointSettings(every=saved_every, at_end=False, background=True),
     )
     recipe = Recipe(
         model=lambda: module, loss=problem.sum, train_data=problem.data(), collate=collate
@@ -168,8 +173,9 @@ def compat(problem: Problem, steps: int, accumulation: int) -> nn.Module:
 
 
 def compat_all_used(problem: Problem, steps: int, accumulation: int) -> nn.Module:
-    """Without the search for parameters that an update does not use, which is theirs by default and
-    which no loop by hand makes."""
+    """Train with compat, but without the search for parameters that an update does not use. Hugging
+    Face's Trainer searches by default, loops by hand do not.
+    """
     from drivetrain.compat import Trainer, TrainingArguments
 
     arguments = partial(TrainingArguments, ddp_find_unused_parameters=False)
@@ -220,7 +226,7 @@ def accelerate(problem: Problem, steps: int, accumulation: int) -> nn.Module:
     batches, total = _endless(loader), torch.zeros(())
     for step in range(1, steps + 1):
         for _ in range(accumulation):
-            batch = next(batches)  # which tells whether it is the epoch's last, before it is asked
+            batch = next(batches)  # which marks the epoch's last batch, before it is read
             with accelerator.accumulate(wrapped):
                 loss = wrapped(**batch)["loss"]
                 accelerator.backward(loss)
@@ -278,7 +284,7 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return _optimizer(self.model)
 
-    class Tell(L.Callback):
+    class Report(L.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step % problem.log_every == 0 and RANK == 0:
                 loss = float(trainer.callback_metrics["loss"])
@@ -299,7 +305,7 @@ def lightning(problem: Problem, steps: int, accumulation: int) -> nn.Module:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Tell()],
+        callbacks=[Report()],
         use_distributed_sampler=False,  # its own shuffles
     ).fit(module, _loader(problem, _sampler(problem)))
     return module.model

@@ -20,12 +20,12 @@ __all__ = [
     "ParallelMode",
     "SaveStrategy",
     "SchedulerType",
-    "Word",
+    "StringEnum",
 ]
 
 
-class Word(str, Enum):
-    """A string out of a fixed list; anything else is a ValueError that names the nearest."""
+class StringEnum(str, Enum):
+    """A string of a fixed list; any other value raises a ValueError that suggests the nearest."""
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
@@ -35,7 +35,7 @@ class Word(str, Enum):
         raise ValueError(f"{value!r} is no {cls.__name__}: {hint}allowed are {', '.join(allowed)}")
 
     def __eq__(self, other: object) -> bool:
-        """As strings; a foreign enum of the same name need not be made of strings."""
+        """Compare as strings, also with an enum of the same name whose members are not strings."""
         if type(other) is type(self):
             return self is other  # the usual case, several times a step
         if isinstance(other, Enum) and type(other).__name__ == type(self).__name__:
@@ -49,7 +49,7 @@ class Word(str, Enum):
         return str.__hash__(self)
 
 
-class IntervalStrategy(Word):
+class IntervalStrategy(StringEnum):
     """The occasions to log or evaluate."""
 
     NO = "no"
@@ -57,8 +57,8 @@ class IntervalStrategy(Word):
     EPOCH = "epoch"
 
 
-class SaveStrategy(Word):
-    """The occasions to save; `best`: whenever the metric that decides has improved."""
+class SaveStrategy(StringEnum):
+    """The occasions to save; `best`: whenever `metric_for_best_model` has improved."""
 
     NO = "no"
     STEPS = "steps"
@@ -66,8 +66,8 @@ class SaveStrategy(Word):
     BEST = "best"
 
 
-class HubStrategy(Word):
-    """The occasions of pushes to the hub, and their content."""
+class HubStrategy(StringEnum):
+    """When to push to the hub, and what."""
 
     END = "end"
     EVERY_SAVE = "every_save"
@@ -75,7 +75,7 @@ class HubStrategy(Word):
     ALL_CHECKPOINTS = "all_checkpoints"
 
 
-class HPSearchBackend(Word):
+class HPSearchBackend(StringEnum):
     """Libraries that search hyper-parameters."""
 
     OPTUNA = "optuna"
@@ -83,7 +83,7 @@ class HPSearchBackend(Word):
     WANDB = "wandb"
 
 
-class ParallelMode(Word):
+class ParallelMode(StringEnum):
     """The ways in which the processes of a run work together."""
 
     NOT_PARALLEL = "not_parallel"
@@ -94,14 +94,14 @@ class ParallelMode(Word):
     TPU = "tpu"
 
 
-class DebugOption(Word):
+class DebugOption(StringEnum):
     """The checks that `debug` switches on."""
 
     UNDERFLOW_OVERFLOW = "underflow_overflow"
     TPU_METRICS_DEBUG = "tpu_metrics_debug"
 
 
-class FSDPOption(Word):
+class FSDPOption(StringEnum):
     """The words of `fsdp="full_shard auto_wrap"`."""
 
     FULL_SHARD = "full_shard"
@@ -113,7 +113,7 @@ class FSDPOption(Word):
     AUTO_WRAP = "auto_wrap"
 
 
-class SchedulerType(Word):
+class SchedulerType(StringEnum):
     """Learning-rate schedules."""
 
     LINEAR = "linear"
@@ -130,9 +130,9 @@ class SchedulerType(Word):
     GREEDY = "greedy"
 
 
-class OptimizerNames(Word):
-    """Optimizers. The last two were dropped by transformers 5 and are known so as to be refused
-    with what to use instead.
+class OptimizerNames(StringEnum):
+    """Optimizers. transformers 5 dropped the last two; they are listed so that the error can name a
+    replacement.
     """
 
     ADAMW_TORCH = "adamw_torch"

@@ -1,7 +1,8 @@
-"""Errors of the compat layer: drivetrain's, and at once of the type that HF Trainer raises.
+"""Errors of the compat layer, which are both drivetrain's errors and of the type that HF Trainer
+raises.
 
 Code written for HF catches `ValueError` or `TypeError`, and the command line catches
-`SettingError`; both are right.
+`SettingError`; both work.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ __all__ = ["ArgumentError", "ArgumentRefused", "UnknownArgument"]
 
 
 class ArgumentError(SettingError, ValueError):
-    """An argument has a value that cannot be, or that contradicts another's."""
+    """An argument has an invalid value, or contradicts another argument."""
 
 
 class UnknownArgument(SettingError, TypeError):
-    """An argument of a name that does not exist, or that was removed and has no meaning here."""
+    """An argument does not exist, or was removed and has no meaning here."""
 
 
 class ArgumentRefused(CapabilityRefused, ValueError):

@@ -1,4 +1,4 @@
-"""Puts the compat names in place of transformers' own, for libraries that are written for those."""
+"""Replaces transformers' names by those of compat, for libraries written for transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["install", "uninstall"]
 
 _LOG = logging.getLogger(__name__)
 
-# where transformers defines the class of each of these names
+# the modules in which transformers defines these classes
 _HOMES: dict[type, str] = {
     DefaultFlowCallback: "transformers.trainer_callback",
     PrinterCallback: "transformers.trainer_callback",
@@ -32,16 +32,16 @@ _DERIVE = ("trl", "sentence_transformers", "setfit")
 """Libraries that derive classes from these names when they are imported."""
 
 _theirs: dict[type, type] = {}
-"""While it is installed: what ours stand in place of."""
+"""While installed: the replaced classes of transformers."""
 
 
 def install() -> None:
-    """Rebind `transformers.Trainer`, `TrainingArguments`, their Seq2Seq forms and the callbacks
-    that a Trainer begins with to drivetrain's.
+    """Rebind `transformers.Trainer`, `TrainingArguments`, their Seq2Seq forms and the default
+    callbacks of a Trainer to drivetrain's.
 
-    Call it before importing what derives from them, such as trl. Raises ImportError where
-    transformers is missing, RuntimeError where it comes too late for such a library; of any other
-    module that keeps transformers' own a warning says which.
+    Call it before importing libraries that derive from these classes, such as trl. Raises
+    ImportError if transformers is missing, and RuntimeError if such a library is already imported.
+    Warns about any other module that holds transformers' own classes.
     """
     late = [name for name in _DERIVE if name in sys.modules]
     if late and not _theirs:
@@ -62,15 +62,16 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install`. What was derived meanwhile stays as it is."""
+    """Undo `install`. Classes derived meanwhile do not change."""
     for ours, theirs in _theirs.items():
         _swap(ours, theirs)
     _theirs.clear()
 
 
 def _swap(old: type, new: type) -> None:
-    """In transformers' modules; what they have not looked up yet they take from the class's home.
-    `import transformers` may have given out another module than the one that is there now.
+    """Rebind the names in transformers' modules. Lazy imports, which happen later, take them from
+    the class's own module. `import transformers` may have returned another module object than the
+    present one.
     """
     homes = ("transformers", *_HOMES.values())
     held = [value for module in _loaded().values() for value in vars(module).values()]
@@ -81,7 +82,7 @@ def _swap(old: type, new: type) -> None:
 
 
 def _kept_by(theirs: tuple[type, ...]) -> dict[str, list[str]]:
-    """Modules that hold one of these classes, or one derived from it, by what names."""
+    """Return the modules that hold one of these classes or a subclass, with the names."""
     kept: dict[str, list[str]] = {}
     for name, module in sorted(_loaded().items()):
         found = [key for key, value in vars(module).items() if _derives(value, theirs)]
@@ -91,11 +92,11 @@ def _kept_by(theirs: tuple[type, ...]) -> dict[str, list[str]]:
 
 
 def _derives(value: Any, classes: tuple[type, ...]) -> bool:
-    # `isinstance` would ask the value itself, and deprecated ones answer with a warning
+    # `isinstance` would call the value itself, and deprecated values then warn
     return issubclass(type(value), type) and issubclass(value, classes)
 
 
 def _loaded() -> dict[str, Any]:
-    """Without what libraries put there that is no module."""
+    """Yield the loaded modules, without other objects that libraries put into `sys.modules`."""
     held: dict[str, Any] = dict(sys.modules)
     return {name: each for name, each in held.items() if isinstance(each, ModuleType)}

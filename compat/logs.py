@@ -1,5 +1,5 @@
-"""The drop-in's log messages go to Python's logging, as any library's, and to the loggers where
-users of transformers look for those of its Trainer.
+"""Log messages of compat go to Python's logging, and to the loggers of transformers' Trainer, where
+its users expect them.
 """
 
 from __future__ import annotations
@@ -7,16 +7,16 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["show"]
+__all__ = ["set_verbosity", "show"]
 
 _OF_CALLBACKS = ("base", "flow_callbacks", "progress", "state")
-"""Modules here whose counterparts are in `transformers.trainer_callback`."""
+"""Modules of compat whose counterparts are in `transformers.trainer_callback`."""
 
 
-class _Show(logging.Handler):
-    """Says each message on the logger of transformers that would say it there, which prints where
-    nobody sets up logging. Where a script has set it up by itself it shows the message already, and
-    their printing handler is left out; where neither is there, it is printed here.
+class _ForwardingHandler(logging.Handler):
+    """Passes each message to the corresponding logger of transformers, which prints if logging is
+    not configured. If a script has configured logging, the message is shown already, and
+    transformers' printing handler is skipped. Without either, the message is printed here.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -29,7 +29,7 @@ class _Show(logging.Handler):
         of_callbacks = record.name.rpartition(".")[2] in _OF_CALLBACKS
         file = "trainer_callback" if of_callbacks else "trainer"
         logger = theirs.get_logger(f"transformers.{file}")
-        for handler in (theirs._default_handler, *shown):  # theirs may propagate, as it does in CI
+        for handler in (theirs._default_handler, *shown):  # it may propagate, as in CI
             if handler:
                 handler.addFilter(_is_not_shown)
         say = getattr(logger, record.levelname.lower())
@@ -41,5 +41,16 @@ def _is_not_shown(record: logging.LogRecord) -> bool:
 
 
 def show() -> None:
-    """From here on; called when the package is imported."""
-    logging.getLogger(__package__).addHandler(_Show())
+    """Start to show messages; called when the package is imported."""
+    logging.getLogger(__package__).addHandler(_ForwardingHandler())
+
+
+def set_verbosity(level: int) -> None:
+    """Show messages of drivetrain's Trainer from `level` of `logging` on, and those of
+    transformers, if it is in use.
+    """
+    logging.getLogger("drivetrain.compat").setLevel(level)
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as theirs
+
+        theirs.set_verbosity(level)

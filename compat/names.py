@@ -1,4 +1,4 @@
-"""Names of files and folders that other code looks for, and finding the last checkpoint."""
+"""Names of files and folders that other code expects, and a search for the last checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FSDP_MODEL_NAME = "pytorch_model_fsdp"
 
 
 def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the `checkpoint-N` folder in `folder` with the greatest N, or None."""
+    """Return the path of the `checkpoint-N` folder in `folder` with the greatest N, or None."""
     numbered = [
         (int(match[1]), path)
         for path in Path(folder).iterdir()

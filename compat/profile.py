@@ -1,6 +1,6 @@
 """The differences between transformers 4.47 and 5.23, for `profile="4.47"`.
 
-Each difference is a field, whose value is that of 5.23 unless a profile says otherwise.
+Each difference is a field, with the value for 5.23 unless a profile overrides it.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ __all__ = ["PROFILES", "Profile", "profile_of"]
 
 @dataclass(frozen=True)
 class Profile:
-    """The numbers and habits of one version of transformers."""
+    """The behaviour of one version of transformers."""
 
     # --- arguments
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments whose default was another one."""
+    """Arguments with another default."""
     names_run_by_folder: bool = False
-    """`run_name` is `output_dir` where it is not given; trackers now choose a name themselves."""
+    """`run_name` defaults to `output_dir`; in 5.23 trackers choose a name themselves."""
     default_trackers: str = "none"
-    """The meaning of `report_to=None`; to report to everything installed surprised people."""
+    """The meaning of `report_to=None`; in 4.47 that was everything installed."""
     bf16_needs_hardware: bool = True
-    """`bf16` is refused where no device computes in it, unless the CPU was asked for."""
+    """`bf16` is refused if no device computes in it, unless the CPU was selected."""
 
     # --- the model
     model_beside_model_init: bool = False
-    """`model` and `model_init` may both be given, with a warning, though only one is trained."""
+    """`model` and `model_init` may both be given, with a warning, although only one is trained."""
     switches_cache_off: bool = True
     """The model's cache of keys and values follows `use_cache`: training has no use for it."""
     decays_by_name: bool = True
-    """Weight decay looks for norms in parameters' names; else in the classes of their modules."""
+    """Weight decay detects norms by parameters' names; else by the classes of their modules."""
     builds_optimizer_and_schedule_at_once: bool = False
-    """`create_optimizer_and_scheduler` is called; now the driver asks for the optimizer alone."""
+    """`create_optimizer_and_scheduler` is called; in 5.23 the driver only requests the
+    optimizer."""
 
     # --- the loss
     counts_predicted_labels: bool = True
@@ -46,23 +47,24 @@ class Profile:
 
     # --- logs
     rounds_loss: bool = False
-    """The loss is logged with four decimals; that hid small differences."""
+    """The loss is logged with four decimals, which hides small differences."""
     logs_unclipped_grad_norm: bool = True
     """The gradient norm is logged even where `max_grad_norm` does not clip."""
     logs_rate_of_update: bool = True
-    """The learning rate is logged that the update used, and not that of the next."""
+    """The logged learning rate is the one that the update used, not that of the next update."""
     model_counts_operations: bool = False
-    """The model's own `floating_point_ops` is asked."""
+    """The model's own `floating_point_ops` is used."""
 
     # --- evaluation and checkpoints
     evaluates_last_step: bool = True
-    """The last step is evaluated even where it is not due."""
+    """The last step is evaluated even if no evaluation is due."""
     names_best_early: bool = False
     """The best checkpoint is named before it is written."""
     rotates_by_time: bool = True
-    """The oldest checkpoint is the one changed first; else that of the smallest number."""
+    """The oldest checkpoint is the one changed first; else the one with the smallest number."""
     resumes_batch_size: bool = False
-    """A checkpoint's batch size counts, not only one that `auto_find_batch_size` found."""
+    """A resumed run takes the checkpoint's batch size, not only one that `auto_find_batch_size`
+    found."""
 
 
 PROFILES = {
@@ -97,5 +99,5 @@ PROFILES = {
 
 
 def profile_of(args: Any) -> Profile:
-    """The one that arguments ask for; those of other libraries ask for none."""
+    """Return the profile that the arguments select; arguments of other libraries select none."""
     return PROFILES.get(getattr(args, "profile", ""), PROFILES["5.23"])

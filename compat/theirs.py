@@ -1,4 +1,4 @@
-"""Parts of transformers that are used as they are there, imported when they are asked for."""
+"""Imports parts of transformers on first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ __all__ = ["theirs"]
 
 
 def theirs(module: str, name: str) -> Any:
-    """That name of `transformers.<module>`. Raises ImportError, naming it, where it is missing."""
+    """Import `name` from `transformers.<module>`. Raises ImportError, naming it, if it
+    is missing.
+    """
     try:
         return getattr(import_module(f"transformers.{module}"), name)
     except ModuleNotFoundError as error:

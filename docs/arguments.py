@@ -16,7 +16,7 @@ from typing import Any
 
 from drivetrain.kernel.contract import Driver
 from drivetrain.kernel.errors import CapabilityRefused
-from drivetrain.kernel.registry import find_driver, known_backends, refuse_unpromised
+from drivetrain.registry import find_driver, known_backends, refuse_unpromised
 from drivetrain.trainer.setting_values import flatten, override
 from drivetrain.trainer.settings import PRECISIONS, Settings
 
@@ -27,8 +27,18 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "compile": (True,),
     "activation_checkpointing": (("Linear",),),
 }
-"""What a driver may refuse, and the values to ask it for; all else is the kernel's, or is applied
-by every driver (which the conformance suite proves: clipping, seed, time-out, batch sizes)."""
+"""Settings that a driver may refuse, with the values to ask for.
+
+All other settings belong to the kernel, or every driver applies them. The conformance suite proves
+the latter (clipping, seed, time-out, batch sizes).
+"""
+
+
+SHOWN: dict[str, str] = {
+    "ipex": "refused: its layers hold weights and gradients in layouts and dtypes of their own",
+    "xla": "refused: it does not show its gradients",
+}
+"""Answers to `stats.every` of drivers whose engines are no `ShowsUpdates`, or refuse it."""
 
 
 def answer(driver: Driver, key: str, value: Any) -> str:
@@ -61,7 +71,9 @@ def rows(drivers: list[Driver]) -> Iterator[tuple[str, list[str]]]:
     """(argument, answers) for every setting, in the order of declaration."""
     for key in flatten(Settings()):
         for value in ASKED.get(key, (None,)):
-            if value is None:
+            if key == "stats.every":
+                yield f"`{key}`", [SHOWN.get(driver.name, "applied") for driver in drivers]
+            elif value is None:
                 yield f"`{key}`", ["applied"] * len(drivers)
             else:
                 shown = ",".join(value) if isinstance(value, tuple) else value

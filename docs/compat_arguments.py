@@ -18,12 +18,12 @@ from typing import Any
 
 from drivetrain.compat import Seq2SeqTrainingArguments
 from drivetrain.compat.arguments import backend
-from drivetrain.kernel.registry import find_driver, known_backends
+from drivetrain.registry import find_driver, known_backends
 
 PAGE = Path(__file__).with_name("compat-arguments.md")
 
 SCRIPTS_ONLY = ("do_train", "do_eval", "do_predict", "resume_from_checkpoint")
-"""Read by scripts; the Trainer is told by its methods."""
+"""Read by scripts; the Trainer receives these as arguments of its methods."""
 
 _MODULES: dict[str, str] = {
     "accelerate/accelerator.py": "accelerator_config",
@@ -37,36 +37,36 @@ _MODULES: dict[str, str] = {
         ddp_find_unused_parameters ddp_static_graph sortish_sampler""",
     "arguments/parallelism.py": "parallelism_config",
     "arguments/resolve.py": "tf32",
-    "callbacks/jit_checkpoint.py": "enable_jit_checkpoint",
     "callbacks/flow_callbacks.py": """eval_delay eval_strategy logging_first_step logging_strategy
         save_strategy""",
-    "callbacks/reporting.py": "include_num_input_tokens_seen",
+    "callbacks/jit_checkpoint.py": "enable_jit_checkpoint",
     "callbacks/state.py": "eval_steps logging_steps save_steps",
-    "checkpoints/resuming.py": "restore_callback_states_from_checkpoint",
-    "checkpoints/saving.py": "checkpoint_format save_only_model save_total_limit",
-    "data/loading.py": """data_seed dataloader_drop_last dataloader_in_order
-        dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
-        dataloader_pin_memory dataloader_prefetch_factor length_column_name remove_unused_columns
-        train_sampling_strategy""",
-    "trainer/between_steps.py": "greater_is_better metric_for_best_model",
-    "evaluation/loop.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
-        eval_use_gather_object include_for_metrics prediction_loss_only""",
-    "integrations/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision
-        hub_strategy hub_token""",
+    "common/debugging.py": "debug",
     "integrations/trackers.py": """disable_tqdm project report_to run_name trackio_bucket_id
         trackio_space_id trackio_static_space_id""",
-    "optim/build.py": "lr_scheduler_kwargs lr_scheduler_type weight_decay",
     "optim/lowrank.py": "optim_target_modules",
     "optim/request.py": "adam_beta1 adam_beta2 adam_epsilon learning_rate",
     "optim/table.py": "optim optim_args",
     "profile.py": "profile",
-    "trainer/debugging.py": "debug",
+    "trainer/between_steps.py": "greater_is_better metric_for_best_model",
+    "trainer/evaluation.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
+        eval_use_gather_object include_for_metrics prediction_loss_only""",
+    "trainer/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision
+        hub_strategy hub_token""",
+    "trainer/loading.py": """data_seed dataloader_drop_last dataloader_in_order
+        dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
+        dataloader_pin_memory dataloader_prefetch_factor length_column_name remove_unused_columns
+        train_sampling_strategy""",
+    "trainer/optimization.py": "lr_scheduler_kwargs lr_scheduler_type weight_decay",
     "trainer/preparation.py": """activation_checkpointing activation_checkpointing_kwargs
         bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs
         liger_kernel_config use_liger_kernel""",
+    "trainer/reporting.py": "include_num_input_tokens_seen",
+    "trainer/resuming.py": "restore_callback_states_from_checkpoint",
+    "trainer/saving.py": "checkpoint_format save_only_model save_total_limit",
     "trainer/seq2seq.py": """generation_config generation_max_length generation_num_beams
         predict_with_generate""",
-    "trainer/step_callbacks.py": "logging_nan_inf_filter",
+    "trainer/step_callbacks.py": "logging_nan_inf_filter time_parts",
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
     "trainer/training.py": """auto_find_batch_size eval_on_start gradient_accumulation_steps
@@ -129,7 +129,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "load_best_model_at_end": {"save_strategy": "no"},
     "run_name": {"report_to": ["tensorboard"]},
 }
-"""What an argument needs beside it."""
+"""Other arguments that an argument needs to be accepted."""
 
 
 def example(item: dataclasses.Field[Any]) -> Any:
@@ -196,7 +196,7 @@ def shipped() -> list[str]:
 
 @functools.cache
 def rows() -> tuple[tuple[dataclasses.Field[Any], dict[str, str]], ...]:
-    """Each argument, and what each driver answers."""
+    """Return each argument with the answer of each driver."""
     return tuple(
         (item, {driver: answer(driver, item) for driver in shipped()})
         for item in dataclasses.fields(Seq2SeqTrainingArguments)
@@ -225,10 +225,12 @@ def page() -> str:
 def terms(answers: dict[str, str]) -> str:
     """Drivers of one answer together; nothing where all apply the argument."""
     groups: dict[str, list[str]] = {}
-    for driver, told in answers.items():
-        if told != "applied":
-            groups.setdefault(told.replace(f"driver '{driver}' refuses ", ""), []).append(driver)
-    return "; ".join(f"{', '.join(drivers)}: {told}" for told, drivers in groups.items())
+    for driver, reported in answers.items():
+        if reported != "applied":
+            groups.setdefault(reported.replace(f"driver '{driver}' refuses ", ""), []).append(
+                driver
+            )
+    return "; ".join(f"{', '.join(drivers)}: {reported}" for reported, drivers in groups.items())
 
 
 if __name__ == "__main__":

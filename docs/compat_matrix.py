@@ -81,7 +81,9 @@ def _read(test: str, marker: ast.Call) -> Shown:
 
 
 def all_markers() -> list[Shown]:
-    """Those of every test in the repository, by the path of the test."""
+    """Return the row markers of every test in the repository, sorted by the path of the test's
+    file.
+    """
     files = sorted(TESTS.rglob("test_*.py"))
     names = [path.relative_to(TESTS.parent).as_posix() for path in files]
     texts = [path.read_text(encoding="utf-8") for path in files]

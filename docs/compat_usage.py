@@ -40,9 +40,11 @@ SPOKEN = {
     "AcceleratorState": ("accelerator.state", "self.accelerator.state"),
     "GradientState": ("accelerator.gradient_state", "self.accelerator.gradient_state"),
 }
-"""How code calls an object of each class."""
+"""Names by which code calls an object of each class."""
 DERIVED = {"Trainer": r"Trainer\b", "TrainingArguments": r"(TrainingArguments|Config)\b"}
-"""In classes whose base is called so, `self` is one."""
+"""Base class -> pattern of names of bases; `self` of a class with such a base counts as the base
+class.
+"""
 
 
 def theirs() -> dict[str, Any]:
@@ -82,13 +84,13 @@ def members(kind: type) -> set[str]:
 
 @dataclass
 class Uses:
-    """Of one library: the members that it names, by class."""
+    """Members that one library uses, by class."""
 
     known: dict[str, set[str]]
     found: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def read(self, tree: ast.AST) -> None:
-        """Add those of a module."""
+        """Add the members that a module uses."""
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 spoken = ast.unparse(node.value)
@@ -123,7 +125,9 @@ class Uses:
 
 
 def _of_self(node: ast.ClassDef) -> Iterator[str]:
-    """What a class defines, and what it names of `self` and `super()`."""
+    """Yield the methods of a class, and the attributes that its body reads or sets on `self` and
+    `super()`.
+    """
     for inner in ast.walk(node):
         if isinstance(inner, ast.FunctionDef):
             yield inner.name
@@ -142,7 +146,7 @@ def folder_of(name: str) -> Path:
 
 
 def version_of(folder: Path) -> str:
-    """By the metadata beside the package."""
+    """Return a package's version from the metadata beside it."""
     for info in folder.parent.glob("*.dist-info"):
         name, _, number = info.name.removesuffix(".dist-info").rpartition("-")
         if name.lower() == folder.name.lower():

@@ -1,12 +1,13 @@
-"""Prove all drivers but `xpu` and write the results to docs/conformance: a page over drivers and
-laws, the matrix of who resumes whom, the one of layouts, and meshes beside one process.
+"""Prove all drivers but `xpu`, and write the results to docs/conformance: a page over drivers and
+laws, the matrix of who resumes whom, the matrix of layouts, and the losses of meshes beside those
+of one process.
 
     python docs/conformance.py [WORD ...]
 
-Words choose by what occurs in the name of a world, such as `xla` or `ddp:2`, by default all;
-`matrix` is the matrix of drivers, `layouts` the one of all ways to cut a model, `meshes` the losses
-of each mesh. It takes about an hour on two cores, in an environment of these drivers, which uv
-makes at first.
+A word selects the worlds whose name contains it, such as `xla` or `ddp:2`. Without words, all are
+run. `matrix` is the matrix of drivers, `layouts` the matrix of all layouts of a model, and `meshes`
+the losses of each mesh. All together take about an hour on two cores. They run in an environment
+that holds all these drivers; uv makes it on the first run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ MESHES = (*(f"mesh:2,{name}=2" for name in DIMENSIONS), *TOGETHER)
 
 
 def commands() -> dict[str, list[str]]:
-    """What is run, by what chooses it: the matrix, and the suite in all worlds of up to two."""
+    """Commands to run, by their key: the matrices, the meshes, and the suite in all worlds of up to
+    two processes.
+    """
     report = ["--report", str(FOLDER)]
     programs = ROOT / "tests" / "backends"
     matrix = [python_of_all(), "-m", "drivetrain.conformance.matrix", *report, *WORLDS]
@@ -51,7 +54,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def suite(world: str) -> list[str]:
-    """What proves `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+    """Arguments for Python that run the suite on a world `NAME[:PROCESSES][,OPTION=VALUE]`."""
     driver, *options = world.split(",")
     name, _, processes = driver.partition(":")
     command = ["-m", "drivetrain.conformance", "--backend", name, "-q", "-n0"]
@@ -60,7 +63,7 @@ def suite(world: str) -> list[str]:
 
 
 def write_measured() -> None:
-    """What a run says at its start that it will take."""
+    """Record the measured seconds, from which a run of the suite predicts its own length."""
     reports = [json.loads(path.read_text()) for path in sorted((ROOT / FOLDER).glob("*.json"))]
     measured = {"machine": f"a machine of {os.cpu_count()} CPUs", "seconds": summed_up(reports)}
     MEASURED.write_text(json.dumps(measured, indent=1) + "\n")

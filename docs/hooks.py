@@ -1,5 +1,6 @@
-"""What the site has beside the pages in docs/: a page for each source file that a page names, the
-root's own pages, the decisions in the navigation, and llms.txt with the plain text of each page.
+"""Parts of the site that are no pages in docs/: a page for each source file that a page links to,
+the pages at the root of the repository, the decisions in the navigation, and llms.txt with the
+plain text of each page.
 
 mkdocs calls the functions whose names begin with `on_`.
 """
@@ -29,18 +30,21 @@ OF_THE_ROOT = {
 LINK = re.compile(r"(?<=\]\()([^()#:\s]+)(?=[)#])")
 """A link to a file, not to an address."""
 
+CODE = re.compile(r"(^ *```.*?^ *```$|`[^`]+`)", re.DOTALL | re.MULTILINE)
+"""Code in a page, where `models["critic"](batch)` is no link."""
+
 SHOWN = {".json": "json", ".md": "markdown", ".py": "python", ".toml": "toml"}
 
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
 
 
 def repository_path(uri: str) -> str:
-    """Where the text of a page stands."""
+    """Return the repository's file that holds the text of a page."""
     return OF_THE_ROOT.get(uri, f"docs/{uri}")
 
 
 def site_uri(path: str) -> str:
-    """What shows a file or folder of the repository in the site."""
+    """Return the page or file of the site that shows a file or folder of the repository."""
     for uri, origin in OF_THE_ROOT.items():
         if path == origin:
             return uri
@@ -63,11 +67,18 @@ def with_links(text: str, uri: str) -> str:
         leads_to = site_uri(target(origin, match[1]))
         return posixpath.relpath(leads_to, posixpath.dirname(uri) or ".")
 
-    return LINK.sub(replaced, text)
+    pieces = CODE.split(text)  # prose and code in turn
+    pieces[::2] = [LINK.sub(replaced, prose) for prose in pieces[::2]]
+    return "".join(pieces)
+
+
+def links_of(text: str) -> list[str]:
+    """The files that the prose of a page links to."""
+    return [link for prose in CODE.split(text)[::2] for link in LINK.findall(prose)]
 
 
 def files_in(path: str) -> list[str]:
-    """What is shown of a folder of the repository; nothing of a file."""
+    """List the files of a repository's folder that the site shows; empty for a file."""
     found = (ROOT / path).rglob("*") if (ROOT / path).is_dir() else ()
     shown = (file for file in found if file.suffix in SHOWN and "__pycache__" not in file.parts)
     return sorted(file.relative_to(ROOT).as_posix() for file in shown)
@@ -85,9 +96,7 @@ def source_page(path: str) -> str:
 
 def named_sources(pages: dict[str, str]) -> set[str]:
     """The files and folders of the repository that pages link to."""
-    links = {
-        target(repository_path(uri), link) for uri in pages for link in LINK.findall(pages[uri])
-    }
+    links = {target(repository_path(uri), link) for uri in pages for link in links_of(pages[uri])}
     return {path for path in links if site_uri(path).startswith("source/")}
 
 
@@ -160,7 +169,7 @@ def heading(text: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """What a page begins with, after its heading, on one line and without links."""
+    """Return the first sentence of a page after its heading, on one line and without links."""
     prose = re.sub(r"^```.*?^```|^#.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
     paragraphs = [part for part in re.split(r"\n\n+", prose) if re.match(r"\s*[\w`*]", part)]
     line = (

@@ -64,12 +64,12 @@ settings = Settings(
 
 @dataclass(frozen=True)
 class Config:
-    """What `--set recipe.KEY=VALUE` changes."""
+    """Options of the recipe, set by `--set recipe.KEY=VALUE`."""
 
     max_tokens: int = 32
     """A longer text is cut."""
     eval_texts: int = 10_000
-    """At most this many held-out texts."""
+    """Most held-out texts."""
 
 
 class Classifier(nn.Module):
@@ -93,7 +93,7 @@ class Classifier(nn.Module):
 
 
 def docstrings() -> Iterator[tuple[str, int]]:
-    """Each text of functions and classes once, with the index of its package."""
+    """Return each docstring of functions and classes once, with the index of its package."""
     library, seen = Path(sysconfig.get_paths()["stdlib"]), set()
     for label, package in enumerate(PACKAGES):
         for path in sorted((library / package).rglob("*.py")):
@@ -108,7 +108,7 @@ def docstrings() -> Iterator[tuple[str, int]]:
 
 
 def is_held_out(text: str) -> bool:
-    """One in five; a hash of the text says so, so that the split never moves."""
+    """Hold one text in five out, chosen by a hash of the text, so that the split never moves."""
     return hashlib.sha256(text.encode()).digest()[0] % 5 == 0
 
 

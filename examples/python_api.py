@@ -1,4 +1,4 @@
-"""The same from Python: train, go on for longer, look. `python examples/python_api.py`."""
+"""The same from Python: train, resume for more steps, look. `python examples/python_api.py`."""
 
 from dataclasses import replace
 

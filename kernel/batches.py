@@ -1,22 +1,30 @@
 """The data that the loop trains on: groups of microbatches, and positions in the data.
 
-A *group* is this reader's part of the samples of one update; a *position* says where in the data
-training stands, so that a run can resume there.
-"""
+A *group* is this reader's part of the samples of one update; a *position* is the place in the
+data that training has reached, from which a run can resume."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from .errors import DataError
 from .recipe import Batch
 
-__all__ = ["ENDLESS", "LARGEST", "Group", "Groups", "Microbatch", "Position", "split_evenly"]
+__all__ = [
+    "ENDLESS",
+    "LARGEST",
+    "Group",
+    "Groups",
+    "Microbatch",
+    "Position",
+    "items_of",
+    "split_evenly",
+]
 
 LARGEST = 1 << 62
-"""What is counted stays below; nobody lives to see more."""
+"""Upper bound of all counts; far beyond every run."""
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
@@ -26,12 +34,12 @@ class Position(NamedTuple):
 
     epoch: int = 0
     samples: int = 0
-    """Of prebatched data: the batches of all readers."""
+    """Samples read so far; of prebatched data, the batches of all readers."""
     state: Mapping[str, Any] | None = None
-    """A stream's own, there; JSON types."""
+    """The stream's own state at this place; JSON types."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest of a checkpoint."""
+        """Return the position as the manifest of a checkpoint stores it."""
         state = {} if self.state is None else {"state": dict(self.state)}
         return {"epoch": self.epoch, "samples": self.samples, **state}
 
@@ -58,14 +66,16 @@ class Group(NamedTuple):
 
     position: Position
     next: Position
-    """Where to start after this group."""
+    """Position at which the next group starts."""
     num_samples: int
-    """Over all readers."""
+    """Number of samples over all readers."""
     num_microbatches: int
     """The same on every rank."""
     microbatches: Iterator[Microbatch]
     num_items: float | None = None
     """This reader's, if the data counts them; None: the kernel does."""
+    digest: int = 0
+    """Checksum of samples that all readers have read, where they read the same."""
 
 
 class Microbatch(NamedTuple):
@@ -75,18 +85,27 @@ class Microbatch(NamedTuple):
     num_samples: int
     """0: idle. The batch is real, so that the forward can run, and counts for nothing."""
     offset: int
-    """Of its first sample, in the order of the epoch."""
+    """Index of its first sample, in the order of the epoch."""
     repeats: int = 1
-    """How often its samples stand in the batch, in rounds: so often count its items and losses."""
+    """Rounds of its samples in the batch; its items and losses count as many times."""
+    seconds: tuple[float, float] = (0.0, 0.0)
+    """Seconds of fetching its samples, and of collating them, where they were measured."""
 
 
 class Groups(Protocol):
     """Data in the order of training; a `Loader` is one."""
 
     def groups(self, start: Position, num_steps: int) -> Iterator[Group]:
-        """At most the next `num_steps` groups. May end earlier, at the end of an epoch: it is
-        called again from there, until a call gives none. The generator is closed after use."""
-        ...
+        """Yield at most the next `num_steps` groups. May end earlier, at the end of an epoch: the
+        caller then calls it again from the new position, until a call yields no group. The caller
+        closes the generator after use."""
+
+
+def items_of(part: Microbatch, count: Callable[[Batch], int] | None) -> float:
+    """The number of items in a microbatch, each once. `count`: the recipe's; None: samples."""
+    if count is None or not part.num_samples:
+        return float(part.num_samples)
+    return count(part.batch) / part.repeats
 
 
 def split_evenly(num_samples: int, num_parts: int, index: int) -> tuple[int, int]:

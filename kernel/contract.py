@@ -9,79 +9,48 @@ and *how*. A driver is three objects, one for each stage of a process's life:
 `Engine`   the model is wrapped          the step, evaluate and save contracts
 =========  ============================  ====================================================
 
+These three are mandatory. The other protocols are optional, and callers ask for them by
+`isinstance`, for `WatchesRanks` by a promise. From Python 3.12 on `isinstance` does not see methods
+that `__getattr__` passes on.
+
 This file holds types and docstrings and no logic. The laws that a driver must keep are proved by
 the conformance suite; each docstring names the law it belongs to.
 
-Words. *Rank*: one process. *Feeder*: the ranks that bring one loss of their own, mostly one rank
-(under single-program multi-data it serves many devices); ranks that cut a layer are one feeder
-together. *Reader*: the feeders that share their samples, mostly one; several where sequences are
-cut over them. *Global batch*: the samples of one update. *Microbatch*: what one forward sees.
-*Item*: what the loss is averaged over (a sample, or a token). *FQN*: a parameter's name in the
-user's own module, with no prefix of any wrapper.
-"""
+Terms. *Rank*: one process. *Feeder*: the ranks that compute one loss together, mostly one rank
+(under single-program multi-data it serves many devices); ranks that partition a layer are one
+feeder. *Reader*: the feeders that share their samples, mostly one; several where sequences are
+partitioned over them. *Global batch*: the samples of one update. *Microbatch*: the samples of one
+forward. *Item*: the unit that the loss is averaged over (a sample, or a token). *FQN*: a
+parameter's name in the user's own module, with no prefix of any wrapper."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor, nn
 
-from .plan import Capabilities, Layout, Plan, Probe
-from .recipe import Batch, Recipe
+from .plan import Capabilities, Layout, Outcome, Parts, Plan, Probe, World
+from .recipe import Batch, Microstep, Recipe
 from .shards import Piece, Reader
 
-__all__ = ["Driver", "Engine", "EstimatesLayout", "Outcome", "Session", "WatchesRanks", "World"]
-
-
-@dataclass(frozen=True)
-class World:
-    """The rank of this process, of `size` processes, and its place among feeders."""
-
-    rank: int
-    size: int
-    device: torch.device
-    feeder_index: int
-    num_feeders: int
-    feeders_per_reader: int = 1
-    """Each of these has a part of every sequence that their reader reads."""
-
-    @property
-    def reader_index(self) -> int:
-        """Which part of the samples this rank reads."""
-        return self.feeder_index // self.feeders_per_reader
-
-    @property
-    def num_readers(self) -> int:
-        """In how many parts the samples of each batch are read."""
-        return self.num_feeders // self.feeders_per_reader
-
-    @property
-    def leads(self) -> bool:
-        """Whether this feeder is the first of its reader, of which all may have the same."""
-        return self.feeder_index % self.feeders_per_reader == 0
-
-    @property
-    def counts_once(self) -> float:
-        """The weight of a sum over ranks in which all ranks of a reader count the same."""
-        return self.num_readers / self.size
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one update.
-
-    `grad_norm`: the global L2 norm of the gradient, unscaled, before clipping, equal on all
-    ranks; a 0-d float32 tensor on the device (law 2). `applied`: call it to learn whether the
-    weights changed. It waits for this update alone and never for work queued after it; the kernel
-    calls it as late as it can, so that the device stays busy.
-    """
-
-    grad_norm: Tensor
-    applied: Callable[[], bool]
+__all__ = [
+    "Audits",
+    "AveragesWeights",
+    "ChangesWeights",
+    "ChecksModels",
+    "CountsWaits",
+    "Driver",
+    "Engine",
+    "EstimatesLayout",
+    "GivesBack",
+    "Outcome",
+    "Session",
+    "TakesOverStep",
+    "WatchesRanks",
+    "World",
+]
 
 
 class Driver(Protocol):
@@ -90,40 +59,22 @@ class Driver(Protocol):
     @property
     def name(self) -> str:
         """The name that `--backend` takes."""
-        ...
 
     @property
     def options_type(self) -> type:
         """A frozen dataclass: the driver's own arguments, with defaults."""
-        ...
 
     def probe(self) -> Probe:
         """Look at this machine. Cheap; starts nothing, keeps no device."""
-        ...
 
     def capabilities(self, plan: Plan) -> Capabilities:
         """Pure: touches no device."""
-        ...
 
     def open(self, plan: Plan) -> AbstractContextManager[Session]:
         """Bring the process up (process group, device) and take it down again. Without a launcher
         (no WORLD_SIZE) the process is alone: one rank, also where more than one could be.
 
-        Raises `BackendUnavailable` where `probe` says no.
-        """
-        ...
-
-
-@runtime_checkable
-class EstimatesLayout(Protocol):
-    """A driver that can say how much memory a model would take; it need not."""
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        """The memory of `model` (its tensors may be on the meta device) on each of `world_size`
-        ranks. `state_bytes`: the optimizer's state of each whole parameter by FQN. Pure."""
-        ...
+        Raises `BackendUnavailable` where `probe` says no."""
 
 
 class Session(Protocol):
@@ -132,127 +83,90 @@ class Session(Protocol):
     @property
     def world(self) -> World:
         """This process among all."""
-        ...
 
     def seed(self, value: int) -> None:
         """Seed every generator that a model or a data set on this rank may draw from."""
-        ...
 
     def prepare(self, recipe: Recipe) -> Engine:
         """Build, place, wrap, tie, compile, and create the optimizer, in the order that this
         backend needs. `recipe.optimizer` is set. By the plan's seed all ranks build one model."""
-        ...
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches with their tensors on the device, in order, none lost; to a module that
         trains, this feeder's part of their sequences. May pull one batch ahead where
         `Capabilities.feeds_ahead` says so, to overlap copying with computing. An error of `batches`
         comes through unchanged."""
-        ...
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start to add up a few numbers over all ranks; the returned function waits for the sums.
 
         On the host (no device work), asynchronous, exact for integers below 2**53. This is what
-        ranks agree with. The wait raises `CollectiveFailed` after the plan's timeout.
-        """
-        ...
+        ranks agree with. The wait raises `CollectiveFailed` after the plan's timeout."""
 
     def exchange(self, value: Any) -> list[Any]:
         """Everyone's `value` (JSON types), in rank order, on every rank. Waits."""
-        ...
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """The same shape and dtype, reduced over feeders, each counted once however many ranks it
         is; the input is left alone."""
-        ...
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All feeders' tensors one after the other along dimension 0, on the host, on every rank;
         sizes of dimension 0 may differ, the others may not."""
-        ...
 
     def rng_state(self) -> dict[str, Tensor]:
         """The state of every generator that `seed` seeds; host tensors, by a name of yours."""
-        ...
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         """Undo everything drawn since that `rng_state`. Raises `CheckpointDamaged`, naming the
         entry that is missing, unknown or malformed, before any generator is changed."""
-        ...
-
-
-class WatchesRanks(Session, Protocol):
-    """The session of a driver that promises `Capabilities.stall_seconds`."""
-
-    def watch(self, tell: Callable[[int, float, str], None]) -> None:
-        """From here on `tell(rank, seconds, what)` hears, on every rank, of each that lives and
-        keeps others waiting, once a step: which, for how long, and where it is and who waits in
-        what, in words. It is called in another thread."""
-        ...
-
-    def give_up(self, why: str, retry: bool = True) -> bool:
-        """This rank cannot go on. With `retry`: True if all say so within seconds, and may go on
-        together. Else it must end; so do the others, within seconds, with `why` in their error."""
-        ...
 
 
 class Engine(Protocol):
-    """All ranks call each method, in one order. It may have a `step`, which is like a recipe's."""
+    """The wrapped model. All ranks call each method, in one order."""
 
     @property
     def module(self) -> nn.Module:
         """Call this one. `train()` and `eval()` reach the user's own module.
 
         Each forward, in training and in evaluation, begins with rank 0's buffers on all ranks,
-        whatever each has made of them (law 6), unless an option of the driver says otherwise.
-        """
-        ...
+        whatever each has made of them (law 6), unless an option of the driver says otherwise."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's; an `lr` written before `update` governs it (law 4)."""
-        ...
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters of the whole model, tied ones once; the same on all ranks."""
-        ...
 
     @property
     def tied(self) -> tuple[tuple[str, ...], ...]:
         """Groups of FQNs that are one parameter. The first of each is the one stored."""
-        ...
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of one microbatch; `last` of its update."""
-        ...
+        """Enclose forward and backward of one microbatch; `last` of its update."""
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Around every forward, in training and in evaluation."""
-        ...
+        """Enclose every forward, in training and in evaluation."""
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         """At `update` the gradient is the sum over microbatches, and the mean over feeders, of
         that of each `weight * loss` (law 1). `weight`: 0-d, without a gradient, of the loss's dtype
         and on its device; NaN where no rank may apply the update."""
-        ...
 
     def unused(self) -> Sequence[str]:
         """FQNs that require a gradient and got none on this rank; asked once, before an update."""
-        ...
 
     def update(self) -> Outcome:
         """Clip, step and clear. A non-finite gradient, on any rank, leaves weights and optimizer
         state bitwise unchanged on all of them (law 3). No gradient is left (law 4).
 
         A parameter that no rank has a gradient of is left as it is, weight decay and moments
-        included; a count of steps that the library keeps once for many parameters goes on. Where
-        only some ranks have none, theirs counts as zero (law 1; see
+        included; a count of steps that the library keeps once for many parameters still increases.
+        Where only some ranks have none, theirs counts as zero (law 1; see
         `Capabilities.uneven_gradients`). Raises `RecipeError`, naming the parameters, where the
-        driver cannot.
-        """
-        ...
+        driver cannot."""
 
     def shards(self) -> Iterator[Piece]:
         """The pieces that this rank writes; over all ranks they cover each tensor exactly once.
@@ -261,19 +175,125 @@ class Engine(Protocol):
         these, tensors in at least float32; and what the optimizer itself has changed in its
         parameter groups since it was built, but for `lr`. What it keeps besides is refused by the
         kernel in the first update. State: the loss scaler, if any."""
-        ...
 
     def restore(self, reader: Reader) -> None:
-        """Take what this rank needs from a checkpoint of any driver at any world size. Raises
-        `CheckpointMismatch`, naming the tensors, for one of another model or optimizer, and
-        `CheckpointDamaged`, naming it, for an entry of the optimizer's state that is missing or
-        malformed; both before anything is changed, weights, optimizer and loss scaler. A checkpoint
+        """Take what this rank needs from a checkpoint of any driver at any world size. A checkpoint
         that holds no optimizer tensors clears the optimizer: it is as when it was built. Of
-        parameters that the checkpoint has no state of, it is, too."""
-        ...
+        parameters that the checkpoint has no state of, it is, too.
+
+        Raises:
+            CheckpointMismatch: It is of another model or optimizer. Names the tensors.
+            CheckpointDamaged: An entry of the optimizer's state, which is named, is missing or
+                malformed. After both, weights, optimizer and loss scaler are unchanged."""
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         """Gives the user's own module. While it is open, the named parameters (all by default) are
         whole and readable on every rank, its buffers are rank 0's, and with all parameters the
         module can be called on one rank alone; writing to them is not supported."""
-        ...
+
+
+@runtime_checkable
+class ChecksModels(Protocol):
+    """A driver that refuses a model before its ranks meet. A run asks it before `open`. Without it,
+    such a model is refused in `Session.prepare`."""
+
+    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
+        """Raise `RecipeError` for a model that cannot be trained under this plan, and
+        `CapabilityRefused` for what the driver can do with no model. `model` is the recipe's, on
+        the meta device; nothing is changed."""
+
+
+@runtime_checkable
+class EstimatesLayout(Protocol):
+    """A driver that predicts the memory that a model needs. `drivetrain explain` asks it, and
+    shows whether the model fits. Without it, that stays unknown."""
+
+    def layout(
+        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
+    ) -> Layout:
+        """Return the memory that the fullest rank needs. Pure. `model`: the recipe's; its tensors
+        may be on the meta device. `state_bytes`: the optimizer's state of each whole parameter, by
+        FQN."""
+
+
+@runtime_checkable
+class WatchesRanks(Session, Protocol):
+    """A session that reports late ranks, and whose ranks abort together. A run of several ranks
+    uses it where the driver promises `Capabilities.stall_seconds`. Without the promise nobody is
+    watched, and another value of the setting than the default is refused."""
+
+    def watch(self, report: Callable[[int, float, str], None], /) -> None:
+        """From now on call `report(rank, seconds, what)`, on every rank and in another thread, for
+        each rank that is alive and keeps others waiting, once a step. `seconds`: how long others
+        have waited. `what`: a text on where the rank is, and which rank waits in which call."""
+
+    def give_up(self, why: str, retry: bool = True) -> bool:
+        """Abort this rank. With `retry`: return True if all ranks call this within seconds; they
+        may continue together. Otherwise this rank must end. The others end, too, within seconds,
+        by an error that contains `why`."""
+
+
+@runtime_checkable
+class CountsWaits(Protocol):
+    """A session that counts how long its rank waits for other ranks, which a run reports. Without
+    it, this time belongs to the parts of the step in which it passes."""
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds since the session began. Costs no communication."""
+
+
+@runtime_checkable
+class TakesOverStep(Protocol):
+    """An engine that runs forward and backward itself, as a pipeline schedule needs. The kernel
+    calls `step` for each microbatch, inside `Engine.microbatch`, in place of the recipe's loss and
+    step. Without it, or where `step` is None, the kernel runs the microbatches one by one."""
+
+    def step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
+        """Run a microbatch, now or with a later one of the update; see `Recipe.step`."""
+
+
+@runtime_checkable
+class Audits(Protocol):
+    """An engine that detects, during a run, faults that no loss shows. The loop asks it after
+    updates 1, 2, 4, 8 and so on, before a log and before a save. Without it, they stay unseen."""
+
+    def audit(self) -> None:
+        """Raise `RecipeError`, on all ranks, for a fault such as copies that differ."""
+
+
+@runtime_checkable
+class AveragesWeights(Protocol):
+    """An engine that keeps averages of its weights, for the setting `average.decay`. Without it the
+    setting is refused. Averages are at least float32, and pieces of the optimizer in `shards`,
+    `<fqn>/average`; `restore` takes them over, or else forgets them."""
+
+    def average(self, weight: float) -> None:
+        """Move each average by `weight` of the way to its weight; a new one begins as the weight.
+        Called by all ranks, at most once after each applied update."""
+
+    def averaged(self) -> AbstractContextManager[Any]:
+        """Show averages in place of the module's weights, where there are some, around an
+        evaluation."""
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """An engine whose weights may be changed between updates, for `Recipe.after_update`. Without it
+    a recipe with such a function is refused."""
+
+    def change_weights(self, change: Callable[[Parts], None]) -> None:
+        """Call `change` once, with all parameters, each tied group once. What `change` writes in
+        place stays: the next forward, update and save start from there. Called by all ranks, after
+        an applied update and before the next forward."""
+
+
+@runtime_checkable
+class GivesBack(Protocol):
+    """An engine that undoes its changes of the user's module. A run asks it at its end, if the
+    module existed before the run. Without it, the module stays as the driver has changed it."""
+
+    def give_back(self) -> bool:
+        """Restore the user's module, with plain whole parameters of the trained values in host
+        memory, so that it can be trained again; the engine is then of no use. Return False where
+        that cannot be done, and nothing has changed. Called by all ranks."""

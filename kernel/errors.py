@@ -1,8 +1,7 @@
 """Every error that drivetrain raises on purpose.
 
 Each message says what was wrong, with the value seen, where, and what to do next.
-`exit_code` is what the command line exits with.
-"""
+`exit_code` is what the command line exits with."""
 
 from __future__ import annotations
 
@@ -18,6 +17,7 @@ __all__ = [
     "DataError",
     "DataFailed",
     "DrivetrainError",
+    "LibraryUnsupported",
     "NonFiniteTraining",
     "OutOfMemory",
     "OutputError",
@@ -49,8 +49,7 @@ def printable(text: str) -> str:
 class DrivetrainError(Exception):
     """The root; catch this to catch everything that drivetrain raises on purpose.
 
-    Its text may quote files, names and messages that others wrote: it is `printable`.
-    """
+    Its text may quote files, names and messages that others wrote: it is `printable`."""
 
     exit_code = 1
 
@@ -88,6 +87,10 @@ class BackendUnavailable(UsageError):
     """The driver exists and cannot run on this machine; the message holds the reason."""
 
 
+class LibraryUnsupported(UsageError):
+    """The installed version of a library lacks a private name; the message says which one fits."""
+
+
 class StorageUnavailable(UsageError):
     """No package that is installed can reach such a URL; the message says which could."""
 
@@ -121,7 +124,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class StorageFailed(DrivetrainError, OSError):
-    """A remote storage did not do as asked, however often it was; the message names the URL."""
+    """A storage did not do as asked, however often it was; the message names the URL, or file."""
 
 
 class SaveFailed(DrivetrainError):
@@ -169,17 +172,17 @@ _WORDS = ("out of memory", "can't allocate memory", "failed to allocate", "resou
 
 def ran_out(error: BaseException) -> bool:
     """True for an error that says that a device, or the host, has no memory left."""
-    import torch  # here, so that who asks for an error alone need not wait for it
+    import torch  # late, so that importing an error does not import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
 
 
-def in_update(error: Exception) -> OutOfMemory:
-    """The error to raise for such a one of an update: after half of one the weights cannot be
-    trusted, and smaller microbatches would not help."""
+def out_of_memory_in_update(error: Exception) -> OutOfMemory:
+    """Return the error to raise when memory runs out in an update. After a part of an update the
+    weights cannot be trusted, and smaller microbatches would not help."""
     return OutOfMemory(
         f"out of memory in the update, where the optimizer's state is made: {error}. Smaller "
-        "microbatches do not help there; the checkpoints are untouched"
+        "microbatches do not help; the checkpoints are untouched"
     )

@@ -2,8 +2,7 @@
 
 Each sample is measured once, by one reader; what is measured are sums, so adding batches and ranks
 up is exact for any remainder and any world size (law 5). Nothing of training changes: modes,
-random state and gradients are as before.
-"""
+random state and gradients are as before."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from .batches import Group
+from .batches import Group, items_of
 from .contract import Engine, Session
 from .errors import RecipeError
 from .recipe import Batch, Recipe
@@ -31,9 +30,9 @@ def evaluate(
     """Metrics over all readers' `groups`; called by all ranks, with equal results on all.
 
     The sums are float64. Raises `RecipeError` when `measure` returns something that cannot be
-    added up.
-    """
+    added up."""
     measure = recipe.measure or (lambda module, batch: {"loss": recipe.loss(module, batch)})
+    of_mean = recipe.measure is None and recipe.loss_is == "mean"
     counts: deque[tuple[int, float, int]] = deque()
     sums: dict[str, Tensor] = {}
     items, samples = 0.0, 0
@@ -46,13 +45,16 @@ def evaluate(
             items += batch_items
             for name, value in _checked(measured).items():
                 # an idle batch is measured to stay in step with other ranks, and not counted
-                counted = batch_samples and session.world.leads
-                part = value.double() if counted else torch.zeros_like(value).double()
-                if repeats > 1:
+                counted = batch_samples and session.world.is_first_of_reader
+                part = session.world.widened(value if counted else torch.zeros_like(value))
+                if of_mean:
+                    part = part * batch_items
+                elif repeats > 1:
                     part = part / repeats
                 sums[name] = sums[name] + part if name in sums else part
         sums = {name: session.reduce(value) for name, value in sums.items()}
-    totals = [total * session.world.counts_once for total in session.tally((items, samples))()]
+    weight = session.world.replicated_sum_weight
+    totals = [total * weight for total in session.tally((items, samples))()]
     sums |= {"items": torch.tensor(totals[0]).double(), "samples": torch.tensor(totals[1]).double()}
     return _summarise(recipe, {name: value.cpu() for name, value in sums.items()})
 
@@ -61,9 +63,7 @@ def _counted(
     groups: Iterable[Group], recipe: Recipe, counts: deque[tuple[int, float, int]]
 ) -> Iterator[Batch]:
     for batch in chain.from_iterable(group.microbatches for group in groups):
-        items: float = batch.num_samples
-        if items and recipe.count_items is not None:
-            items = float(recipe.count_items(batch.batch)) / batch.repeats
+        items = items_of(batch, recipe.count_items)
         counts.append((batch.num_samples, items, batch.repeats))
         yield batch.batch
 

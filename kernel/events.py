@@ -1,16 +1,15 @@
 """The records that observers get: one for each event.
 
 An observer is a callable that takes an event. It changes nothing; it may return a `Request`, which
-all ranks agree on at the next step boundary, whichever rank it came from. Events that carry
-figures are sent on every rank with equal figures.
-"""
+all ranks agree on at the next step boundary, whichever rank it came from. Events that hold
+figures are sent on every rank with equal figures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from .contract import World
 from .paths import Place
@@ -29,6 +28,7 @@ __all__ = [
     "RunEnded",
     "RunStarted",
     "Saved",
+    "StatefulObserver",
     "StepEnded",
     "StepSkipped",
     "Warned",
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Request(IntEnum):
-    """A wish of an observer, or of a signal."""
+    """An action that an observer, or a signal, asks for."""
 
     LOG = 0
     EVALUATE = 1
@@ -48,39 +48,36 @@ class Request(IntEnum):
     """The loop's own: this rank has written its share of the checkpoint under way."""
 
 
-_NOTHING = (0.0,) * len(Request)
-
-
 class Requests:
     """Requests of this rank that have not been sent yet.
 
     `send` hands them over as one number each, to be added up over ranks with the step's own tally,
-    so that agreeing costs no communication of its own.
-    """
+    so that agreeing costs no communication of its own."""
 
     def __init__(self) -> None:
-        self._asked: set[Request] = set()
+        self._asked = [0.0] * len(Request)
 
     def ask(self, request: Request | None) -> None:
         """Remember a request; None is none."""
-        if request is not None:
-            self._asked.add(request)
+        if isinstance(request, Request):
+            self._asked[request] = 1.0
 
     def is_asked(self, request: Request) -> bool:
-        """True until it is sent."""
-        return request in self._asked
+        """Return True until the request is sent."""
+        return bool(self._asked[request])
 
     def send(self) -> Sequence[float]:
         """One number for each kind of request; they count as handed over."""
-        if not self._asked:
-            return _NOTHING
-        numbers = [float(request in self._asked) for request in Request]
-        self._asked.clear()
-        return numbers
+        asked, self._asked = self._asked, [0.0] * len(self._asked)
+        return asked
+
+
+class Event:
+    """A record that observers get."""
 
 
 @dataclass(frozen=True)
-class RunStarted:
+class RunStarted(Event):
     """Everything is built; the first step follows."""
 
     backend: str
@@ -88,9 +85,9 @@ class RunStarted:
     settings: Any
     """The `Settings` in force."""
     total_steps: int | None
-    """None: until the data ends."""
+    """Number of steps; None: until the data ends."""
     steps_per_epoch: int | None
-    """None where the data has no length."""
+    """Number of steps with full global batches; None where the data has no length."""
     num_samples: int | None
     num_parameters: int
     first_step: int
@@ -100,7 +97,7 @@ class RunStarted:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Resumed(Event):
     """State was taken from a checkpoint. `notes` name what differs from the run that wrote it."""
 
     path: Place
@@ -109,14 +106,14 @@ class Resumed:
 
 
 @dataclass(frozen=True)
-class StepEnded:
+class StepEnded(Event):
     """One update is done (or queued on the device). Nothing here waits for the device."""
 
     step: int
 
 
 @dataclass(frozen=True)
-class StepSkipped:
+class StepSkipped(Event):
     """The gradient of this step was not finite and nothing was applied."""
 
     step: int
@@ -124,11 +121,11 @@ class StepSkipped:
     loss: float
     grad_norm: float
     samples: str = ""
-    """Which ones, in words, over all ranks."""
+    """Description of the samples, over all ranks."""
 
 
 @dataclass(frozen=True)
-class LossSpiked:
+class LossSpiked(Event):
     """The loss of this step was far above the usual one (see `SpikeSettings`)."""
 
     step: int
@@ -136,22 +133,22 @@ class LossSpiked:
     usual: float
     """The median of the steps before."""
     samples: str
-    """Which ones, in words, over all ranks."""
+    """Description of the samples, over all ranks."""
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """Training goes on from a checkpoint, as if the steps after it had not been."""
+class RolledBack(Event):
+    """Training continues from a checkpoint; the steps after it are undone."""
 
     step: int
-    """Of the checkpoint."""
+    """Step of the checkpoint."""
     path: Place
     left_out: int
-    """Groups of samples, one a step, that the run does without from here on."""
+    """Number of groups of samples, one a step, that the run skips from now on."""
 
 
 @dataclass(frozen=True)
-class Logged:
+class Logged(Event):
     """Figures since the last log, the mean over steps where a step has one."""
 
     step: int
@@ -159,9 +156,9 @@ class Logged:
     loss: float
     """Mean loss an item."""
     grad_norm: float
-    """Of the last step, before clipping."""
+    """Gradient norm of the last step, before clipping."""
     learning_rate: float
-    """Of the first parameter group in the last step."""
+    """Learning rate of the first parameter group in the last step."""
     items: int
     """Items trained on since the run's very first step."""
     samples: int
@@ -171,12 +168,14 @@ class Logged:
     items_per_second: float
     samples_per_second: float
     losses: Mapping[str, float] = field(default_factory=dict)
-    """Of updates that take turns (`Recipe.loss`), by the name of the turn."""
+    """Losses of updates that take turns (`Recipe.loss`), by the name of the turn."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of this rank since the last log, by what they were spent on."""
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    """One evaluation data set was gone through once."""
+class Evaluated(Event):
+    """One pass over an evaluation data set is done."""
 
     step: int
     name: str
@@ -185,39 +184,40 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint is complete. `error` tells why it is not: the last one before it still is."""
+class Saved(Event):
+    """A checkpoint is complete; or, where `error` gives a reason, it is not, and the previous one
+    still is."""
 
     step: int
     path: Place
     seconds: float
-    """That training stood still for it."""
+    """Time in which training stood still for the save."""
     error: str = ""
     buffer_bytes: int = 0
     """Host memory that held a copy on this rank; 0 when it was not saved in the background."""
 
 
 @dataclass(frozen=True)
-class RankLate:
-    """A rank keeps others waiting (`stall_seconds`); sent by another thread, between others."""
+class RankLate(Event):
+    """A rank keeps others waiting (`stall_seconds`); sent by another thread, at any time."""
 
     step: int
-    """That this rank has done."""
+    """Number of steps that this rank has done."""
     rank: int
     seconds: float
     what: str
-    """Where it is, and who waits for it in which call."""
+    """Place where the rank is, and which ranks wait for it in which call."""
 
 
 @dataclass(frozen=True)
-class Warned:
-    """Something the user should know; the run goes on."""
+class Warned(Event):
+    """Something the user should know; the run continues."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class RunEnded:
+class RunEnded(Event):
     """The last event."""
 
     step: int
@@ -226,18 +226,17 @@ class RunEnded:
     seconds: float
 
 
-Event = (
-    RunStarted
-    | Resumed
-    | StepEnded
-    | StepSkipped
-    | LossSpiked
-    | RolledBack
-    | Logged
-    | Evaluated
-    | Saved
-    | RankLate
-    | Warned
-    | RunEnded
-)
 Observer = Callable[[Any], "Request | None"]
+
+
+@runtime_checkable
+class StatefulObserver(Protocol):
+    """An observer whose state is saved with each checkpoint, and restored from it."""
+
+    def __call__(self, event: Any) -> Request | None: ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """JSON types, equal on every rank; that of rank 0 is saved."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave, on every rank. Raises ValueError where it cannot."""

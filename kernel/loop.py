@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from enum import Enum
 from itertools import chain
@@ -11,26 +11,26 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .batches import ENDLESS, Group, Groups, Position, split_evenly
-from .contract import Engine, Outcome, Session
+from .batches import ENDLESS, Group, Groups, Position, items_of, split_evenly
+from .contract import Audits, Engine, Outcome, Session
 from .errors import RecipeError
 from .events import Requests, StepSkipped
 from .progress import Progress, Window
 from .recipe import Batch, Recipe
 from .shards import Reader
-from .step import Stepper, StepResult
+from .step import Stepper, StepPlace, StepResult
 
 __all__ = ["LoopPolicy", "NextAction", "TrainLoop"]
 
 
 class NextAction(Enum):
-    """The reason why steps end, or go on."""
+    """The reason why steps end, or that they continue."""
 
-    GO_ON = "go on"
+    CONTINUE = "continue"
     NEXT_EPOCH = "next epoch"
-    """Leave the rest of this epoch out."""
+    """Skip the rest of this epoch."""
     ROLLED_BACK = "rolled back"
-    """Go on from where `TrainLoop.restore` has put the run."""
+    """Continue from the state that `TrainLoop.restore` has set."""
     STOPPED = "stopped"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -41,24 +41,21 @@ class LoopPolicy(Protocol):
     """Decides what happens between steps. Every rank must decide alike."""
 
     def before_update(self, loop: TrainLoop) -> None:
-        """Right before an update: set learning rates."""
-        ...
+        """Set learning rates. Called right before an update."""
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
-        """After an update. `TrainLoop.agreed` tells what ranks asked for."""
-        ...
+        """Decide after an update. `TrainLoop.agreed` returns what ranks asked for."""
 
     def skipped(self, loop: TrainLoop, event: StepSkipped, group: Group) -> None:
         """A step was not applied; called at the latest before the next update. May raise. `group`:
         its data, of which the microbatches are used up."""
-        ...
 
 
 class TrainLoop:
     """The steps of one run on one rank. Every method is called by all ranks in the same order.
 
-    `total_steps`: None goes on until the data ends.
-    """
+    `total_steps`: None trains until the data ends. `mark` is called with the name of what the time
+    from then on is spent on: `data` (waiting for a batch), `copy` (to the device) or `compute`."""
 
     def __init__(
         self,
@@ -69,7 +66,9 @@ class TrainLoop:
         total_steps: int | None,
         policy: LoopPolicy,
         requests: Requests,
+        mark: Callable[[str], object] = bool,
     ) -> None:
+        self.mark = mark
         self.recipe, self.session, self.engine = recipe, session, engine
         self.data, self.total_steps = data, ENDLESS if total_steps is None else total_steps
         self.policy, self.requests = policy, requests
@@ -77,13 +76,16 @@ class TrainLoop:
         self.progress = Progress()
         self.window = Window(self.progress)
         self._skipped_in_a_row = 0
+        self._audit = engine.audit if isinstance(engine, Audits) else None
+        self._updates, self._audited = 0, -1
         self._pending_outcome: tuple[Outcome, Tensor, Group] | None = None
 
     # --- saving and resuming --------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint that is no tensors (JSON types)."""
+        """The part of a checkpoint that is no tensors (JSON types), after an `audit`."""
         self.resolve_pending_outcome()
+        self.audit()
         return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
 
     def restore(self, reader: Reader, state: Mapping[str, Any], where: str) -> None:
@@ -98,26 +100,34 @@ class TrainLoop:
         self._pending_outcome, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, window
 
+    def audit(self) -> None:
+        """Have the engine check itself, once a step at most; see `Audits`."""
+        if self._audit is not None and self._audited != self.progress.step:
+            self._audited = self.progress.step
+            self._audit()
+
     # --- the loop -------------------------------------------------------------------------
 
     def run(self) -> NextAction:
-        """All remaining steps, or until the policy ends them; returns why they ended."""
+        """Run the remaining steps, or until the policy ends them; return why they ended."""
         while self.progress.step < self.total_steps:
             first = self.progress.step
             then = self._steps()
             if then is NextAction.NEXT_EPOCH:
                 if self.progress.position.samples:
                     self.progress.position = Position(self.progress.position.epoch + 1)
-            elif then is NextAction.GO_ON:
+            elif then is NextAction.CONTINUE:
                 if self.progress.step == first:
+                    self.stepper.compare(self._place(), 0.0, self.requests.send())
+                    self.stepper.sums()  # raises where other ranks have more
                     break  # no more data
             elif then is not NextAction.ROLLED_BACK:
                 return then
         return NextAction.FINISHED
 
     def _steps(self) -> NextAction:
-        """Steps from the position on, until the data ends or the policy wants something else."""
-        self.engine.module.train()  # which tells `feed` what the batches are for
+        """Run steps from the position on, until the data ends or the policy ends them."""
+        self.engine.module.train()  # `feed` looks at the mode
         progress = self.progress
         groups = self.data.groups(progress.position, self.total_steps - progress.step)
         entered: deque[tuple[Group, float]] = deque()
@@ -136,7 +146,7 @@ class TrainLoop:
                     num_items,
                     before_update,
                     self.requests.send(),
-                    progress.step + 1,
+                    self._place(group.num_samples, group.digest),
                 )
                 progress.step += 1
                 progress.position = group.next
@@ -144,13 +154,21 @@ class TrainLoop:
                 progress.items += int(result.items)
                 self._pending_outcome = result.outcome, result.loss, group
                 self.window.add(result.loss, result.outcome.grad_norm)
+                self._updates += 1
+                if not self._updates & (self._updates - 1):  # 1, 2, 4, 8 and so on
+                    self.audit()
                 then = self.policy.after_step(self, group, result)
-                if then is not NextAction.GO_ON:
+                if then is not NextAction.CONTINUE:
                     return then
-        return NextAction.GO_ON
+        return NextAction.CONTINUE
+
+    def _place(self, num_samples: int = 0, digest: int = 0) -> StepPlace:
+        """Return the place of the next step. `num_samples`: 0 once the data has ended."""
+        epoch, start, _ = self.progress.position
+        return StepPlace(self.progress.step + 1, epoch, start, num_samples, digest)
 
     def start_window(self) -> None:
-        """From here on are the steps of the next log."""
+        """Start the steps of the next log."""
         self.window = Window(self.progress)
 
     def agreed(self, result: StepResult) -> Sequence[float]:
@@ -167,17 +185,19 @@ class TrainLoop:
         world, count = self.session.world, self.recipe.count_items
         reader = world.num_readers, world.reader_index
         weights: deque[float] = deque()
+        of_mean = self.recipe.loss_is == "mean" and self.recipe.step is None
+        mark = self.mark
 
         def on_host() -> Iterator[Batch]:
+            mark("data")
             for group in groups:
                 microbatches, num_items = group.microbatches, group.num_items
+                counted: list[float] = []
                 if num_items is None and count is not None:
                     # the items of the whole group must be known before its first backward
                     fetched = list(microbatches)
-                    num_items = sum(
-                        count(part.batch) / part.repeats for part in fetched if part.num_samples
-                    )
-                    microbatches = iter(fetched)
+                    counted = [items_of(part, count) for part in fetched]
+                    microbatches, num_items = iter(fetched), sum(counted)
                 elif num_items is None:
                     num_items = split_evenly(group.num_samples, *reader)[1]
                 if not num_items >= 0:
@@ -186,12 +206,20 @@ class TrainLoop:
                         "it must return the number of items in a batch, at least 0"
                     )
                 entered.append((group, num_items))
-                for part in microbatches:
-                    weights.append(1 / part.repeats if part.num_samples else 0.0)
+                for index, part in enumerate(microbatches):
+                    weight = 1 / part.repeats if part.num_samples else 0.0
+                    if of_mean:
+                        weight = counted[index] if counted else items_of(part, count)
+                    weights.append(weight)
+                    mark("copy")
                     yield part.batch
+                    mark("data")
 
+        mark("copy")
         for batch in self.session.feed(on_host()):
+            mark("compute")
             yield batch, weights.popleft()
+            mark("copy")
 
     def resolve_pending_outcome(self) -> None:
         """Learn whether the last update was applied, as late as possible: the next one is queued

@@ -33,7 +33,7 @@ class Url:
 
     @property
     def parent(self) -> Url:
-        """Without the name."""
+        """The part before the last slash."""
         return Url(self.text.rpartition("/")[0])
 
     def with_name(self, name: str) -> Url:

@@ -109,12 +109,12 @@ class Window:
 def losses_to_json(loss: Any, session: Session) -> list[float | None]:
     """Every feeder's sum of losses, in order; None where it is no finite number."""
     own = float(loss)
-    told = session.exchange([session.world.feeder_index, own if math.isfinite(own) else None])
-    return list(dict(sorted(told, key=lambda pair: pair[0])).values())
+    gathered = session.exchange([session.world.feeder_index, own if math.isfinite(own) else None])
+    return list(dict(sorted(gathered, key=lambda pair: pair[0])).values())
 
 
 def losses_from_json(stored: Sequence[float | None], world: World) -> float:
-    """This feeder's sum; the mean of all where there were not as many feeders."""
+    """Return this feeder's sum, or the mean of all if the number of feeders was another one."""
     losses = [math.nan if loss is None else float(loss) for loss in stored]
     same = len(losses) == world.num_feeders
     return losses[world.feeder_index] if same else math.fsum(losses) / len(losses)

@@ -41,8 +41,7 @@ class Piece:
     `loss_scale` and `loss_scale_good_steps`). `checkpoint.optimizer_entries` says how numbers,
     lists and what an optimizer counts in its groups are named. `tensor`: the part, on any device; a
     box keeps its sizes, a flat range is one-dimensional. `shape`: of the whole tensor. `region`:
-    which part; None is all of it.
-    """
+    which part; None is all of it."""
 
     kind: Kind
     name: str
@@ -64,11 +63,9 @@ class Reader(Protocol):
 
     def names(self, kind: Kind) -> Sequence[str]:
         """All names of that kind, sorted."""
-        ...
 
     def info(self, kind: Kind, name: str) -> TensorInfo:
         """The dtype and global shape. Raises `CheckpointMismatch` when there is no such tensor."""
-        ...
 
     def read(
         self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None
@@ -77,4 +74,3 @@ class Reader(Protocol):
         flat range (one-dimensional). A new one, or `out`: a contiguous one of that dtype and shape,
         which is then written to. Raises `CheckpointMismatch` for an unknown name, a region outside
         the tensor, or another `out`; `CheckpointDamaged` when stored pieces leave a gap."""
-        ...

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .contract import Engine, Outcome, Session
-from .errors import CollectiveFailed, in_update, ran_out
-from .recipe import Batch, Recipe, check_loss
+from .contract import Engine, Outcome, Session, TakesOverStep
+from .errors import CollectiveFailed, out_of_memory_in_update, ran_out
+from .recipe import Batch, Microstep, Recipe, check_loss
 
-__all__ = ["StepResult", "Stepper"]
+__all__ = ["StepPlace", "StepResult", "Stepper"]
+
+
+class StepPlace(NamedTuple):
+    """A step and its samples: the same on all ranks."""
+
+    step: int = 0
+    epoch: int = 0
+    start: int = 0
+    num_samples: int = 0
+    digest: int = 0
 
 
 class StepResult(NamedTuple):
@@ -35,18 +43,17 @@ class Stepper:
 
     The items of the whole global batch are counted before the first backward, and each
     microbatch's sum of losses is divided by them, so ragged microbatches, accumulation and world
-    size do not change the gradient.
-    """
+    size do not change the gradient."""
 
     def __init__(self, recipe: Recipe, engine: Engine, session: Session) -> None:
         self.engine = engine
         self.loss_of = getattr(recipe.loss, "of_update", lambda number: recipe.loss)
-        self.take_over = getattr(engine, "step", None) or recipe.step  # of a pipeline, say
+        self.take_over = engine.step if isinstance(engine, TakesOverStep) else recipe.step
         self.session, world = session, session.world
-        self.num_feeders, self.counts_once = world.num_feeders, world.counts_once
+        self.num_feeders, self._sum_weight = world.num_feeders, world.replicated_sum_weight
         self._agreed: Callable[[], list[float]] = list
         self._sums: list[float] | None = None
-        self._number, self._weight, self._as_tensor = 0, math.nan, torch.empty(0)
+        self._weight, self._as_tensor = math.nan, torch.empty(0)
 
     def __call__(
         self,
@@ -54,18 +61,17 @@ class Stepper:
         num_microbatches: int,
         num_items: float,
         before_update: Callable[[], None],
-        requests: Sequence[float] = (),
-        number: int = 0,
+        requests: Sequence[float],
+        place: StepPlace,
     ) -> StepResult:
         """One update over the next `num_microbatches` of `microbatches`.
 
         Each is a batch on the device and what it weighs: 1, less where its samples are repeated,
         0 when it only runs so that ranks stay together. `num_items`: this reader's.
         `before_update` is called right before the update. `requests`: numbers to add up over
-        ranks on the way. `number`: of this step; raises `CollectiveFailed` where ranks differ.
-        """
-        self._agreed, self._sums = self.session.tally((number, num_items, *requests)), None
-        self._number, self.loss = number, self.loss_of(number)
+        ranks on the way. `place`: raises `CollectiveFailed` where ranks differ in it."""
+        self.compare(place, num_items, requests)
+        self.loss = self.loss_of(place.step)
         total: Tensor | None = None
         for index in range(num_microbatches):
             batch, weight = next(microbatches)
@@ -73,7 +79,15 @@ class Stepper:
                 if self.take_over is None:
                     loss = self._forward_backward(batch, weight)
                 else:
-                    microstep = _Microstep(self, index, num_microbatches, weight)
+                    microstep = Microstep(
+                        index,
+                        num_microbatches,
+                        self.num_feeders,
+                        lambda: self.sums()[0],
+                        self.engine.autocast,
+                        self.backward,
+                        weight,
+                    )
                     loss = self.take_over(self.engine.module, batch, microstep)
             total = loss if total is None else total + loss
         assert total is not None
@@ -83,26 +97,38 @@ class Stepper:
             outcome = self.engine.update()
         except Exception as error:
             if ran_out(error):
-                raise in_update(error) from error
+                raise out_of_memory_in_update(error) from error
             raise
         return StepResult(total, sums[0], sums[1:], outcome)
+
+    def compare(self, place: StepPlace, num_items: float, requests: Sequence[float]) -> None:
+        """Start to compare `place` over ranks, on all of them; `sums` waits for it, and raises."""
+        self._place, self._key, self._sums = place, hash(place) % (1 << 20), None
+        self._agreed = self.session.tally((self._key, self._key**2, num_items, *requests))
 
     def sums(self) -> list[float]:
         """The items of the global batch, and the requests, summed over ranks. Waits once a step."""
         if self._sums is None:
-            numbers, items, *requests = self._agreed()
-            self._sums = [items * self.counts_once, *requests]
-            if numbers != self._number * self.session.world.size:
-                raise CollectiveFailed(self._who_is_where())
+            keys, squares, items, *requests = self._agreed()
+            self._sums = [items * self._sum_weight, *requests]
+            size = self.session.world.size  # one of both differs, on all ranks, if one key does
+            if (keys, squares) != (self._key * size, self._key**2 * size):
+                raise CollectiveFailed(self._describe_places())
         return self._sums
 
-    def _who_is_where(self) -> str:
-        """All ranks ask, since all saw that their numbers differ."""
-        steps = self.session.exchange(self._number)
-        where = ", ".join(f"rank {rank} in step {step}" for rank, step in enumerate(steps))
+    def _describe_places(self) -> str:
+        """Describe the place of each rank. All ranks call this, since all saw that they differ."""
+        places = (StepPlace(*each) for each in self.session.exchange(self._place))
+        where = ", ".join(
+            f"rank {i} in step {place.step}, with {place.num_samples or 'no more'} samples after "
+            f"{place.start} of epoch {place.epoch} (digest {place.digest})"
+            for i, place in enumerate(places)
+        )
         return (
-            f"ranks are in different steps: {where}. Each must run the same steps: look for code "
-            "that leaves steps out, or stops, on some ranks only"
+            f"ranks are in different steps, or have different data: {where}. Each must run the "
+            "same steps: look for code that leaves some out, or stops, on some ranks only. And "
+            "each must read the whole stream, in one order, of which the run gives it a share; "
+            "Batches(loader) takes what each rank has of its own"
         )
 
     def backward(self, loss: Tensor, weight: float) -> Tensor:
@@ -122,32 +148,5 @@ class Stepper:
         with self.engine.autocast():
             loss = self.loss(self.engine.module, batch)
         check_loss(loss)
-        items = self.sums()[0]  # waited for behind the first forward, and only then needed
+        items = self.sums()[0]  # ranks wait for it after the first forward, not before
         return self.backward(loss, weight * self.num_feeders / items if items else 0.0)
-
-
-@dataclass(slots=True)
-class _Microstep:
-    """See `Microstep` in the contract."""
-
-    stepper: Stepper
-    index: int
-    num_microbatches: int
-    weight: float
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.num_microbatches - 1
-
-    @property
-    def num_feeders(self) -> int:
-        return self.stepper.num_feeders
-
-    def num_items(self) -> float:
-        return self.stepper.sums()[0]
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self.stepper.engine.autocast()
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
-        return self.stepper.backward(loss, self.weight * weight)

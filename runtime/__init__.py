@@ -1,7 +1,7 @@
 """Write the training once; choose the hardware with an argument; resume anywhere.
 
-What a user needs is here, and imported when it is first asked for, so that `import drivetrain`
-costs nothing: not even torch is loaded.
+The public names are here, and each is imported on first use, so that `import drivetrain` is cheap:
+not even torch is loaded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from .kernel.errors import DrivetrainError, UsageError
     from .kernel.recipe import Recipe
     from .ranks.fit import fit
+    from .trainer.early_stopping import EarlyStopping
     from .trainer.inference import evaluate
     from .trainer.lora import lora
+    from .trainer.loss_parts import LossParts
     from .trainer.predict import predict
     from .trainer.predictions import Chunk
     from .trainer.result import Result
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
         ScheduleSettings,
         Settings,
         SpikeSettings,
+        StatsSettings,
+        StopSettings,
     )
     from .trainer.turns import Models, Turns
 
@@ -48,7 +52,9 @@ __all__ = [
     "Chunk",
     "DataSettings",
     "DrivetrainError",
+    "EarlyStopping",
     "EvaluateSettings",
+    "LossParts",
     "Mix",
     "Models",
     "OptimizerGroup",
@@ -61,6 +67,8 @@ __all__ = [
     "ScheduleSettings",
     "Settings",
     "SpikeSettings",
+    "StatsSettings",
+    "StopSettings",
     "TarShards",
     "TokenShards",
     "Turns",
@@ -83,8 +91,10 @@ _HOMES = {
     "kernel.errors": ("DrivetrainError", "UsageError"),
     "kernel.recipe": ("Recipe",),
     "ranks.fit": ("fit",),
+    "trainer.early_stopping": ("EarlyStopping",),
     "trainer.inference": ("evaluate",),
     "trainer.lora": ("lora",),
+    "trainer.loss_parts": ("LossParts",),
     "trainer.predict": ("predict",),
     "trainer.predictions": ("Chunk",),
     "trainer.result": ("Result",),

@@ -1,12 +1,15 @@
-"""What makes the run short: one thread a process, and the order of the files; and a part of the
-tests that is always the same, by `--shard 2/4`."""
+"""Options that keep the test run short, and the order of the files. `--shard 2/4` selects a part of
+the tests that is always the same.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,15 +21,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", type=one_of, metavar="K/N", help="the tests of part K of 0 to N-1")
 
 
+OUTER_FOLDER = pytest.StashKey[tuple[str | None, str | None]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the run a temporary folder of its own, which is removed at its end, since killed
+    processes leave files. `tmp_path` stays where pytest keeps it, for inspection.
+    """
+    if not hasattr(config, "workerinput"):
+        config.stash[OUTER_FOLDER] = os.environ.get("TMPDIR"), tempfile.tempdir
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drivetrain-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Restore the outer folder, since a test may run pytest in its own process."""
+    if OUTER_FOLDER in config.stash:
+        shutil.rmtree(os.environ.pop("TMPDIR"), ignore_errors=True)
+        outer, tempfile.tempdir = config.stash[OUTER_FOLDER]
+        if outer is not None:
+            os.environ["TMPDIR"] = outer
+
+
 ROOMS = ("backends", "faults", "reliability", "cli", "examples", "compat")
-"""Whose tests start the most processes: the files of each are spread over the run, so that those
-that wait for a rank stand beside those that compute, and the largest begin first. In the other
-folders no file keeps one worker long at the end."""
+"""Folders whose tests start the most processes. The files of each are spread over the run, so that
+tests which wait for a rank run beside tests which compute. The largest begin first. In the other
+folders no file keeps one worker long at the end.
+"""
 
 # several threads on a busy machine wait for each other longer than they compute
 os.environ["OMP_NUM_THREADS"] = "1"
 # of what XLA compiles most runs a few times: it need not be fast
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# torch asks the name server for the name of each peer, even on one machine. Where an answer is
+# lost, the rank would be 5 seconds late
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # hundreds of processes import the same: let the first one keep the bytecode
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -37,7 +66,7 @@ def file_of(item: pytest.Item) -> str:
 
 
 def beginnings(items: list[pytest.Item]) -> dict[str, float]:
-    """When each file of these rooms begins, as a part of the run."""
+    """Return where in the run each file of these rooms begins, as a fraction of the run."""
     largest_first = [file for file, _ in Counter(map(file_of, items)).most_common()]
     rooms = ([file for file in largest_first if file.startswith(f"tests/{r}/")] for r in ROOMS)
     return {file: number / len(room) for room in rooms for number, file in enumerate(room)}
@@ -52,7 +81,9 @@ def one_of(text: str) -> tuple[int, int]:
 
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """By the test's name, so that it stays in its part when others come or go."""
+    """Sort the tests, and select the shard by each test's name. A test stays in its shard when
+    other tests are added or removed.
+    """
     begins = beginnings(items)
     items.sort(key=lambda item: begins.get(file_of(item), 1.0))
     if shard := config.getoption("shard"):
@@ -64,14 +95,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection, of which libraries ask for many, walks it again."""
+    """Freeze all imported objects, so that garbage collections, which libraries often request, skip
+    them.
+    """
     gc.freeze()
+
+
+def launch() -> dict[str, str]:
+    """Return the environment variables by which libraries take this process for a rank."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_with_their_file() -> Iterator[None]:
-    """The next file of this worker seldom has the same driver, and ranks hold memory. Two that
-    have imported torch stay, to be forked for those of the next."""
+    """Close the pools at the end of a file, since ranks hold memory, and the next file of this
+    worker seldom has the same driver. Two fork servers that have imported torch stay for the next
+    file.
+    """
+    before = launch()
     yield
+    assert launch() == before, "a test of this file left a launcher's environment behind"
     if harness := sys.modules.get("drivetrain.conformance.harness"):
         harness.close_pools(kept_servers=2)

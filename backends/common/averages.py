@@ -14,8 +14,8 @@ __all__ = ["Averages"]
 
 
 class Averages:
-    """By FQN, in at least float32, cut as the weights are. `own_part(tensor)`: what this rank holds
-    of a tensor that is cut."""
+    """Averages by FQN, in at least float32, sharded as the weights are. `own_part(tensor)` returns
+    this rank's shard of a tensor."""
 
     def __init__(self, own_part: Callable[[Tensor], Tensor] = Tensor.detach) -> None:
         self.of: dict[str, Tensor] = {}
@@ -23,14 +23,14 @@ class Averages:
 
     @torch.no_grad()
     def move(self, weights: Mapping[str, Tensor], weight: float) -> None:
-        """Move each by `weight` of the way to its weight; one that is new begins as its weight."""
+        """Move each average to its weight by the fraction `weight`; a new one is a copy."""
         known = [name for name in weights if name in self.of]
         if known:
             ends = [self._own_part(weights[name]) for name in known]
             averages = [self._own_part(self.of[name]) for name in known]
             wide = [end.to(old.dtype) for end, old in zip(ends, averages, strict=True)]
             torch._foreach_lerp_(averages, wide, weight)
-        for name, tensor in weights.items():  # in an order that all ranks share: they deal them out
+        for name, tensor in weights.items():  # in one order on all ranks, which partition them
             if name not in self.of:
                 self.of[name] = widened(tensor)
 
@@ -50,7 +50,7 @@ class Averages:
                     tensor.copy_(kept[name])
 
     def tensors(self) -> dict[str, Tensor]:
-        """As stored."""
+        """Return the averages under the names that a checkpoint stores them by."""
         return {f"{name}/{AVERAGE}": tensor for name, tensor in self.of.items()}
 
 

@@ -7,15 +7,25 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from ...data.private_names import private_name
+
+_preserve_versions = private_name(
+    "torch.autograd.grad_mode", "_unsafe_preserve_version_counter", None
+)
 
 
 def write_unseen(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy `values` into `tensors` without autograd noticing: a backward may follow that saved them
     and does not read their values."""
-    if tensors:
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
-            torch._foreach_copy_(list(tensors), list(values))
+    if not tensors:
+        return
+    if _preserve_versions is None:  # slower, and `data` is a public name
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.data.copy_(value)
+        return
+    with torch.no_grad(), _preserve_versions(tuple(tensors)):
+        torch._foreach_copy_(list(tensors), list(values))
 
 
 @contextmanager

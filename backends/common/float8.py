@@ -31,21 +31,21 @@ _LOG = logging.getLogger(__name__)
 _OLDEST_CARD = (8, 9)
 """The compute capability from which on NVIDIA's cards multiply in float8."""
 _MULTIPLE = 16
-"""Of which both sizes of a layer must be, for its products forward and backward."""
+"""Divisor of both sizes of a layer; float8 products, forward and backward, need it."""
 
 
 @dataclass(frozen=True)
 class Float8Options:
-    """What a driver that promises float8 can be told of it; without `precision=float8` they do
-    nothing."""
+    """Options of a driver that promises float8. Without `precision=float8` they do nothing."""
 
     float8_skip: tuple[str, ...] | None = None
     """Names of linear layers, or patterns of them (`fnmatch`), that stay in bfloat16; by default
     the last in the order of the model's modules, which is the head of most. What is no plain
     `nn.Linear`, or has a size that 16 does not divide, stays so, too."""
     float8_scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """What shares a scale: a tensor, or each row (and each column, where they are added up), which
-    is slower, nearer, and rounds gradients to e4m3, too."""
+    """Scope of a scale: a tensor, or each row (each column, where columns are added up). `rowwise`
+    is slower, more accurate, and rounds gradients to e4m3, too.
+    """
     float8_emulated: bool = False
     """Compute the same numbers in float32, slowly, where the device cannot: to try float8 out."""
 
@@ -60,7 +60,7 @@ def promised(options: Float8Options, device: torch.device) -> dict[str, Any]:
 
 
 def _lacking(options: Float8Options, device: torch.device) -> str:
-    """What float8 lacks here, and what to do; empty: nothing."""
+    """Say why float8 cannot be used here and what to do; return an empty string if it can."""
     if importlib.util.find_spec("torchao") is None:
         return "it needs torchao. Install it with: pip install 'drivetrain[float8]'"
     if options.float8_emulated:
@@ -129,8 +129,8 @@ def _like(part: nn.Linear, options: Float8Options) -> nn.Module:
     config = Float8LinearConfig.from_recipe_name(options.float8_scaling)
     # gradients of weights add up over tokens, of which there may be any number
     config = dataclasses.replace(config, emulate=options.float8_emulated, pad_inner_dim=True)
-    hollow = nn.Linear(*sizes, bias=has_bias, device="meta")
-    like: nn.Module = convert_to_float8_training(hollow, config=config)
+    placeholder = nn.Linear(*sizes, bias=has_bias, device="meta")
+    like: nn.Module = convert_to_float8_training(placeholder, config=config)
     return like
 
 

@@ -10,8 +10,8 @@ from functools import cache
 
 @cache
 def leave_the_parents_garbage() -> None:
-    """From now on a forked child never collects what its parent had: the end of a process group or
-    of a device's runtime joins its threads, which no child has, and the child dies of that.
+    """Keep forked children, from now on, from collecting the garbage of their parent. The end of a
+    process group, or of a device's runtime, joins its threads. A child has none of them, and dies.
 
     As https://docs.python.org/3/library/gc.html advises for forks: no collection until the child
     has frozen what there is.

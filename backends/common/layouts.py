@@ -36,7 +36,7 @@ def replicated_layout(
         cast_bytes = sum(p.numel() * compute.itemsize for p in parameters if p.dim() >= 2)
     gradients = [p.nbytes for p in parameters if p.requires_grad]
     accumulates = plan.micro_batch is not None and plan.micro_batch < plan.global_batch
-    # from the second microbatch on a gradient is there twice until it has been added
+    # from the second microbatch on a gradient exists twice until it has been added
     added_bytes = max(gradients, default=0) if accumulates else 0
     return Layout(
         parameter_bytes=sum(t.nbytes for t in (*parameters, *model.buffers())),

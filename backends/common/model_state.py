@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -21,12 +22,12 @@ def named_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def named_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Each tied group once, detached."""
+    """Return the parameters by FQN, detached; each tied group once."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The persistent ones."""
+    """Return the persistent buffers by FQN, detached."""
     persistent = module.state_dict(keep_vars=True)
     return {name: b.detach() for name, b in module.named_buffers() if name in persistent}
 
@@ -45,9 +46,10 @@ def replicated_pieces(
     rank: int,
     size: int,
 ) -> Iterator[Piece]:
-    """Weights, optimizer state and loss scale that every rank holds whole, dealt out."""
+    """Yield this rank's pieces of the weights, optimizer state and loss scale that every rank holds
+    whole."""
     yield from buffer_pieces(module, rank)
-    yield from dealt_pieces(
+    yield from partitioned_pieces(
         {
             "weights": named_parameters(module),
             "optimizer": optimizer.tensors(),
@@ -59,17 +61,17 @@ def replicated_pieces(
 
 
 def buffer_pieces(module: nn.Module, rank: int) -> Iterator[Piece]:
-    """All of them from rank 0: ranks may differ in them, and rank 0's are the model's."""
+    """Yield all buffers on rank 0: ranks may differ in them, and rank 0's are the model's."""
     for name, buffer in named_buffers(module).items() if rank == 0 else ():
         yield Piece("weights", name, buffer, tuple(buffer.shape))
 
 
-def dealt_pieces(
+def partitioned_pieces(
     replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
 ) -> Iterator[Piece]:
-    """Pieces that hold every tensor exactly once over all ranks, dealt out by bytes so that all
-    ranks write. Numbers of one kind go together: resuming needs all of them, and opens one file for
-    that."""
+    """Yield the pieces that this rank writes of tensors that every rank holds. Tensors are
+    partitioned by bytes, so that all ranks write, and each tensor is written once. One rank writes
+    all numbers of a kind, so that resuming, which needs all of them, opens one file for them."""
     written = [0] * size
     for kind, tensors in replicated.items():
         of_numbers: int | None = None
@@ -80,6 +82,18 @@ def dealt_pieces(
             written[writer] += tensor.nbytes + 1
             if writer == rank:
                 yield Piece(kind, name, tensor, tuple(tensor.shape))
+
+
+def dealt_pieces(
+    replicated: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int
+) -> Iterator[Piece]:
+    """The former name of `partitioned_pieces`."""
+    warnings.warn(
+        "dealt_pieces is now partitioned_pieces, in the same module",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return partitioned_pieces(replicated, rank, size)
 
 
 def shapes_and_dtypes(
@@ -99,8 +113,8 @@ def check_same_model(
 ) -> None:
     """Raises `CheckpointMismatch` that names the tensors in which checkpoint and model differ.
 
-    Weights of another precision are taken over; integers are no weights of floats, or the other way
-    round. `dtypes`: of the model, by name.
+    Weights of another precision are taken over; integers, real and complex numbers are not in each
+    other's place. `dtypes`: of the model, by name.
     """
     stored = set(reader.names("weights"))
     lines = [f"only in the model: {name} {tuple(shapes[name])}" for name in shapes.keys() - stored]
@@ -109,24 +123,25 @@ def check_same_model(
         for name in stored - shapes.keys()
     ]
     for name in stored & shapes.keys():
-        there, here = reader.info("weights", name).shape, tuple(shapes[name])
-        if there != here:
-            lines.append(f"{name}: {there} in the checkpoint, {here} in the model")
+        saved, own = reader.info("weights", name).shape, tuple(shapes[name])
+        if saved != own:
+            lines.append(f"{name}: {saved} in the checkpoint, {own} in the model")
     for name in stored & (dtypes or {}).keys():
         stored_as, wanted = reader.info("weights", name).dtype, (dtypes or {})[name]
-        if _is_of_floats(stored_as) != _is_of_floats(wanted):
+        if _kind(stored_as) != _kind(wanted):
             lines.append(f"{name}: {stored_as} in the checkpoint, {wanted} in the model")
     if lines:
         shown = "\n  ".join(sorted(lines)[:20])
         more = f"\n  and {len(lines) - 20} more" if len(lines) > 20 else ""
         raise CheckpointMismatch(
             f"the checkpoint is of another model; {len(lines)} tensors differ:\n  {shown}{more}\n"
-            "Use the recipe and settings that wrote it, or start anew in another folder"
+            "Use the recipe and settings that wrote it, or start over in another folder"
         )
 
 
-def _is_of_floats(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    """Real, complex, or neither; none can be read as another."""
+    return dtype.is_floating_point, dtype.is_complex
 
 
 def restore_replicated(
@@ -148,15 +163,15 @@ def restore_replicated(
 
 @contextmanager
 def overwriting() -> Iterator[None]:
-    """Around what takes weights over. Damage that shows as late as there, where no checksums were
-    compared, leaves some of them changed, which its error then says."""
+    """Enclose code that overwrites weights. If no checksums were compared, damage may show only in
+    this code. Some weights are changed by then, and the error says so."""
     try:
         yield
     except CheckpointDamaged as error:
         raise CheckpointDamaged(
             f"{error}. Some weights and optimizer state were taken over by then: this model is a "
-            "mixture, and must not be used. Begin anew, in another process, with another "
-            "checkpoint, or with checkpoint.verify=true, which finds damage before"
+            "mixture, and must not be used. Start over in another process, with another "
+            "checkpoint, or with checkpoint.verify=true, which finds damage before any change"
         ) from error
 
 

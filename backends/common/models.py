@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
 from ...checkpoint.gc_paused import gc_paused
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
+from .attached import carry_hooks, in_place_of
 from .buffers import buffers_kept
 from .float8 import compute_in_float8
 
@@ -33,26 +37,120 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.M
         raise RecipeError(
             f"recipe.model returned {type(module).__name__}; it must build a torch.nn.Module"
         )
+    _refuse_lazy(module)
+    _refuse_held(module)
+    _make_expanded_buffers_writable(module)
     if device is not None:
-        module.to(device)
+        _move(module, device)
     compute_in_float8(module, plan)
     for pattern in plan.activation_checkpointing:
         recompute_activations(module, pattern)
     return module
 
 
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move the module. Where a parameter cannot change to the device in place, `Module.to` makes a
+    new one for each of its names: they are tied again here, and keep what the user attached.
+    """
+    named = [
+        (part, name, parameter)
+        for part in module.modules()
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    module.to(device)
+    replaced: dict[int, nn.Parameter] = {}
+    for part, name, old in named:
+        new = part.get_parameter(name)
+        if new is old:
+            continue
+        if id(old) not in replaced:
+            replaced[id(old)] = in_place_of(old, new.detach())
+            carry_hooks(old, replaced[id(old)])
+        setattr(part, name, replaced[id(old)])
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    """Raises `RecipeError` for parameters that have no shape before a first forward."""
+    named: list[tuple[str, Any]] = list(module.named_parameters())
+    if lazy := [name for name, parameter in named if is_lazy(parameter)]:
+        raise RecipeError(
+            f"recipe.model made {', '.join(lazy[:10])} without a shape (nn.LazyLinear, say): what "
+            "has none can be neither placed nor given to an optimizer. Call the model with a batch "
+            "in recipe.model, before it is returned; or give the sizes"
+        )
+
+
+_HELD: WeakSet[nn.Module] = WeakSet()
+"""Modules that an engine has changed in place, and not given back."""
+
+
+def hold(module: nn.Module) -> None:
+    """Note that an engine changes this module in place."""
+    _HELD.update(module.modules())
+
+
+def release(module: nn.Module) -> None:
+    """Note that the module is as it was before an engine changed it."""
+    _HELD.difference_update(module.modules())
+
+
+def _refuse_held(module: nn.Module) -> None:
+    """Raises `RecipeError` for a model that another run has cut, and not given back whole."""
+    for name, part in module.named_modules():
+        if part in _HELD:
+            raise RecipeError(
+                f"recipe.model returned a model of which another run has cut {name or 'all'!r} "
+                "over ranks: it is not given back whole while that run continues, nor after an "
+                "error, nor with pipelines or experts, nor as a part of a model. Build a new "
+                "model, and load what was saved into it (load_state_dict)"
+            )
+
+
+def refuse_sparse(module: nn.Module, driver: str) -> None:
+    """Raises `CapabilityRefused` for embeddings whose gradients are sparse, which neither torch nor
+    DeepSpeed can shard."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    for name, part in module.named_modules():
+        if isinstance(part, kinds) and part.sparse:
+            raise CapabilityRefused(
+                f"{type(part).__name__}(sparse=True) in {name or 'the model'!r}",
+                driver,
+                "its gradients are sparse, and gradients are sharded here, which is supported for "
+                "dense ones alone. Set sparse=False, or take the backend ddp",
+            )
+
+
+def _make_expanded_buffers_writable(module: nn.Module) -> None:
+    """Give expanded buffers memory of their own: torch refuses to write to elements that share
+    one, as resuming does."""
+    for buffer in module.buffers():
+        if any(
+            size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+        ):
+            buffer.data = buffer.data.contiguous()
+
+
+def make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
+    """Lay the parameters out row by row, for drivers that cut them as flat memory. The model
+    computes the same from them: `channels_last` says how memory is ordered, and nothing else."""
+    for parameter in parameters:
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
 def with_synced_batch_norm(
     module: nn.Module, asked: bool, device: torch.device, driver: str
 ) -> nn.Module:
-    """With `asked`, batch normalisation takes mean and variance over the microbatches of all ranks,
-    by `torch.nn.SyncBatchNorm`. Raises `CapabilityRefused` on the CPU, where torch has none."""
+    """If `asked`, let batch normalisation take mean and variance over the microbatches of all
+    ranks, by `torch.nn.SyncBatchNorm`. Raises `CapabilityRefused` on the CPU, which torch does not
+    support for it."""
     if not asked:
         return module
     if device.type == "cpu":
         raise CapabilityRefused(
             "backend.sync_batch_norm=true",
             driver,
-            "torch.nn.SyncBatchNorm works on GPUs only. Train there, or leave it out: statistics "
+            "torch.nn.SyncBatchNorm works on GPUs only. Train on GPUs, or leave it out: statistics "
             "are those of each rank's microbatch then; or normalise by nn.GroupNorm",
         )
     synced: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
@@ -129,7 +227,25 @@ def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
             f"recipe.optimizer returned {type(optimizer).__name__}; it must build a "
             "torch.optim.Optimizer"
         )
+    for kind in kinds_of(optimizer):
+        _refuse_closure(kind)
     return optimizer
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `RecipeError` for an optimizer that evaluates the loss again in its step, as LBFGS
+    does, and SAM, which is known by its `first_step` and `second_step`."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    needed = closure is not None and closure.default is inspect.Parameter.empty
+    if needed or all(hasattr(optimizer, name) for name in ("first_step", "second_step")):
+        raise RecipeError(
+            f"the optimizer {type(optimizer).__name__} wants a closure, by which it evaluates the "
+            "loss again within its step; here an update is one gradient, which is clipped and "
+            "applied once. A second gradient at moved weights (SAM) belongs into Recipe.step: move "
+            "the weights there, call microstep.backward, and move them back, under an optimizer "
+            "such as torch.optim.SGD (backends cpu and ddp; docs/optimizers.md). A line "
+            "search (LBFGS) needs a loop of its own; take torch.optim.AdamW, for example"
+        )
 
 
 def kinds_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:

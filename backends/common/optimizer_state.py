@@ -1,11 +1,14 @@
-"""What a checkpoint holds of an optimizer, under the names that all drivers share.
+"""Optimizer state in a checkpoint, under the names that all drivers share.
 
 `<fqn>/<key>`
     An entry of a parameter's state: a tensor, at least float32.
 `<fqn>/group.<key>`
-    One of the parameter group that begins with this parameter: what the optimizer itself has
-    changed there since it was built (a count of steps, an estimate), all but `lr`, which is the
-    kernel's.
+    An entry of the parameter group that begins with this parameter: what the optimizer itself has
+    changed in the group since it was built (a count of steps, an estimate), all but `lr`, which is
+    the kernel's.
+`<fqn>/extra.<key>`
+    What a `state_dict` of the optimizer's own holds beside state and groups; the parameter is the
+    first of all groups.
 `<fqn>/average`
     No state: an average of the weight (see `averages`).
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,24 +31,25 @@ from torch import Tensor, nn
 
 from ...checkpoint.optimizer_entries import (
     AVERAGE,
+    EXTRA,
     GROUP,
+    beside_state,
     can_be_stored,
     copied,
     flat,
-    is_state,
     nested,
     same,
 )
-from ...kernel.errors import CheckpointDamaged, CheckpointMismatch
+from ...data.nested import map_tensors
+from ...kernel.errors import CheckpointMismatch, RecipeError
 from ...kernel.shards import Reader
-from . import models
 from .averages import Averages
+from .optimizer_check import check
 
 __all__ = [
     "GroupNumbers",
     "OptimizerState",
     "Stored",
-    "check",
 ]
 
 _GIVEN = ("params", "lr", "initial_lr", "capturable", "differentiable", "foreach", "fused")
@@ -68,8 +73,15 @@ class GroupNumbers:
         self.names = [[name for name in of_group if name is not None] for of_group in names]
         self._built = [copied(_counted(group)) for group in groups]
 
+    def renamed(
+        self, names: Sequence[Sequence[str | None]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        """Take over other names, and groups that were added since."""
+        self.names = [[name for name in of_group if name is not None] for of_group in names]
+        self._built += [copied(_counted(group)) for group in groups[len(self._built) :]]
+
     def tensors(self, groups: Iterable[dict[str, Any]]) -> dict[str, Tensor]:
-        """As stored."""
+        """Return the numbers of these groups as a checkpoint stores them."""
         return {
             f"{names[0]}/{name}": tensor
             for names, built, group in zip(self.names, self._built, groups, strict=True)
@@ -127,104 +139,6 @@ def _placed(value: Any, like: Any) -> Any:
     return value
 
 
-# --- whether it is this optimizer's -----------------------------------------------------------
-
-
-def check(
-    reader: Reader,
-    optimizer: torch.optim.Optimizer,
-    names: Sequence[Sequence[str | None]],
-    shapes: Mapping[str, Sequence[int]],
-) -> None:
-    """Raises `CheckpointMismatch` for state of another model or optimizer, and `CheckpointDamaged`
-    for an entry that is missing or malformed; looks at names, dtypes and shapes only.
-
-    `names`: of the parameters in each group of `optimizer`. `shapes`: of all of the model's. What
-    an optimizer keeps is known of torch's own alone, which are tried on a small parameter.
-    """
-    stored: dict[str, dict[str, str]] = {}
-    for name in reader.names("optimizer"):
-        fqn, _, key = name.rpartition("/")
-        if fqn not in shapes:
-            raise CheckpointMismatch(
-                f"the checkpoint holds optimizer state {key!r} of {fqn!r}, which is no parameter "
-                "of this model"
-            )
-        if key == AVERAGE:
-            like = torch.empty(tuple(range(2, 2 + len(shapes[fqn]))), device="meta")
-            _compare_entry(reader, name, like, tuple(shapes[fqn]))
-        elif is_state(key):
-            stored.setdefault(fqn, {})[key.partition(":")[0]] = name
-    for group, of_group in zip(optimizer.param_groups, names, strict=True):
-        present = [name for name in of_group if name is not None and name in stored]
-        for dims in sorted({len(shapes[name]) for name in present}):
-            alike = {n: stored[n] for n in present if len(shapes[n]) == dims}
-            kind = models.kind_of(optimizer, group)
-            if (kept := _kept_by(kind, group, dims)) is not None:
-                _compare_keys(kind, alike, kept)
-                for fqn, entries in alike.items():
-                    for key, name in entries.items():
-                        _compare_entry(reader, name, kept[key], tuple(shapes[fqn]))
-
-
-def _kept_by(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dims: int
-) -> dict[str, Tensor] | None:
-    """Key -> what one of torch's optimizers keeps of a parameter of so many dimensions (of sizes 2,
-    3, ...) after two updates; None for others."""
-    kind = type(optimizer)
-    if getattr(torch.optim, kind.__name__, None) is not kind:
-        return None
-    plain = {"lr": 1e-3, "capturable": False, "differentiable": False, "foreach": False}
-    settings = {key: plain.get(key, value) for key, value in group.items() if key != "fused"}
-    tried = nn.Parameter(torch.zeros(tuple(range(2, 2 + dims))))
-    try:
-        twin = kind([{**settings, "params": [tried]}])
-        for _ in range(2):
-            tried.grad = torch.ones_like(tried)
-            twin.step()
-    except (TypeError, ValueError, RuntimeError):  # it wants a closure, or sparse gradients
-        return None
-    return {
-        name.partition(":")[0]: tensor
-        for key, value in twin.state[tried].items()
-        for name, tensor in flat(key, value)
-    }
-
-
-def _compare_keys(
-    optimizer: torch.optim.Optimizer,
-    stored: Mapping[str, Mapping[str, str]],
-    kept: Mapping[str, Tensor],
-) -> None:
-    there = {key for entries in stored.values() for key in entries}
-    if there != kept.keys():
-        raise CheckpointMismatch(
-            f"the checkpoint's optimizer kept {_listed(there)} of each parameter, and this "
-            f"{type(optimizer).__name__} keeps {_listed(kept)}: it was another one, or had other "
-            "options. Take that one, or start this one anew with resume.optimizer=fresh"
-        )
-    for fqn, entries in stored.items():
-        for key in sorted(kept.keys() - entries.keys()):
-            raise CheckpointDamaged(f"optimizer {f'{fqn}/{key}'!r} is missing in the checkpoint")
-
-
-def _listed(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
-
-
-def _compare_entry(reader: Reader, name: str, kept: Tensor, shape: tuple[int, ...]) -> None:
-    info, like_parameter = reader.info("optimizer", name), tuple(range(2, 2 + len(shape)))
-    wanted = shape if kept.dim() and tuple(kept.shape) == like_parameter else None
-    wanted = () if not kept.dim() else wanted
-    if wanted is not None and info.shape != wanted:
-        raise CheckpointDamaged(
-            f"optimizer {name!r} has shape {info.shape} in the checkpoint, and must have {wanted}"
-        )
-    if info.dtype.is_floating_point != kept.dtype.is_floating_point:
-        raise CheckpointDamaged(f"optimizer {name!r} is of {info.dtype} in the checkpoint")
-
-
 # --- the whole --------------------------------------------------------------------------------
 
 
@@ -235,6 +149,7 @@ class Stored:
 
     states: dict[int, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    beside: dict[str, Any] = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -249,16 +164,53 @@ class OptimizerState:
         module: nn.Module,
         averages: Averages | None = None,
     ) -> None:
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        self.optimizer = optimizer
-        self.parameters = {name: parameter for parameter, name in names.items()}
-        self.shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-        self.names = [[names.get(p) for p in g["params"]] for g in optimizer.param_groups]
+        self.optimizer, self.module = optimizer, module
+        self._names_of = {p: name for name, p in module.named_parameters()}
+        self.names = self._names()
         self.numbers = GroupNumbers(self.names, optimizer.param_groups)
         self.averages = averages or Averages()
         self.elsewhere: Collection[str] = ()
         """FQNs of parameters whose state is another rank's matter."""
         self._built = {index: copied(state) for index, _, state in self._states()}
+        self._built_beside = copied(beside_state(optimizer))
+
+    def _names(self) -> list[list[str | None]]:
+        """Return the names of the parameters in each group."""
+        named = self._names_of
+        self.parameters = {name: parameter for parameter, name in named.items()}
+        self.shapes = {name: tuple(parameter.shape) for parameter, name in named.items()}
+        return [[named.get(p) for p in g["params"]] for g in self.optimizer.param_groups]
+
+    def look_again(self) -> None:
+        """Take over the names that parameters have by now, and groups that were added. Raises
+        `RecipeError` for parameters that others have replaced, which are still updated."""
+        now = {p: name for name, p in self.module.named_parameters()}
+        trained = (p for group in self.optimizer.param_groups for p in group["params"])
+        if gone := [self._names_of[p] for p in trained if p in self._names_of and p not in now]:
+            raise RecipeError(
+                f"the model has other parameters in the places of {', '.join(gone[:10])} than when "
+                "its optimizer was built, which still updates the old ones: the new ones do not "
+                "learn. Change values in place (with torch.no_grad(): parameter.copy_(new)), or "
+                "replace parameters in recipe.model"
+            )
+        self._names_of = now
+        self.names = self._names()
+        self.numbers.renamed(self.names, self.optimizer.param_groups)
+
+    def follow_groups(self, driver: str) -> None:
+        """Take over groups that were added since, on a driver that shows other parameters while a
+        model computes. Raises `RecipeError` where a group holds such ones."""
+        known = len(self.numbers.names)
+        if len(groups := self.optimizer.param_groups) == known:
+            return
+        self.look_again()
+        if any(None in names for names in self.names[known:]):
+            raise RecipeError(
+                f"a parameter of a group that was added to the optimizer (it has {len(groups)} by "
+                f"now, and had {known}) is none of the model's as {driver} holds them between "
+                "steps, so that it would not learn. Add groups right after a step (StepEnded; "
+                "compat: on_step_end), of parameters that the model has then"
+            )
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -269,14 +221,21 @@ class OptimizerState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything, as stored."""
+        self.look_again()
         entries = {
             f"{name}/{key}": tensor
             for _, name, state in self._states()
             for entry, value in state.items()
             for key, tensor in flat(entry, value)
         }
+        first = next((n for of_group in self.names for n in of_group if n is not None), "")
+        beside = {
+            f"{first}/{name}": tensor
+            for key, value in beside_state(self.optimizer).items()
+            for name, tensor in flat(EXTRA + key, value)
+        }
         counted = self.numbers.tensors(self.optimizer.param_groups)
-        return entries | counted | self.averages.tensors()
+        return entries | beside | counted | self.averages.tensors()
 
     def read(
         self,
@@ -286,13 +245,18 @@ class OptimizerState:
         """Read this optimizer's state from a checkpoint; changes nothing. `read(reader, name,
         parameter)` reads the part of an entry that this rank needs; by default all of it. Raises as
         `check` does."""
+        self.look_again()
         check(reader, self.optimizer, self.names, self.shapes)
         entries: dict[str, dict[str, Tensor]] = {}
         averages: dict[str, Tensor] = {}
+        beside: dict[str, dict[str, Tensor]] = {}
         trained = self.trained
         for name in reader.names("optimizer"):
             fqn, _, key = name.rpartition("/")
-            if fqn in trained and not key.startswith(GROUP):
+            if key.startswith(EXTRA):
+                entry = reader.read("optimizer", name)
+                beside.setdefault(fqn, {})[key.removeprefix(EXTRA)] = entry
+            elif fqn in trained and not key.startswith(GROUP):
                 tensor = read(reader, name, trained[fqn]) if read else None
                 tensor = reader.read("optimizer", name) if tensor is None else tensor
                 if key == AVERAGE:
@@ -301,7 +265,10 @@ class OptimizerState:
                     entries.setdefault(fqn, {})[key] = tensor
         order = enumerate(name for of_group in self.names for name in of_group)
         states = {i: nested(entries[n], f"{n}/") for i, n in order if n in entries}
-        return Stored(states, self.numbers.read(reader), averages)
+        # stages of a pipeline have written one each
+        own = next((fqn for fqn in trained if fqn in beside), next(iter(beside), ""))
+        kept = nested(beside[own], f"{own}/{EXTRA}") if beside else {}
+        return Stored(states, self.numbers.read(reader), kept, averages)
 
     def load(self, stored: Stored) -> None:
         """Load the state through the optimizer's own `load_state_dict`, which places and casts each
@@ -313,11 +280,26 @@ class OptimizerState:
             for key, state in packed["state"].items()
             if not isinstance(key, int) or order[key] is None
         }
-        if stored.states or packed["state"]:
-            packed["state"] = foreign | copied(self._built) | stored.states
+        if "state" not in packed:
+            raise CheckpointMismatch(
+                f"the state_dict() of {type(self.optimizer).__name__} has no 'state', so that it "
+                "cannot be given the checkpoint's: start it fresh with resume.optimizer=fresh"
+            )
+        beside = copied(self._built_beside) | stored.beside
+        packed |= beside
+        if stored.states or packed["state"] or beside:
+            packed["state"] = foreign | copied(self._built) | self._laid_out(stored.states)
             self.optimizer.load_state_dict(packed)
         self.numbers.load(self.optimizer.param_groups, stored.groups)
         self.averages.of = dict(stored.averages)
+
+    def _laid_out(self, stored: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """The states, with tensors of a parameter's shape in its memory order."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return {
+            index: map_tensors(partial(_in_memory_order_of, parameters[index]), state)
+            for index, state in stored.items()
+        }
 
     def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Yields number, name and state of each parameter that has a state."""
@@ -327,3 +309,13 @@ class OptimizerState:
         for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             if name is not None and parameter in states:
                 yield index, name, states[parameter]
+
+
+def _in_memory_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor with the strides of a parameter of its shape, such as `channels_last`: fused
+    kernels run through the memory of both in one order. Drivers that cut parameters have them
+    contiguous."""
+    if tensor.shape != parameter.shape or tensor.stride() == parameter.stride():
+        return tensor
+    ordered = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)
+    return ordered.copy_(tensor)

@@ -1,7 +1,7 @@
-"""The step of an optimizer of torch's, without what it finds out anew each time.
+"""Step a torch optimizer without the overhead that torch repeats in each step.
 
-For a small model that is most of it: torch opens a range for profilers around each step, updates
-groups that are alike one after the other, and looks at each parameter as if it had never seen it.
+For a small model this overhead is most of a step: torch opens a range for profilers around it,
+updates groups with equal settings one after the other, and inspects each parameter again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,33 @@ from torch.optim import optimizer as hooks
 
 __all__ = ["take_step"]
 
-_RANGED = Optimizer.profile_hook_step(print).__code__
-"""Of what torch puts around the `step` of each class of optimizers: hooks in a profiler's range."""
+
+def _code_of_wrapper() -> Any:
+    """Return the code of the wrapper that torch puts around `step` of each optimizer class: it runs
+    hooks in a profiler range. Return None if this torch lacks a name that the steps below use:
+    each step is then called unchanged.
+    """
+    named = (
+        (hooks, "_global_optimizer_pre_hooks"),
+        (hooks, "_global_optimizer_post_hooks"),
+        (profiler, "_is_profiler_enabled"),
+        (torch, "_foreach_add_"),
+        (torch, "_fused_adam_"),
+        (torch, "_fused_adamw_"),
+    )
+    if not all(hasattr(module, name) for module, name in named):
+        return None
+    wrap = getattr(Optimizer, "profile_hook_step", None)
+    return None if wrap is None else getattr(wrap(print), "__code__", None)
+
+
+_PROFILED_STEP = _code_of_wrapper()
 
 
 def take_step(optimizer: Optimizer) -> None:
-    """`optimizer.step()`, with groups that are alike as one, and without the range for profilers
-    while nobody profiles. With hooks, or a `step` of the user's, it is called as it is."""
-    if profiler._is_profiler_enabled or not _is_only_ranged(optimizer):
+    """Call `optimizer.step()`, with groups of equal settings as one, and without the profiler range
+    while no profiler is running. With hooks, or a `step` of the user's, call it unchanged."""
+    if not _has_plain_step(optimizer) or profiler._is_profiler_enabled:
         optimizer.step()
         return
     groups, joined = optimizer.param_groups, _joined(optimizer)
@@ -94,7 +113,7 @@ def _tensors(state: Any, group: dict[str, Any]) -> tuple[list[Tensor], ...] | No
 
 
 _BY_ELEMENT = (*_ADAM, torch.optim.SGD)
-"""Each element is updated by itself: it is the same in which group, and beside which others."""
+"""Optimizers that update each element by itself, whatever group it is in."""
 
 
 def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -110,11 +129,12 @@ def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{**first, "params": [p for group in groups for p in group["params"]]}]
 
 
-def _is_only_ranged(optimizer: Optimizer) -> bool:
-    """True if nothing but that range is around the `step` that the optimizer's class defines: no
-    hook, nothing of a user's; and of a schedule of torch's nothing that is yet to be noted."""
+def _has_plain_step(optimizer: Optimizer) -> bool:
+    """Return True if torch's profiler range is all that wraps the `step` of the optimizer's class:
+    no hook and no function of a user's. A schedule of torch's may wrap it once it has noted a
+    step."""
     step, own = getattr(type(optimizer), "step", None), vars(optimizer).get("step")
-    if getattr(step, "__code__", None) is not _RANGED:
+    if _PROFILED_STEP is None or getattr(step, "__code__", None) is not _PROFILED_STEP:
         return False
     if own is not None and not (
         getattr(own, "_wrapped_by_lr_sched", False)

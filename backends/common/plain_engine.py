@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,12 +12,13 @@ from ...kernel.contract import Outcome, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
-from . import model_state, models, stepping
+from . import attached, model_state, models, stepping
 from .optimizer_state import OptimizerState
+from .registered import Registered
 
 
 class PlainEngine:
-    """The user's own module, unwrapped. A driver's engine overrides what is different there."""
+    """The user's own module, unwrapped. A driver's engine overrides what differs."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
@@ -26,14 +27,16 @@ class PlainEngine:
         """The module that is called: put a wrapper here."""
         self.tied = models.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
-        self.parameters = [p for p in self.own.parameters() if p.requires_grad]
+        self.parameters = list(self.own.parameters())  # frozen ones may be thawed later
         self.optimizer = models.build_optimizer(recipe, self.own)
+        attached.refuse_inexact_hooks(dict(self.own.named_parameters()), plan, world)
         self.state = OptimizerState(self.optimizer, self.own)
         self.autocast = models.autocast(plan, world.device)
         self.loss_scale = stepping.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
             # in place: names and the module itself stay
             self.own.compile(**plan.compile_options)
+        self.registered = Registered(self.own)
 
     def build_model(self, recipe: Recipe) -> nn.Module:
         """The user's own module, on the device."""
@@ -44,6 +47,18 @@ class PlainEngine:
         return self.optimizer.param_groups  # `load_state_dict` makes a new list
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        if self.registered.new:
+            self.follow(self.registered.take())
+        return models.NO_CONTEXT
+
+    def follow(self, registered: Mapping[str, nn.Parameter]) -> None:
+        """Parameters were registered since the last microbatch: others, or the same by new names.
+        Raises `RecipeError` for some in the places of others that the optimizer has."""
+        self.state.look_again()
+        self.parameters = list(self.own.parameters())
+
+    def without_update(self) -> AbstractContextManager[Any]:
+        """Enclose forward and backward of a microbatch whose gradients nobody keeps."""
         return models.NO_CONTEXT
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
@@ -53,9 +68,33 @@ class PlainEngine:
         return models.without_gradient(self.own)
 
     def update(self) -> Outcome:
+        plan = self.plan
         return stepping.update(
-            self.optimizer, self.parameters, self.plan.max_grad_norm, self.loss_scale
+            self.optimizer,
+            self.parameters,
+            plan.max_grad_norm,
+            self.loss_scale,
+            plan.max_grad_value,
+            None if self._observer is None else self._show_update,
         )
+
+    runs_all_modules = True
+    _observer: Any = None
+    """The observer of the next update; see `show_update`."""
+
+    def show_update(self, observer: Any) -> None:
+        """See `ShowsUpdates`."""
+        self._observer = observer
+
+    def _show_update(self) -> None:
+        observer, self._observer = self._observer, None
+        observer.weights(self._parts())
+        named = self.own.named_parameters()
+        observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
+
+    def _parts(self) -> dict[str, Any]:
+        """Return each parameter, which this rank holds whole, and its shape."""
+        return {name: (p.detach(), tuple(p.shape)) for name, p in self.own.named_parameters()}
 
     def shards(self) -> Iterator[Piece]:
         return model_state.replicated_pieces(
@@ -70,6 +109,9 @@ class PlainEngine:
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.state.averages.shown_in(self.state.trained)
+
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        change(self._parts())
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.own)

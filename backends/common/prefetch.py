@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from ...data.nested import map_tensors, tensors_of
+from ...data.nested import can_be_moved, map_leaves, map_tensors, tensors_of
 from ...kernel.recipe import Batch
+from .accelerators import facts_of
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
@@ -22,12 +23,19 @@ def pin(batch: Batch) -> Batch:
 
 
 def feed(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """On the CPU the batches themselves; on an accelerator one batch ahead, copied on a side
-    stream from page-locked memory.
+    """Return the batches themselves on the CPU. On an accelerator copy one batch ahead, on a side
+    stream, from page-locked memory; on one without streams copy each when it is asked for.
     """
     if device.type == "cpu":
         return iter(batches)
+    if not facts_of(device.type).streams:
+        return (_with_objects(move(batch, device), device) for batch in batches)
     return _feed_ahead(iter(batches), device)
+
+
+def _with_objects(batch: Batch, device: torch.device) -> Batch:
+    """Return the batch with its objects that can be moved on the device, too."""
+    return map_leaves(lambda leaf: leaf.to(device) if can_be_moved(leaf) else leaf, batch)
 
 
 def _feed_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
@@ -52,4 +60,5 @@ def _feed_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batc
             # the allocator must not hand the memory out again while this stream reads it
             tensor.record_stream(stream)
         ahead = start()
-        yield current
+        # an object's own memory cannot be recorded, so it is allocated where it is used
+        yield _with_objects(current, device)

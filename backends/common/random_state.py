@@ -65,14 +65,14 @@ def set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
 
 
 def drawn_seed() -> int:
-    """By torch's generator of the host, and small enough to add to."""
+    """Draw a seed from torch's generator of the host, small enough to add to."""
     return int(torch.randint(2**62, ()))
 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's generators, of the host and of `device`, begin anew by `seed`; afterwards they are as
-    they were."""
+    """Seed torch's generators, of the host and of `device`, within the block; restore them
+    afterwards."""
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(seed)
         yield
@@ -92,11 +92,13 @@ def _of_torch(device: torch.device, state: Mapping[str, Tensor]) -> Iterator[_Ac
     )
     if device.type != "cpu" and (of_device := state.get("device")) is not None:
         module = torch.get_device_module(device)
-        yield (
-            "device",
-            lambda: torch.Generator(device).set_state(of_device),
-            lambda: module.set_rng_state(of_device, device),
-        )
+
+        def try_out() -> None:  # not every device can make a second generator
+            before = module.get_rng_state(device)
+            module.set_rng_state(of_device, device)
+            module.set_rng_state(before, device)
+
+        yield "device", try_out, lambda: module.set_rng_state(of_device, device)
 
 
 def _of_python(state: Mapping[str, Tensor]) -> Iterator[_Act]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import graph
 
 from ...kernel.contract import Outcome
+from .accelerators import facts_of
 from .optimizer_step import take_step
 
 _NARROW = {torch.bfloat16, torch.float16}
@@ -31,7 +32,7 @@ class LossScale:
         self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def unscale(self, grads: Sequence[Tensor]) -> None:
-        torch._foreach_mul_(list(grads), self.scale.double().reciprocal().float())
+        torch._foreach_mul_(list(grads), self.scale.reciprocal())
 
     def update(self, overflow: Tensor) -> None:
         torch._amp_update_scale_(
@@ -40,7 +41,7 @@ class LossScale:
 
 
 _run_backward = getattr(graph, "_engine_run_backward", None)
-"""What `torch.autograd.backward` calls in the end."""
+"""The function that `torch.autograd.backward` calls in the end."""
 
 
 def backward(loss: Tensor, weight: Tensor, loss_scale: LossScale | None = None) -> None:
@@ -63,12 +64,18 @@ def update(
     parameters: Collection[nn.Parameter],
     max_norm: float | None,
     loss_scale: LossScale | None = None,
+    max_value: float | None = None,
+    before_clip: Callable[[], None] | None = None,
 ) -> Outcome:
-    """The whole of `Engine.update` where this rank holds the whole gradient of everything."""
+    """The whole of `Engine.update` where this rank holds the whole gradient of everything.
+    `before_clip` is called once gradients are unscaled."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if loss_scale is not None:
         loss_scale.unscale(grads)
-    outcome = step_if_finite(optimizer, grads, global_norm(grads), max_norm, loss_scale)
+    if before_clip is not None:
+        before_clip()
+    norm = global_norm(grads)
+    outcome = step_if_finite(optimizer, grads, norm, max_norm, loss_scale, max_value)
     forget_gradients(parameters)
     return outcome
 
@@ -92,26 +99,37 @@ def global_norm(grads: Sequence[Tensor]) -> Tensor:
     return cast(Tensor, torch.linalg.vector_norm(norms).float())
 
 
+def limit_values(grads: Iterable[Tensor], limit: float) -> None:
+    """Clamp each element to [-limit, limit], in place; real and imaginary parts on their own."""
+    real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    torch._foreach_clamp_min_(real, -limit)
+    torch._foreach_clamp_max_(real, limit)
+
+
 def step_if_finite(
     optimizer: torch.optim.Optimizer,
     grads: Sequence[Tensor],
     norm: Tensor,
     max_norm: float | None,
     loss_scale: LossScale | None = None,
+    max_value: float | None = None,
 ) -> Outcome:
-    """Clip to `max_norm`, and step unless `norm` is not finite. The gradients are kept.
+    """Clip to `max_norm`, then each element to `max_value`, and step unless `norm` is not finite.
+    The gradients are kept.
 
     `norm` must be equal on all ranks, since it decides. On the CPU it is read at once; on an
     accelerator an optimizer that supports `found_inf` decides on the device, and the answer is
     fetched after the queued work.
     """
     if norm.device.type != "cpu":
-        return _step_on_device(optimizer, grads, norm, max_norm, loss_scale)
+        return _step_on_device(optimizer, grads, norm, max_norm, loss_scale, max_value)
     value = norm.item()
     finite = math.isfinite(value)
     if finite:
         if max_norm is not None and value > max_norm:
             torch._foreach_mul_(list(grads), max_norm / (value + 1e-6))
+        if max_value is not None:
+            limit_values(grads, max_value)
         take_step(optimizer)
     if loss_scale is not None:
         loss_scale.update(torch.full((), float(not finite)))
@@ -132,11 +150,14 @@ def _step_on_device(
     norm: Tensor,
     max_norm: float | None,
     loss_scale: LossScale | None,
+    max_value: float | None,
 ) -> Outcome:
     finite = torch.isfinite(norm)
     overflow = (~finite).float()
     if max_norm is not None:
         torch._foreach_mul_(list(grads), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if max_value is not None:
+        limit_values(grads, max_value)
     applied = fetch_flag(finite)
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         # the fused kernels skip the update where `found_inf` is set, step count included
@@ -153,8 +174,10 @@ def _step_on_device(
 
 def fetch_flag(flag: Tensor) -> Callable[[], bool]:
     """Start to copy a 0-d bool from an accelerator; the returned function waits for the copy only,
-    not for work queued after it.
+    not for work queued after it. Without streams it waits for all.
     """
+    if not facts_of(flag.device.type).streams:
+        return lambda: bool(flag)
     host = torch.empty((), dtype=torch.bool, pin_memory=True)
     host.copy_(flag, non_blocking=True)
     copied = torch.Event(flag.device.type)

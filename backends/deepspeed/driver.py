@@ -5,16 +5,15 @@ NCCL where there is CUDA, gloo on the CPU. Rajbhandari et al., https://arxiv.org
 
 from __future__ import annotations
 
-import atexit
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,46 +24,47 @@ from ...kernel.errors import BackendUnavailable
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import layouts, model_state, models, stepping
+from ...launched import world_size
+from ..common import attached, layouts, model_state, models, stepping
+from ..common.entered import Entered
+from ..common.frozen import Frozen
 from ..common.optimizer_state import GroupNumbers
+from ..common.registered import Registered
+from ..common.unwrapping import unwrapped
+from ..common.writes import Writes, each_of
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
-from ..process_group.layers_used import LayersUsed
+from ..process_group.copies import Copies, Held
 from ..process_group.peers import Peers
 from ..process_group.session import (
     ProcessGroupSession,
     choose_device,
-    joined_ranks,
-    num_launched,
     probe_devices,
     process_group,
 )
-from . import initialize, loss_scaler, zero_absent, zero_config, zero_state
+from ..process_group.used_layers import UsedLayers
+from . import (
+    initialize,
+    loss_scaler,
+    operators,
+    twins,
+    zero_absent,
+    zero_change,
+    zero_config,
+    zero_shown,
+    zero_state,
+)
+from .gradient_order import GradientOrder, note_gathered_weights
+from .limit_values import limit_values
+from .options import DeepspeedOptions
+from .original import LIBRARIES, OriginalModule
+from .updated_parameters import UpdatedParameters
 from .zero_averages import ZeroAverages
 
 __all__ = ["driver"]
 
 
-@dataclass(frozen=True)
-class DeepspeedOptions:
-    """The driver's own arguments; all others of DeepSpeed go into `config`."""
-
-    stage: int | None = None
-    """1 shards the optimizer's state, 2 gradients too, 3 weights too; 2 by default."""
-    config: Any = None
-    """DeepSpeed's JSON: its path, or a dict. `auto` is filled in; what contradicts the plan is
-    refused. `"bf16": {"enabled": "auto"}` holds the module's weights in 16 bits; without it
-    torch.autocast computes in them. An `optimizer` section replaces the recipe's optimizer."""
-    construct: Literal["sharded", "whole"] = "sharded"
-    """At stage 3: shard each submodule when it is made, or the whole model when all is made (each
-    rank needs host memory for all of it then, and the model may come from outside the recipe)."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
-
-
 _LOG = logging.getLogger(__name__)
-
-_kept = ExitStack()  # DeepSpeed keeps handles of the process group for as long as the process lives
 
 
 class DeepspeedDriver:
@@ -89,6 +89,7 @@ class DeepspeedDriver:
             sharded=stage == 3,
             compile=stage < 3,
             activation_checkpointing=True,
+            max_grad_value=True,
             uneven_gradients=False,
             feeds_ahead=choose_device(options.device).type != "cpu",
             saves_memory="set backend.stage=3, which cuts the weights over ranks too, or "
@@ -103,13 +104,18 @@ class DeepspeedDriver:
         whole = layouts.replicated_layout(plan, model, state_bytes)
         return zero_config.layout(config, plan, model, whole, world_size)
 
+    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
+        """See `ChecksModels`: what only float32 can be."""
+        options = plan.options or DeepspeedOptions()
+        initialize.refuse_parameters(model, zero_config.resolve(options, plan, world_size()))
+
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
         options = plan.options or DeepspeedOptions()
         if not (probe := self.probe()).usable:
             raise BackendUnavailable(f"{probe.reason}; {probe.install}")
         device = choose_device(options.device)
-        size = dist.get_world_size() if dist.is_initialized() else num_launched()
+        size = dist.get_world_size() if dist.is_initialized() else world_size()
         config = zero_config.resolve(options, plan, size)
         if size == 1:
             _LOG.warning("deepspeed in one process shards nothing; launch more, or use cpu or ddp")
@@ -118,21 +124,19 @@ class DeepspeedDriver:
         initialize.import_deepspeed(device)
         initialize.refuse_unsupported(zero_config.low_precision(config))
         if zero_config.swaps(config):
-            initialize.compile_file_operator()
-        if not dist.is_initialized():
-            _kept.enter_context(joined_ranks(plan, device))
-            atexit.register(_kept.close)
-        engines: list[ZeroEngine] = []
+            operators.compile_file_operator()
+        engines: WeakSet[ZeroEngine] = WeakSet()
 
         def build(recipe: Recipe, plan: Plan, world: World) -> ZeroEngine:
-            engines.append(ZeroEngine(recipe, plan, world, copy.deepcopy(config)))
-            return engines[-1]
+            engines.add(engine := ZeroEngine(recipe, plan, world, copy.deepcopy(config)))
+            return engine
 
-        with process_group(plan, device) as world:
+        destroy = initialize.destroy_process_group
+        with initialize.local_rank_set(), process_group(plan, device, destroy) as world:
             try:
                 yield ProcessGroupSession(plan, world, build)
             finally:
-                for engine in engines:
+                for engine in [*engines]:
                     engine.close()
 
 
@@ -146,11 +150,16 @@ class ZeroEngine:
         self.plan, self.world = plan, world
         construct = (plan.options or DeepspeedOptions()).construct
         self.own = initialize.model(recipe, plan, config, construct)
+        models.refuse_sparse(self.own, "deepspeed")
         self.tied = models.tied_groups(self.own)
         self.num_parameters = zero_state.num_elements(self.own)
         bucket = zero_config.bucket_elements(config, self.num_parameters)
         config["zero_optimization"]["reduce_bucket_size"] = bucket
+        self._original = OriginalModule(self.own)
+        models.hold(self.own)
         base = initialize.optimizer(recipe, self.own)
+        named = dict(self.own.named_parameters())
+        attached.refuse_inexact_hooks(named, plan, world, takes_gradients=True)
         of = {parameter: name for name, parameter in self.own.named_parameters()}
         names = [[of.get(p) for p in ps] for g in base.param_groups if (ps := g["params"])]
         own_optimizer, groups = None, None
@@ -159,13 +168,14 @@ class ZeroEngine:
             keys = ("params", "lr", "weight_decay")
             groups = [{key: group[key] for key in keys} for group in base.param_groups]
             if not config["optimizer"]["params"].get("torch_adam"):
-                initialize.refuse_stale_locks()
+                operators.refuse_stale_locks()
         else:
             own_optimizer = base
-            initialize.refuse_unless_elementwise(base, world.device)
+            twins.refuse_unless_elementwise(base, world.device)
+        if recipe.after_update is not None:
+            zero_change.refuse_where_not_plain(config)
         self._autocast = models.autocast(plan, world.device)
-        self._plain = [(part, _hooks(part)) for part in self.own.modules()]
-        self._given_forward = self._local_forward = self.own.forward
+        self._original_forward = self._local_forward = self.own.forward
         if plan.precision.compute != plan.precision.params:
             self.own.forward = self._computing
         if zero_config.low_precision(config):  # inputs must be cast for such weights
@@ -186,41 +196,46 @@ class ZeroEngine:
         self.averages = ZeroAverages(self.zero, self.own)
         self._built_state = zero_state.built_state(self.zero, self.own)
         if own_optimizer is not None and zero_state.num_calls(self.zero) > 1:
-            initialize.refuse_if_it_counts_steps(own_optimizer)
+            twins.refuse_if_it_counts_steps(own_optimizer)
         trained = zero_state.trained(self.zero)
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
+        self._frozen, self._entered = Frozen(self.own), Entered(self.module)
+        self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
+        self._is_closed = False
+        self._registered, self._base = Registered(self.own), base
+        initialize.refuse_added_groups(base)
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
-        self._updated, self._said = frozenset[str](), False
-        self.layers = LayersUsed(world)
-        self._watch_layers()
+        in_groups = [self._trained.intersection(of_group) for of_group in self.numbers.names]
+        self._updated = UpdatedParameters(self.zero, in_groups, own_optimizer, world.device)
+        self.layers = UsedLayers(world)
+        if zero_state.cuts_weights(self.zero):
+            note_gathered_weights(self.own, self.layers)
+        self._order = GradientOrder(self.zero, self.own, self.layers)
+        if plan.max_grad_value is not None:
+            limit_values(self.zero, plan.max_grad_value)
         for name, parameter in named.items():
             if parameter.requires_grad:
-                reach = partial(self._reach, name, self.layers.kind(f"the gradient of {name!r}"))
+                reach = partial(self._reach, name, parameter)
                 parameter.register_hook(reach)  # type: ignore[no-untyped-call]
+        whole = {} if zero_state.cuts_weights(self.zero) else named
+        self._copies = Copies(lambda: (Held(name, "", p) for name, p in whole.items()), world)
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):
             self.loss_scale = stepping.LossScale(world.device)
             self.zero.custom_loss_scaler = True
             self.zero.external_loss_scale = float(self.loss_scale.scale)
 
-    def _reach(self, name: str, kind: int, grad: Tensor) -> None:
+    def _reach(self, name: str, parameter: nn.Parameter, grad: Tensor) -> None:
         self._reached.add(name)
-        self.layers.note(kind)
-
-    def _watch_layers(self) -> None:
-        """Where weights are cut, all that has some of its own. Small ones stay whole once they are
-        gathered, which may be in any step."""
-        for name, part in self.own.named_modules() if zero_state.cuts_weights(self.zero) else ():
-            if part._parameters:
-                self.layers.watch_gathered(name, part, again=_is_gathered(part))
+        self._order.arrives(parameter)
 
     def _computing(self, *args: Any, **kwargs: Any) -> Any:
         # the engine turns autocast off around the forward; a cache would hold every weight, whole
         dtype = self.plan.precision.compute
         with torch.autocast(self.world.device.type, dtype, cache_enabled=False):
-            return self._given_forward(*args, **kwargs)
+            return self._original_forward(*args, **kwargs)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -228,54 +243,61 @@ class ZeroEngine:
         return groups
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        return models.NO_CONTEXT
+        self._registered.refuse("deepspeed")
+        self._frozen.refuse_thawed("deepspeed")
+        self._entered.begin()
+        return self._writes.watching()
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._named("gathering weights in a forward", self._autocast())
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
+        self._entered.require()
         with self._named("gathering weights or summing gradients in a backward"):
-            self.layers.backward()
+            self._order.begin()
             self.module.backward(loss * weight, scale_wrt_gas=False)
+            self._order.end()
 
     def unused(self) -> Sequence[str]:
         named = self.own.named_parameters()
         return [name for name, p in named if p.requires_grad and name not in self._reached]
 
+    runs_all_modules = True
+    _observer: Any = None
+    """The observer of the next update; see `show_update`."""
+
+    def show_update(self, observer: Any) -> None:
+        """See `ShowsUpdates`."""
+        zero_shown.refuse_where_unseen(self.zero)
+        self._observer = observer
+
     def update(self) -> Outcome:
+        self._frozen.refuse_thawed("deepspeed")
         with self._named("comparing which layers were used"):
             self.layers.compare()
-        self._say_that_counts_are_shared()
-        absent, self._reached = self._trained - self._reached, set()
-        left = zero_absent.left_alone(self.zero, self.own, absent)
-        with self._named("updating the weights"), left if absent else models.NO_CONTEXT:
+        reached, absent = self._trained & self._reached, self._trained - self._reached
+        self._updated.check(reached, absent)
+        self._reached = set()
+        observer, self._observer = self._observer, None
+        shown = left = models.NO_CONTEXT
+        if observer is not None:
+            shown = zero_shown.shown(self.zero, self.own, reached, observer)
+        if absent:
+            left = zero_absent.left_alone(self.zero, self.own, absent)
+        with self._named("updating the weights"), shown, left:
             self.module.step()
         stepping.forget_gradients(self._others)
+        self._writes.updated()
         norm = torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32)
-        applied = bool(self.module.was_step_applied())
+        if applied := bool(self.module.was_step_applied()):
+            self._updated.done(reached)
         if self.loss_scale is not None:
             self.loss_scale.update(torch.full((), float(not applied), device=self.world.device))
             self.zero.external_loss_scale = float(self.loss_scale.scale)
         return Outcome(norm.to(self.world.device), lambda: applied)
 
-    def _say_that_counts_are_shared(self) -> None:
-        """Once, when parameters of one group begin to differ in how often they were updated."""
-        before, now = self._updated, self._reached & self._trained
-        self._updated = before | now
-        parted = {
-            name
-            for group in map(set, self.numbers.names)
-            if before & group and now & group
-            for name in (before ^ now) & group
-        }
-        if parted and not self._said and zero_state.counts_steps(self.zero):
-            self._said = True
-            _LOG.warning(
-                "no gradient reaches %s in some steps: these parameters and their moments are left "
-                "as they were, and the optimizer's count of steps, which DeepSpeed keeps once for "
-                "a group, goes on: their bias correction is that of the others",
-                ", ".join(sorted(parted)[:10]),
-            )
+    def audit(self) -> None:
+        self._copies.compare()
 
     def shards(self) -> Iterator[Piece]:
         counted = self.numbers.tensors(self.zero.param_groups)
@@ -289,6 +311,7 @@ class ZeroEngine:
         scale, stored = self._scale(), set(reader.names("state"))
         with refusing_together(self.world.rank, self.world.size):
             planned = zero_state.plan_restore(reader, self.own, self.zero, self.numbers)
+            updated = self._updated.read(reader)
             scale |= {
                 name: model_state.read_number(reader, name) for name in scale if name in stored
             }
@@ -296,6 +319,7 @@ class ZeroEngine:
         with model_state.overwriting():
             zero_state.restore(reader, self.own, self.zero, planned, trained, built)
             self.averages.restore(reader)
+        self._updated.restored(updated)
         self.numbers.load(self.zero.param_groups, planned.counted)
         zero_state.publish(self.zero)
         if self.loss_scale is not None:
@@ -312,6 +336,9 @@ class ZeroEngine:
     def average(self, weight: float) -> None:
         self.averages.move(weight)
 
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        zero_change.change_weights(self.zero, self.own, change)
+
     def averaged(self) -> AbstractContextManager[None]:
         return self.averages.shown()
 
@@ -323,47 +350,46 @@ class ZeroEngine:
         if hasattr(self.zero, "_partition_all_parameters"):
             self.zero._partition_all_parameters()  # nothing half fetched is left
         chosen = list(named.values()) if names is None else [named[name] for name in names]
-        with self.buffers.of_rank_0(), GatheredParameters(chosen), self._local():
+        with self.buffers.of_rank_0(), ExitStack() as stack:
+            with self._named("gathering whole weights"):
+                stack.enter_context(GatheredParameters(chosen))
+            stack.enter_context(self._local())
             yield self.own
 
     @contextmanager
     def _local(self) -> Iterator[None]:
-        """Without DeepSpeed's hooks, which would fetch and free weights together with all ranks."""
-        theirs = [(part, _hooks(part)) for part in self.own.modules()]
+        """Remove DeepSpeed's hooks, which fetch and free weights with all ranks, in the block."""
         forward, self.own.forward = self.own.forward, self._local_forward
         try:
-            for part, hooks in self._plain:
-                vars(part).update(hooks)
-            yield
+            with unwrapped(self.own, LIBRARIES):
+                yield
         finally:
             self.own.forward = forward
-            for part, hooks in theirs:
-                vars(part).update(hooks)
 
     def _named(
         self, call: str, inside: AbstractContextManager[Any] = models.NO_CONTEXT
     ) -> AbstractContextManager[None]:
         return naming_collectives(call, self.world.rank, inside=inside)
 
+    def give_back(self) -> bool:
+        """See `GivesBack`."""
+        if self._is_closed:
+            return False
+        if hasattr(self.zero, "_partition_all_parameters"):
+            self.zero._partition_all_parameters()
+        self.buffers.take_for_good()
+        with self._named("gathering whole weights"):
+            whole = self._original.whole()
+        self.close()
+        self._original.give_back(whole)
+        models.release(self.own)
+        return True
+
     def close(self) -> None:
         """Take DeepSpeed's hooks off the module, and its references to it."""
-        from deepspeed.runtime.zero import parameter_offload
+        if not self._is_closed:
+            self._is_closed = True
+            initialize.destroy(self.module, self.own, self._base)
 
-        self.module.destroy()
-        with suppress(ValueError):
-            parameter_offload.FWD_MODULE_STACK.remove(self.own)
-
-
-def _is_gathered(part: nn.Module) -> bool:
-    """In each forward; what DeepSpeed finds small stays whole."""
-    return not all(getattr(p, "ds_persist", True) for p in part.parameters(recurse=False))
-
-
-def _hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """Copies of a module's tables of hooks, by attribute."""
-    return {name: copy.copy(table) for name, table in vars(module).items() if name in _HOOK_TABLES}
-
-
-_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 driver = DeepspeedDriver()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import inspect
 import os
 import sys
-import time
-import warnings
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,20 +21,17 @@ from ...data.nested import tensors_of
 from ...kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
-from ..common import models
+from ..common import attached, models
 from . import zero_config
 from .zero_state import shape_of
 
-_ATTRIBUTES = ("data", "shape")  # of a parameter, that tell of its elements
-LONGEST_BUILD_SECONDS = 900.0
-"""A lock on a folder in which nothing has changed for that long is stale."""
+_ATTRIBUTES = ("data", "shape")  # attributes of a parameter that need its elements
 _LARGEST_UNSHARDED = 2**28  # elements that a rank may hold whole while a constructor is at work
 
 
 def import_deepspeed(device: torch.device) -> None:
     """DeepSpeed for that device, which it chooses once for the life of the process."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # it reads them even in a single process
     # compiled operators of one environment crash in another, and their folder is shared by default
     folder = Path.home() / ".cache" / "torch_extensions" / Path(sys.prefix).as_posix().strip("/")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(folder))
@@ -59,6 +54,29 @@ def import_deepspeed(device: torch.device) -> None:
     from deepspeed.runtime import compiler
 
     compiler.compile = lambda: _compiled_when_called
+
+
+@contextmanager
+def local_rank_set() -> Iterator[None]:
+    """Set LOCAL_RANK, which DeepSpeed reads even in a single process. Afterwards it is gone:
+    accelerate, for one, takes a process that has it for one of several."""
+    if "LOCAL_RANK" in os.environ:
+        yield
+        return
+    os.environ["LOCAL_RANK"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("LOCAL_RANK", None)
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group through DeepSpeed, which then drops its handles of groups; through
+    torch where DeepSpeed has not used it."""
+    import deepspeed
+
+    own = deepspeed.comm if deepspeed.comm.is_initialized() else dist
+    own.destroy_process_group()
 
 
 def _compiled_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,6 +110,46 @@ def refuse_unsupported(dtype: torch.dtype | None) -> None:
         )
 
 
+def refuse_parameters(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Raise `CapabilityRefused` for parameters that DeepSpeed would silently hold, save and compute
+    with in float32: at stage 3 all, at lower stages those that are trained. Parameters of 16 bits
+    are allowed if `config` asks for them. At stage 3 refuse parameters without elements, too."""
+    allowed = {torch.float32, zero_config.low_precision(config)}
+    every = config["zero_optimization"]["stage"] == 3
+    empty = [name for name, p in module.named_parameters() if 0 in shape_of(p)]
+    if every and empty:
+        raise CapabilityRefused(
+            f"parameters without elements ({', '.join(empty[:5])}) at ZeRO stage 3",
+            "deepspeed",
+            "DeepSpeed waits for their parts for ever. Leave them out (None), or take stage 2",
+        )
+    found = {
+        name: parameter.dtype
+        for name, parameter in module.named_parameters()
+        if (parameter.requires_grad or every)
+        and (parameter.is_floating_point() or parameter.is_complex())
+        and parameter.dtype not in allowed
+    }
+    if not found:
+        return
+    short = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    dtypes = {*found.values()}
+    in_float32 = "make them float32 (model.float())"
+    if any(dtype.is_complex for dtype in dtypes):
+        in_float32 = "hold their real and imaginary parts in float32 (torch.view_as_real)"
+    remedy = f"Take the backend ddp or fsdp, or {in_float32}"
+    if len(dtypes) == 1 and (name := short.get(*dtypes)):
+        remedy += (
+            f'; or set precision={name} and backend.config={{"{name}": {{"enabled": "auto"}}}}, '
+            f"which holds the weights in {name} and updates float32 copies of them"
+        )
+    raise CapabilityRefused(
+        f"parameters of {' and '.join(sorted(map(str, dtypes)))} ({', '.join(list(found)[:5])})",
+        "deepspeed",
+        f"ZeRO holds, updates and saves float32 values, and other numbers come out. {remedy}",
+    )
+
+
 def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str) -> nn.Module:
     """The recipe's model; at stage 3 each rank keeps its part of every parameter.
 
@@ -101,12 +159,13 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
     from deepspeed.accelerator import get_accelerator
 
     device = torch.device(get_accelerator().current_device_name())
-    if config["zero_optimization"]["stage"] < 3:
-        return models.build_model(recipe, plan, device)
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    if construct == "whole":
-        module = models.build_model(recipe, plan, None)
+    is_cut = config["zero_optimization"]["stage"] == 3
+    if construct == "whole" or not is_cut:
+        module = models.build_model(recipe, plan, None if is_cut else device)
+        refuse_parameters(module, config)
+        models.make_contiguous(module.parameters())
     else:
         with _sharding(config) as made:
             module = models.build_model(recipe, plan, None)
@@ -116,6 +175,8 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
                 "one), so every rank holds all of it. Make the model inside recipe.model; or set "
                 "backend.construct=whole if each rank's host memory is enough for it"
             )
+    if not is_cut:
+        return module
     with _with_a_dimension(module.parameters()):
         Init(module=module, config_dict_or_path=dict(config))
     dtype = zero_config.low_precision(config)
@@ -183,6 +244,8 @@ def _sharding(config: Mapping[str, Any]) -> Iterator[set[int]]:
             with torch._C.DisableTorchFunction():
                 made.add(id(module))
                 kept.append(module)  # so that no other object takes its id
+                refuse_parameters(module, config)
+                models.make_contiguous(module.parameters(recurse=False))
                 with _with_a_dimension(module.parameters(recurse=False)):
                     super()._post_init_method(module)
 
@@ -235,7 +298,7 @@ class _TouchedParameters(TorchFunctionMode):
     def shard_again(self) -> None:
         with torch._C.DisableTorchFunction():
             for parameter in self.whole:
-                parameter.data = parameter.data.to(parameter.ds_tensor.device)
+                parameter.data = parameter.data.to(parameter.ds_tensor.device).contiguous()
                 dist.broadcast(parameter.data, 0)
                 parameter.partition(has_been_updated=True)
             self.whole.clear()
@@ -247,154 +310,68 @@ def optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
     """
     if not any(hasattr(parameter, "ds_shape") for parameter in module.parameters()):
         return models.build_optimizer(recipe, module)
-    behind: dict[int, nn.Parameter] = {}
+    originals: dict[int, nn.Parameter] = {}
     stand_in: Any = nn.Module()
-    stand_in.named_parameters = lambda: _stand_ins(module, behind)
+    stand_in.named_parameters = lambda: _stand_ins(module, originals)
     built = models.build_optimizer(recipe, stand_in)
     for group in built.param_groups:
-        group["params"] = [behind.get(id(chosen), chosen) for chosen in group["params"]]
+        group["params"] = [originals.get(id(chosen), chosen) for chosen in group["params"]]
     built.state.clear()  # some hold zeros from the beginning, in the shapes of the stand-ins
     return built
 
 
+def refuse_added_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Have `add_param_group` raise `CapabilityRefused` from now on: DeepSpeed has laid out the
+    present parameters, and cannot add others."""
+
+    def add_param_group(group: Any) -> None:
+        raise CapabilityRefused(
+            "optimizer.add_param_group during a run",
+            "deepspeed",
+            "DeepSpeed has laid out the parameters of the groups that existed when the run "
+            "began, and would not train others. Give the optimizer all parameters from the start, "
+            "those that learn later with a learning rate of 0 in a group of their own; or take "
+            "the backend ddp or fsdp",
+        )
+
+    vars(optimizer)["add_param_group"] = add_param_group
+
+
+def destroy(engine: Any, own: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take DeepSpeed's hooks off the module `own`, and its references to it."""
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+
+    vars(optimizer).pop("add_param_group", None)
+    engine.destroy()
+    with suppress(ValueError):
+        parameter_offload.FWD_MODULE_STACK.remove(own)
+    # stage 3 caches a method by its object and module, for all engines of the process: the model
+    # would stay in memory, and the process group with its threads, sockets and store
+    for method in vars(partitioned_param_coordinator.PartitionedParameterCoordinator).values():
+        inside = inspect.getclosurevars(method).nonlocals if inspect.isfunction(method) else {}
+        for function in (method, *inside.values()):
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
+
+
 def _stand_ins(
-    module: nn.Module, behind: dict[int, nn.Parameter]
+    module: nn.Module, originals: dict[int, nn.Parameter]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters of the whole shape that take no memory, and what each stands for by its id."""
     for name, parameter in module.named_parameters():
         one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        shown = nn.Parameter(one.expand(shape_of(parameter)), parameter.requires_grad)
-        behind[id(shown)] = parameter
+        shown = attached.in_place_of(parameter, one.expand(shape_of(parameter)))
+        originals[id(shown)] = parameter
         yield name, shown
-
-
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raises `CapabilityRefused` for an optimizer to which more than each element matters.
-
-    ZeRO gives that of each rank a stretch of a flat tensor, so an Adafactor, or one that sums over
-    all parameters as Prodigy does, would silently become another algorithm. It is tried on a matrix
-    and, twice, on stretches of the same numbers.
-    """
-    kinds = models.kinds_of(optimizer)
-    if any(isinstance(k, torch.optim.Adagrad) for k in kinds) and len(optimizer.param_groups) > 1:
-        raise CapabilityRefused(
-            "Adagrad with more than one group of parameters",
-            "deepspeed",
-            "DeepSpeed makes it anew with the settings of one; put all parameters into one group",
-        )
-    for kind in kinds:
-        _refuse_unless_elementwise(kind, device)
-
-
-def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    reason = "it updates a matrix differently from the same numbers in parts, each by itself"
-    numbers = torch.linspace(-1.0, 2.0, 24)
-    try:
-        whole = _tried(optimizer, device, numbers.reshape(4, 6))
-        cut = torch.cat([_tried(optimizer, device, part) for part in (numbers[:10], numbers[10:])])
-        same = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
-    except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
-        same, reason = False, f"it fails on flat tensors ({error})"
-    if not same:
-        raise CapabilityRefused(
-            f"the optimizer {type(optimizer).__name__}",
-            "deepspeed",
-            f"{reason}, which is what ZeRO shards. Take an optimizer like torch.optim.AdamW or "
-            "SGD, or the backend fsdp or ddp",
-        )
-
-
-def _tried(optimizer: torch.optim.Optimizer, device: torch.device, numbers: Tensor) -> Tensor:
-    """These numbers after two updates, with gradients that follow from them."""
-    parameter = nn.Parameter(numbers.to(device, copy=True))
-    twin = _twin(optimizer, [parameter])
-    for turn in (1.0, 2.0):
-        parameter.grad = (numbers * -turn + turn).to(device)
-        twin.step()
-    return parameter.detach().reshape(-1)
-
-
-def _twin(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """One of the same kind, with the settings of its first group, that has not stepped."""
-    given = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    settings = {**copy.deepcopy(given), "lr": 0.1}
-    if type(optimizer) is torch.optim.Adagrad:  # in torch 2.8 its state is made when it is
-        return torch.optim.Adagrad(parameters, **settings)
-    twin = object.__new__(type(optimizer))
-    groups = [{**settings, "params": parameters}]
-    twin.__dict__.update(vars(optimizer), state=defaultdict(dict), param_groups=groups)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return twin
-
-
-def refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raises `CapabilityRefused` for an optimizer that counts its steps in its groups, where ZeRO
-    makes many of one: all groups are there in each."""
-    for kind in models.kinds_of(optimizer):
-        _refuse_if_it_counts_steps(kind)
-
-
-def _refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
-    twin = _twin(optimizer, [])
-    before = {**twin.param_groups[0]}
-    twin.step()
-    if changed := [key for key, value in twin.param_groups[0].items() if value != before.get(key)]:
-        raise CapabilityRefused(
-            f"the optimizer {type(optimizer).__name__}",
-            "deepspeed",
-            f"it counts {', '.join(changed)} in its groups, and stage 3 calls it once for each "
-            "group of weights. Take one group, backend.stage=2, or the backend fsdp or ddp",
-        )
-
-
-def refuse_stale_locks() -> None:
-    """Raises `BackendUnavailable` when a stale lock keeps DeepSpeed's operators from being
-    compiled. A build that is killed leaves its lock, on which every later run would wait for ever.
-    """
-    from torch.utils import cpp_extension
-
-    if not hasattr(cpp_extension, "FileBaton"):
-        return  # later versions of torch lock by the system, which lets go of what is dead
-    told = False
-    while locks := list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")):
-        with suppress(FileNotFoundError):  # done while we looked
-            newest = max(path.stat().st_mtime for path in locks[0].parent.iterdir())
-            if time.time() - newest > LONGEST_BUILD_SECONDS:
-                raise BackendUnavailable(
-                    f"a build of DeepSpeed's operators that never ended left {locks[0]} behind, "
-                    "and every run waits for it. Delete that file, unless a build is running now"
-                )
-        if not told:
-            warnings.warn(f"waiting for the build that holds {locks[0]}", stacklevel=2)
-        told = True
-        time.sleep(0.5)
-
-
-def compile_file_operator() -> None:
-    """Compile the operator that NVMe offload needs, once an environment: on the first rank, while
-    the others wait. Raises `BackendUnavailable` where it cannot be compiled."""
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    refuse_stale_locks()
-    builder = AsyncIOBuilder()
-    if not builder.is_compatible():
-        raise BackendUnavailable(
-            "NVMe offload needs libaio with its headers, and a C++ compiler: install libaio-dev "
-            "(libaio-devel where packages are RPMs), or name their folders in CPATH and "
-            "LIBRARY_PATH; or offload to 'cpu'"
-        )
-    builder.load(verbose=False)
 
 
 __all__ = [
     "broadcasting_scalars",
-    "compile_file_operator",
+    "destroy",
     "import_deepspeed",
+    "local_rank_set",
     "model",
     "optimizer",
-    "refuse_if_it_counts_steps",
-    "refuse_stale_locks",
-    "refuse_unless_elementwise",
+    "refuse_added_groups",
+    "refuse_parameters",
 ]

@@ -1,4 +1,4 @@
-"""What an update of ZeRO leaves as it is: parameters that no rank has a gradient of."""
+"""Keep an update of ZeRO from changing parameters that have no gradient on any rank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...checkpoint.optimizer_entries import copied
+from .twins import fresh_state, is_count
 from .zero_state import Partition, Slice, cuts_weights, in_memory, partitions, publish
 
 
@@ -16,22 +18,28 @@ from .zero_state import Partition, Slice, cuts_weights, in_memory, partitions, p
 def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Within the block an update leaves these parameters, which no rank has a gradient of,
     unchanged: DeepSpeed updates them by a gradient of zero, to which weight decay and moments would
-    add. What it counts for a group goes on, unless no gradient reaches any of that."""
+    add. State that the update makes is as the optimizer begins it. A count that the optimizer
+    keeps for a group still increases, unless no parameter of the group has a gradient."""
     kept = [_copied(zero, part, names) for part in partitions(zero, module)]
     counts = _counts(zero, module, names)
     yield
     for part, copies in zip(partitions(zero, module), kept, strict=True):
         with in_memory(zero, part.index):
-            for piece, key, copy in copies:
-                held = part.master if key is None else zero.optimizer.state[part.master][key]
-                piece.of(held).copy_(copy)
+            state = zero.optimizer.state.get(part.master, {})
+            for piece, weights, before in copies:
+                piece.of(part.master).copy_(weights)
+                present = _by_element(state)
+                if present.keys() - before.keys():  # the update has made it
+                    before = fresh_state(zero.optimizer, part.settings, weights) | before
+                for key, held in present.items():
+                    piece.of(held).copy_(before.get(key, torch.zeros(())))
             if part.index in counts:
-                _count_again(zero.optimizer.state[part.master], counts[part.index])
+                _count_again(state, counts[part.index])
     publish(zero)
 
 
 def _counts(zero: Any, module: nn.Module, names: Collection[str]) -> dict[int, dict[str, Any]]:
-    """What is counted for each group of parameters that are all among these, on all ranks alike."""
+    """Return step counts of the groups whose parameters are all in `names`; equal on all ranks."""
     of = {parameter: name for name, parameter in module.named_parameters()}
     groups = zero.fp16_groups if cuts_weights(zero) else zero.bit16_groups
     return {
@@ -39,7 +47,7 @@ def _counts(zero: Any, module: nn.Module, names: Collection[str]) -> dict[int, d
             {
                 key: value
                 for key, value in zero.optimizer.state.get(part.master, {}).items()
-                if _is_count(value)
+                if is_count(value)
             }
         )
         for part in partitions(zero, module)
@@ -48,28 +56,30 @@ def _counts(zero: Any, module: nn.Module, names: Collection[str]) -> dict[int, d
 
 
 def _count_again(state: dict[str, Any], counts: Mapping[str, Any]) -> None:
-    """As it was; from zero on, where there was none."""
+    """Restore the step counts; a count that did not exist before starts at zero."""
     for key, value in state.items():
-        if _is_count(value):
+        if is_count(value):
             state[key] = counts.get(key, value * 0)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.dim())
+def _by_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The entries of an optimizer's state that have a value an element."""
+    return {key: held for key, held in state.items() if isinstance(held, Tensor) and held.dim()}
 
 
 def _copied(
     zero: Any, part: Partition, names: Collection[str]
-) -> list[tuple[Slice, str | None, Tensor]]:
-    """Of the master (None), and of each entry of the optimizer's state with a value an element."""
+) -> list[tuple[Slice, Tensor, dict[str, Tensor]]]:
+    """Copies of this rank's stretches of these parameters, and of their state as far as there is
+    any."""
     with in_memory(zero, part.index):
-        state = zero.optimizer.state.get(part.master, {})
-        held = {None: part.master} | {
-            key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()
-        }
+        state = _by_element(zero.optimizer.state.get(part.master, {}))
         return [
-            (piece, key, piece.of(tensor).clone())
+            (
+                piece,
+                piece.of(part.master).clone(),
+                {key: piece.of(held).clone() for key, held in state.items()},
+            )
             for piece in part.slices
             if piece.name in names
-            for key, tensor in held.items()
         ]

@@ -15,7 +15,7 @@ from . import zero_state
 
 
 class ZeroAverages:
-    """By the group's index among DeepSpeed's; none before the first `move`."""
+    """Averages by the index of DeepSpeed's group; empty before the first `move`."""
 
     def __init__(self, zero: Any, module: nn.Module) -> None:
         self.zero, self.module = zero, module
@@ -23,7 +23,7 @@ class ZeroAverages:
 
     @torch.no_grad()
     def move(self, weight: float) -> None:
-        """Move them by `weight` of the way to the masters; new ones begin as these."""
+        """Move each average to its master by the fraction `weight`; a new one is a copy."""
         for index, master in self._masters():
             if index in self._of:
                 self._of[index].lerp_(master, weight)
@@ -51,7 +51,7 @@ class ZeroAverages:
 
     @torch.no_grad()
     def restore(self, reader: Reader) -> None:
-        """Take over those that are stored, after the masters were: others begin as these."""
+        """Read the stored averages, after the masters; the other averages are copies of masters."""
         stored = {name for name in reader.names("optimizer") if name.endswith(f"/{AVERAGE}")}
         self._of = {}
         if not stored:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...data.small_files import read_json
 from ...kernel.errors import CapabilityRefused, SettingError
 from ...kernel.plan import Layout, Plan
 
@@ -56,7 +55,7 @@ def load(source: Any) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return copy.deepcopy(dict(source))
     try:
-        loaded = json.loads(Path(source).read_text(encoding="utf-8"))
+        loaded = read_json(source)
     except (OSError, TypeError, ValueError) as error:
         raise SettingError(
             f"backend.config is {source!r}, neither a dict nor a readable JSON file: {error}"
@@ -169,7 +168,9 @@ def bucket_elements(config: Mapping[str, Any], num_elements: int) -> int:
 def layout(
     config: Mapping[str, Any], plan: Plan, model: nn.Module, whole: Layout, world_size: int
 ) -> Layout:
-    """Of the fullest rank, from the layout of a rank that holds the whole of everything."""
+    """Return the layout of the fullest rank, given the layout of a rank that holds everything
+    whole.
+    """
     stage, low = config["zero_optimization"]["stage"], low_precision(config)
     elements = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -20,7 +20,9 @@ from ...checkpoint.optimizer_entries import copied, flat, is_state, nested
 from ...kernel.errors import CheckpointMismatch
 from ...kernel.shards import Flat, Piece, Reader
 from ..common import model_state, models
-from ..common.optimizer_state import GroupNumbers, check
+from ..common.optimizer_check import check
+from ..common.optimizer_state import GroupNumbers
+from .twins import fresh_state
 
 
 @dataclass(frozen=True)
@@ -51,22 +53,22 @@ class Partition:
     settings: Mapping[str, Any]
     """The optimizer's `param_groups` entry."""
     index: int
-    """Of the group among DeepSpeed's."""
+    """Index of the group among DeepSpeed's parameter groups."""
     slices: list[Slice] = field(default_factory=list)
 
 
 def shape_of(parameter: Tensor) -> tuple[int, ...]:
-    """Of the whole parameter, even when it is partitioned (stage 3)."""
+    """Return the shape of the whole parameter, even when it is partitioned (stage 3)."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def num_elements(module: nn.Module) -> int:
-    """Of all parameters, whole."""
+    """Count the elements of all parameters, unpartitioned."""
     return sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of parameters (each tied group once) and persistent buffers, by FQN."""
+    """Return the shapes of parameters (each tied group once) and persistent buffers, by FQN."""
     return {name: shape_of(tensor) for name, tensor in _weights(module).items()}
 
 
@@ -83,17 +85,19 @@ def num_calls(zero: Any) -> int:
 
 
 def counts_steps(zero: Any) -> bool:
-    """Whether its optimizer keeps a number of each group's steps."""
+    """Return True if the optimizer counts the steps of each group."""
     return any("step" in state for state in zero.optimizer.state.values())
 
 
 def cuts_weights(zero: Any) -> bool:
-    """True at stage 3."""
+    """Return True at stage 3, which partitions the weights."""
     return not hasattr(zero, "bit16_groups")
 
 
 def partitions(zero: Any, module: nn.Module) -> list[Partition]:
-    """Of a stage 1, 2 or 3 optimizer, from where DeepSpeed put each parameter."""
+    """Return the partitions of a stage 1, 2 or 3 optimizer, from where DeepSpeed put each
+    parameter.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     found = []
     if hasattr(zero, "bit16_groups"):
@@ -101,17 +105,17 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
             part = Partition(zero.single_partition_of_fp32_groups[i], zero.param_groups[i], i)
             for parameter in group:
                 if (mapping := parameter._hp_mapping) is not None:
-                    here, there = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                    start, stop = here.start, here.start + here.numel
+                    low, high = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                    start, stop = low.start, low.start + low.numel
                     name, shape = names[parameter], shape_of(parameter)
-                    part.slices.append(Slice(name, shape, start, stop, there.start))
+                    part.slices.append(Slice(name, shape, start, stop, high.start))
             found.append(part)
         return found
     for i, group in enumerate(zero.fp16_groups):
         settings = zero.param_groups[zero.sub_group_to_group_id[i]]
         part, offset = Partition(zero.fp32_partitioned_groups_flat[i], settings, i), 0
         for parameter in group:
-            start, stop = _own_range(parameter)
+            start, stop = own_range(parameter)
             if start < stop:
                 name, shape = names[parameter], shape_of(parameter)
                 part.slices.append(Slice(name, shape, start, stop, offset))
@@ -122,8 +126,8 @@ def partitions(zero: Any, module: nn.Module) -> list[Partition]:
 
 @contextmanager
 def in_memory(zero: Any, index: int) -> Iterator[bool]:
-    """Around work with a group's master and state. Yields whether they lie in files otherwise
-    (NVMe offload), so that what is read here must be copied to outlive the block.
+    """Hold a group's master and state in memory within the block. Yields True if they are in files
+    otherwise (NVMe offload): then copy what must outlive the block.
     """
     swapped = getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(index)
     if swapped:
@@ -135,8 +139,10 @@ def in_memory(zero: Any, index: int) -> Iterator[bool]:
             zero._optimizer_states_and_gradient_swap_out(index)
 
 
-def _own_range(parameter: Any) -> tuple[int, int]:
-    """Of a parameter that is partitioned on its own, in padded parts of one size (stage 3)."""
+def own_range(parameter: Any) -> tuple[int, int]:
+    """Return this rank's range of a parameter that stage 3 partitions into padded parts of one
+    size.
+    """
     size = parameter.partition_numel()
     rank = torch.distributed.get_rank(parameter.ds_process_group)
     return min(rank * size, parameter.ds_numel), min((rank + 1) * size, parameter.ds_numel)
@@ -156,7 +162,7 @@ def _apart(
         if name in trained:
             continue
         if hasattr(tensor, "ds_tensor"):
-            start, stop = _own_range(tensor)
+            start, stop = own_range(tensor)
             if start < stop:
                 ranges.append((Slice(name, shape_of(tensor), start, stop, 0), tensor.ds_tensor))
         else:
@@ -186,7 +192,7 @@ def pieces(
     yield from model_state.buffer_pieces(module, rank)
     buffers = model_state.named_buffers(module)
     frozen = {name: tensor for name, tensor in whole.items() if name not in buffers}
-    yield from model_state.dealt_pieces(
+    yield from model_state.partitioned_pieces(
         {"weights": frozen, "optimizer": counted, "state": loss_scale}, rank, size
     )
 
@@ -222,16 +228,16 @@ class _Plan:
     elements: dict[str, torch.dtype] = field(default_factory=dict)
     """The keys with a value an element."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
-    """Those with one value for all, read already."""
+    """Numbers with one value for all, read already."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """All that was read of a checkpoint, before anything is changed."""
+    """The entries that were read from a checkpoint before anything is changed."""
 
     parts: list[tuple[Partition, _Plan]]
     counted: list[dict[str, Any]]
-    """In the optimizer's groups."""
+    """The counts of the optimizer's groups."""
     stored: Mapping[str, Mapping[str, str]]
 
 
@@ -266,7 +272,7 @@ def restore(
                 piece.of(part.master).copy_(reader.read("weights", piece.name, piece.region))
             state = zero.optimizer.state[part.master]
             filled = {
-                key: _filled(state.get(key), key, dtype, part, stored, reader)
+                key: _filled(zero.optimizer, key, dtype, part, stored, reader)
                 for key, dtype in plan.elements.items()
             }
             entries = nested({**filled, **plan.numbers}, "") or copied(built.get(part.index, {}))
@@ -282,24 +288,28 @@ def restore(
 
 
 def _filled(
-    present: Any,
+    optimizer: torch.optim.Optimizer,
     key: str,
     dtype: torch.dtype,
     part: Partition,
     stored: Mapping[str, Mapping[str, str]],
     reader: Reader,
 ) -> Tensor:
-    """A tensor laid out as the master, the one that is there if there is one, with what is stored
-    of each parameter; zeros for those that were never updated."""
-    tensor: Tensor = present
-    if not isinstance(present, Tensor) or not present.dim():
+    """Return a tensor laid out like the master, with the stored values of each parameter. An
+    existing tensor of the state is reused. A parameter that was never updated gets the values that
+    the optimizer begins with."""
+    present = optimizer.state[part.master].get(key)
+    if isinstance(present, Tensor) and present.dim():
+        tensor = present
+    else:
         dtype = part.master.dtype if dtype.is_floating_point else dtype
         tensor = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
     for piece in part.slices:
         if name := stored.get(piece.name, {}).get(key):
             piece.of(tensor).copy_(reader.read("optimizer", name, piece.region))
         else:
-            piece.of(tensor).zero_()
+            fresh = fresh_state(optimizer, part.settings, piece.of(part.master))
+            piece.of(tensor).copy_(fresh.get(key, torch.zeros(())))
     return tensor
 
 
@@ -338,7 +348,7 @@ def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Read
                     f"the optimizer state {name!r} has shape {info.shape}, its parameter "
                     f"{piece.shape}: it was written by an optimizer that does not update each "
                     "element by itself, which ZeRO cannot continue. Use the optimizer settings of "
-                    "that run with cpu, ddp or fsdp, or start this one anew with "
+                    "that run with cpu, ddp or fsdp, or start this one fresh with "
                     "resume.optimizer=fresh"
                 )
             value = reader.read("optimizer", name)

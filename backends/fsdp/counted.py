@@ -11,9 +11,9 @@ __all__ = ["first_step"]
 
 
 def first_step(optimizer: torch.optim.Optimizer, how: str) -> None:
-    """The first call of an optimizer that is called several times a step: what it counts in its
-    groups would go on with each. Raises `RecipeError`, naming that. `how`: the value of
-    `backend.optimizer_step`."""
+    """Make the first call of an optimizer that is called several times a step. A count that it
+    keeps in its groups would increase with each call: raises `RecipeError` that names such counts.
+    `how`: the value of `backend.optimizer_step`."""
     groups = list(optimizer.param_groups)
     before = [copied(settings_of(group)) for group in groups]
     optimizer.step()

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
 from ..common import model_state
+from ..common.attached import in_place_of
+from ..process_group.copies import Held
 from .counted import first_step
 
 ELEMENTWISE = frozenset(
@@ -26,6 +28,7 @@ ELEMENTWISE = frozenset(
         *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
         *("Adadelta", "Adagrad", "ASGD", "RMSprop"),
     )
+    if hasattr(torch.optim, name)
 )
 """Optimizers to which a tensor's elements are nothing but numbers: they may step a part of it.
 torch's Rprop is not here: up to 2.8 at least it cannot write to a `DTensor` by index.
@@ -37,18 +40,36 @@ BY_TENSOR = frozenset(
 )
 """Optimizers that take each tensor by itself, and keep nothing but what belongs to one."""
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
-"""Those whose fused kernels take `DTensor`s."""
+"""Optimizers whose fused kernels accept `DTensor`s."""
+
+
+_meshes: list[Any] = []
+
+
+def make_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> Any:
+    """Return the `DeviceMesh` of all ranks, which `forget_meshes` releases. All ranks call it
+    together.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=names))
+    return _meshes[-1]
 
 
 def forget_meshes() -> None:
-    """At the end of a session. What torch remembers of operations it finds by the ranks and the
-    names of a mesh, and would give tensors of the next session a mesh whose groups are gone. And a
-    module that was sharded is a cycle, which keeps its groups, each with three threads that wake a
-    hundred times a second, until it is collected."""
+    """Release the meshes at the end of a session.
+
+    torch caches the results of operations by the ranks and names of a mesh. From these caches a
+    tensor of the next session would get a mesh whose groups are gone. Other caches of torch hold
+    meshes, and these hold groups, each with three threads that wake a hundred times a second. A
+    sharded module is a cycle, which holds groups, too, until it is collected.
+    """
     from torch.distributed.tensor import debug  # which imports torch's compiler
 
     if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # not yet in torch 2.8
         forget()
+    while _meshes:
+        getattr(_meshes.pop(), "_pg_registry", {}).clear()  # torch 2.8 keeps no groups in a mesh
     gc.collect()
 
 
@@ -64,7 +85,7 @@ def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """True if ranks hold different parts of the tensor."""
+    """Return True if ranks hold different parts of the tensor."""
     return (
         isinstance(tensor, DTensor)
         and tensor.numel() > 0
@@ -73,28 +94,60 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def is_cut_once(tensor: Tensor) -> bool:
-    """True if it is cut along one axis of its mesh at most."""
+    """Return True if the tensor is sharded along at most one axis of its mesh."""
     cut = [not each.is_replicate() for each in getattr(tensor, "placements", ())]
     return sum(cut) <= 1
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """This rank's part, in place: the whole of a tensor that is not cut."""
+    """Return this rank's part, in place: all of a tensor that is not sharded."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's parts of the gradients of those parameters that have one."""
+    return [own_part(p.grad) for p in parameters if p.grad is not None]
+
+
+def held(module: nn.Module, elsewhere: Collection[str]) -> Iterator[Held]:
+    """Yield this rank's part of each parameter, to compare copies; None for those `elsewhere`."""
+    for name, tensor in module.named_parameters():
+        region = str(own_box(tensor)) if isinstance(tensor, DTensor) else ""
+        yield Held(name, region, None if name in elsewhere else own_part(tensor))
+
+
+def own_parts(module: nn.Module, elsewhere: Collection[str]) -> dict[str, tuple[Tensor, Hashable]]:
+    """This rank's part of each parameter that is not elsewhere, and which elements these are: equal
+    for two parameters of which it has the same."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    return {
+        name: (own, (shapes[name], region))
+        for name, region, own in held(module, elsewhere)
+        if own is not None
+    }
+
+
 def own_box(tensor: DTensor) -> Box:
-    """The box of the whole tensor that `own_part` is, also where one dimension is cut twice."""
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return Box(tuple(offsets), tuple(sizes))
+    """The box of the whole tensor that `own_part` is, also where one dimension is cut twice.
+
+    torch's own answer is wrong where it is cut twice and not evenly. FSDP cuts what tensor
+    parallelism has left, and says so by a `split_factor`.
+    """
+    mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    placements: Sequence[Any] = tensor.placements
+    assert place is not None, "this rank is not in the mesh of the tensor"
+    cuts = [
+        (getattr(each, "split_factor", 1), (each.dim, place[axis], mesh.size(axis)))
+        for axis, each in enumerate(placements)
+        if not each.is_replicate()
+    ]
+    return chunk_of(tuple(tensor.shape), [cut for _, cut in sorted(cuts, key=itemgetter(0))])
 
 
 def num_replicas(tensor: DTensor, world_size: int) -> int:
-    """How many ranks hold this part of the tensor. Ranks outside of its mesh do: those of an axis
-    along which it is not cut."""
+    """Return the number of ranks that hold this shard. Ranks outside of the tensor's mesh hold it,
+    too: those of an axis along which the tensor is not sharded."""
     axes = enumerate(tensor.placements)
     cut = [tensor.device_mesh.size(axis) for axis, each in axes if not each.is_replicate()]
     return world_size // math.prod(cut)
@@ -114,13 +167,17 @@ def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Bo
 
 def cut_like(parameter: DTensor, part: Tensor) -> DTensor:
     """A tensor of the parameter's shape of which this rank holds `part`."""
+    return _with_local(parameter, part.to(parameter.to_local().device))
+
+
+def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return DTensor.from_local(
-        part.to(parameter.to_local().device),
-        parameter.device_mesh,
-        parameter.placements,
+        local,
+        tensor.device_mesh,
+        tensor.placements,
         run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -135,19 +192,12 @@ def take_own(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """All of it, on every rank; `device` is where ranks talk."""
+    """Return the whole tensor, on every rank. Ranks communicate on `device`."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.to_local().device.type != device.type:
-        tensor = DTensor.from_local(
-            tensor.to_local().to(device),
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        tensor = _with_local(tensor, tensor.to_local().to(device))
     placements = list(tensor.placements)
     for axis, each in enumerate(tensor.placements):
         if not each.is_replicate():  # one after the other: at once, torch warns that it takes two
@@ -160,8 +210,8 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> Iterator[Piece]:
-    """The pieces that this rank writes: of tensors that are cut its part, which one replica in turn
-    writes; all others are dealt out."""
+    """Yield the pieces that this rank writes: its parts of sharded tensors, of which the replicas
+    write one part each in turn, and its share of all other tensors, which ranks partition."""
     replicated: dict[Kind, dict[str, Tensor]] = {}
     for kind, tensors in state.items():
         for turn, (name, tensor) in enumerate(tensors.items()):
@@ -172,11 +222,11 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
             part = own_part(tensor)
             if part.numel() and _writes(tensor, turn, rank, size):
                 yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
-    yield from model_state.dealt_pieces(replicated, rank, size)
+    yield from model_state.partitioned_pieces(replicated, rank, size)
 
 
 def _writes(tensor: DTensor, turn: int, rank: int, size: int) -> bool:
-    """True on the replica whose turn it is."""
+    """Return True on the replica that writes this shard."""
     mesh = tensor.device_mesh
     outside = size // mesh.size()
     # ranks count through the axes outside of a mesh last
@@ -214,13 +264,13 @@ class StepByKind:
         self.optimizer = optimizer
         self._stepped = False
         self.meshes: list[Any] = []
-        """Over which parameters are cut, each once; None: what every rank holds whole."""
+        """The meshes of parameters, each once; None stands for parameters that ranks hold whole."""
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if (mesh := getattr(parameter, "device_mesh", None)) not in self.meshes:
                 self.meshes.append(mesh)
 
     def step(self) -> None:
-        """As the optimizer's own."""
+        """Update the parameters, each kind in its own way."""
         all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
         try:
             for mesh in self.meshes:
@@ -255,7 +305,7 @@ class WholeStep:
         self._stepped = False
 
     def step(self) -> None:
-        """As the optimizer's own."""
+        """Update the parameters with the optimizer's own step."""
         groups = self.optimizer.param_groups
         all_of_it = [(group, group["params"]) for group in groups]
         turns = [all_of_it]
@@ -295,7 +345,7 @@ class WholeStep:
         """The whole of it, with its gradient, and its state in the optimizer."""
         assert isinstance(parameter, DTensor) and parameter.grad is not None
         states, home = self.optimizer.state, parameter.to_local().device
-        stand_in = nn.Parameter(whole(parameter, self.device).to(home))
+        stand_in = in_place_of(parameter, whole(parameter, self.device).to(home))
         stand_in.grad = whole(parameter.grad, self.device).to(home)
         if parameter in states:
             state = states.pop(parameter)

@@ -1,4 +1,4 @@
-"""Modules whose weights are not in memory yet, or are stood in for, or that a library wrapped."""
+"""Modules whose weights are not in memory yet, or are stood in for."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ...kernel.errors import RecipeError
-
-_NOTES = "__composable_api"
-"""The attribute in which `torch.distributed._composable` keeps its state of a module."""
+from ..common import attached
 
 
 @contextmanager
@@ -26,7 +24,9 @@ def parameters_on_meta() -> Iterator[None]:
     def drop(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.is_meta:
             return None  # which keeps it, so that tied ones stay tied
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        dropped = attached.in_place_of(parameter, parameter.detach().to("meta"))
+        attached.carry_hooks(parameter, dropped)
+        return dropped
 
     handle = register_module_parameter_registration_hook(cast(Any, drop))
     try:
@@ -36,7 +36,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Memory on `device` for what is on the meta device, with whatever is in it."""
+    """Allocate memory on `device`, uninitialised, for parameters on the meta device."""
     for name, buffer in module.named_buffers():
         if buffer.is_meta:
             raise RecipeError(
@@ -57,7 +57,7 @@ def materialise(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def take_from_rank_0(module: nn.Module) -> None:
-    """All weights and buffers, into memory of the host."""
+    """Give all ranks the weights and buffers of rank 0, in host memory."""
     materialise(module, torch.device("cpu"))
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor, src=0)
@@ -66,7 +66,7 @@ def take_from_rank_0(module: nn.Module) -> None:
 def replace(
     module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter], recurse: bool = True
 ) -> None:
-    """Other parameters in the places of these, tied ones in all of theirs."""
+    """Replace parameters by the new ones, tied parameters in all of their places."""
     for part in module.modules() if recurse else (module,):
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter in new:
@@ -77,47 +77,12 @@ def replace(
 def replaced(
     module: nn.Module, new: Mapping[nn.Parameter, nn.Parameter], recurse: bool = True
 ) -> Iterator[None]:
-    """`replace`, and back."""
+    """Replace parameters within the block."""
     replace(module, new, recurse)
     try:
         yield
     finally:
-        replace(module, {there: here for here, there in new.items()}, recurse)
-
-
-@contextmanager
-def unwrapped(module: nn.Module, wrapper: type, hooks_of: tuple[str, ...]) -> Iterator[None]:
-    """The user's own classes and hooks alone, which can be copied: without the class that a
-    library mixed into them and the notes that it left on them, and without forward hooks that are
-    defined in the Python modules `hooks_of`.
-    """
-    parts = list(module.modules())
-    classes = [type(part) for part in parts]
-    registries: list[Any] = [
-        hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks)
-    ]
-    before = [dict(hooks) for hooks in registries]
-    notes = [
-        {name: part.__dict__.pop(name) for name in [*part.__dict__] if name.startswith(_NOTES)}
-        for part in parts
-    ]
-    for part in parts:
-        if isinstance(part, wrapper):
-            own = next(c for c in type(part).__mro__ if not issubclass(c, wrapper))
-            part.__class__ = cast(type[nn.Module], own)
-    for hooks in registries:
-        for key, hook in list(hooks.items()):
-            if str(getattr(hook, "__module__", "")).startswith(hooks_of):
-                del hooks[key]
-    try:
-        yield
-    finally:
-        for part, own, noted in zip(parts, classes, notes, strict=True):
-            part.__class__ = own
-            part.__dict__.update(noted)
-        for hooks, kept in zip(registries, before, strict=True):
-            hooks.clear()
-            hooks.update(kept)
+        replace(module, {other: own for own, other in new.items()}, recurse)
 
 
 def initialise(
@@ -149,3 +114,18 @@ def initialise(
                     seen.add(parameter)
                     keep(parameter, whole.detach())
     return missing
+
+
+def fill(module: nn.Module, seed: int, take: Callable[[str, nn.Parameter, Tensor], None]) -> None:
+    """`initialise` by name: `take(name, parameter, whole)`. Raises `RecipeError` for parameters
+    that nothing initialises."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+
+    def keep(parameter: nn.Parameter, whole: Tensor) -> None:
+        take(names[parameter], parameter, whole)
+
+    if missing := initialise(module, seed, keep):
+        raise RecipeError(
+            f"backend.meta is true and nothing initialises {', '.join(missing)}: give their "
+            "modules reset_parameters(), resume from a checkpoint, or set backend.meta=false"
+        )

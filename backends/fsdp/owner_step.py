@@ -1,4 +1,4 @@
-"""Steps matrices that are cut over ranks, each whole on one rank, the work dealt evenly."""
+"""Step sharded matrices, each whole on one rank, with the work balanced over ranks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...kernel.shards import Box
+from ..common.attached import in_place_of
 from ..process_group.collectives import keep_for_a_while
 from . import dtensor
 
@@ -24,7 +25,9 @@ _KEPT = {getattr(torch.optim, "Muon", None): ("momentum_buffer",)}
 
 
 def kept_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
-    """What the optimizer keeps of a parameter; None if it cannot be stepped so."""
+    """Return the names of the state that the optimizer keeps of a parameter; None if an owner
+    cannot step it.
+    """
     return _KEPT.get(type(optimizer))
 
 
@@ -37,24 +40,26 @@ class _Cut:
 
     @property
     def work(self) -> int:
-        """That of orthogonalising it, in proportion."""
+        """Estimate the work of orthogonalising the tensor, up to a constant factor."""
         sizes = sorted(self.parameter.shape)
         return int(self.parameter.numel()) * int(sizes[0])
 
 
 class OwnerStep:
-    """Of each tensor one rank, its owner, is sent weight, gradient and state, updates them whole,
-    and sends each rank its part. Every rank owns one tensor at a time, so it holds no more than
-    one; what a rank holds whole anyway, it steps itself."""
+    """Optimizer step in which one rank, the owner of a tensor, updates the whole tensor. The owner
+    receives weight, gradient and state, and sends each rank its shard of the result. A rank owns
+    one tensor at a time, so it holds at most one whole tensor. A tensor that is whole on a rank
+    anyway is stepped on this rank.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
         self._keys = kept_of(optimizer) or ()
         self._wide = torch.float32
-        """What all travels in, and nothing is rounded to."""
+        """Dtype of all transfers; wide enough that nothing is rounded."""
 
     def step(self) -> None:
-        """As the optimizer's own."""
+        """Update all parameters, each whole tensor on its owner."""
         groups = self.optimizer.param_groups
         all_of_it = [(group, group["params"]) for group in groups]
         cut = [
@@ -71,7 +76,8 @@ class OwnerStep:
                 dtypes = {each.parameter.dtype for each in cut}
                 self._wide = reduce(torch.promote_types, dtypes, torch.float32)
                 axis = _cut_axis(cut[0].parameter)
-                for turn in zip_longest(*deal(cut, cut[0].parameter.device_mesh.size(axis))):
+                num_owners = cut[0].parameter.device_mesh.size(axis)
+                for turn in zip_longest(*partition_work(cut, num_owners)):
                     self._step(turn, axis)
         finally:
             self.optimizer.param_groups = groups
@@ -131,7 +137,7 @@ class OwnerStep:
         """The weight and what is kept of it, updated."""
         weight, grad, *kept = whole
         local = dtensor.own_part(mine.parameter)
-        stand_in = nn.Parameter(weight.to(local.device, local.dtype))
+        stand_in = in_place_of(mine.parameter, weight.to(local.device, local.dtype))
         stand_in.grad = grad.to(stand_in)
         states = self.optimizer.state
         if kept:
@@ -153,8 +159,8 @@ class OwnerStep:
             state[key] = dtensor.cut_like(parameter, part.to(local.dtype, copy=True))
 
 
-def deal(cut: Iterable[_Cut], num_owners: int) -> list[list[_Cut]]:
-    """The tensors of each owner: the largest first, each to whom has least to do by then."""
+def partition_work(cut: Iterable[_Cut], num_owners: int) -> list[list[_Cut]]:
+    """Return the tensors of each owner: the largest first, each to whoever has the least work."""
     owners: list[list[_Cut]] = [[] for _ in range(num_owners)]
     work = [0] * num_owners
     for each in sorted(cut, key=lambda each: -each.work):

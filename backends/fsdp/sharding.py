@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
+from ...data.ranges import Range, check_ranges
 from ...kernel.contract import World
 from ...kernel.errors import SettingError
 from ...kernel.plan import Plan
-from ...kernel.ranges import check_range
 from ..common.float8 import Float8Options
 from ..process_group.session import choose_device, process_group
 from . import dtensor, wrap_units
 
 _LOG = logging.getLogger(__name__)
+
+LIBRARIES = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Python modules whose hooks are no user's."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,17 @@ class ShardingOptions(Float8Options):
     wrap: tuple[str, ...] = ()
     """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
     model: children of one class in a list; the root takes what is left."""
-    min_unit_params: int | None = None
+    min_unit_params: Annotated[int, Range(0, unit="parameters")] | None = None
     """Without `wrap`: units by size, each submodule with at least so many parameters that are not
     in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
     reshard_after_forward: bool = True
-    """Let a unit's weights go between its forward and its backward, and gather them again."""
+    """Free a unit's weights after its forward, and gather them again for its backward."""
     reshard_after_backward: bool = True
-    """Likewise between microbatches; False keeps them until the update."""
+    """Free gathered weights between microbatches, too; False keeps them until the update."""
     sync_each_microbatch: bool = False
     """Reduce gradients after each microbatch: more traffic, but no rank holds whole gradients."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, and update there."""
+    """Keep weights, gradients and optimizer state in host memory, and update them on the host."""
     gather_dtype: Literal["auto", "params", "compute"] = "auto"
     """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
     memory; `params` is for models with layers that refuse weights of another dtype than their
@@ -65,27 +68,26 @@ class ShardingOptions(Float8Options):
     """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
     for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
     sync_buffers: bool = True
-    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
-    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    """Give every rank the buffers of rank 0 before each forward. False: each rank keeps its own
+    buffers, and resumes with them if there are as many ranks. Either way, the buffers of rank 0 are
+    the model's, wherever it is shown.
+    """
     sync_batch_norm: bool = False
     """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
-    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
+    (`torch.nn.SyncBatchNorm`), not over those of each rank.
+    """
 
     def __post_init__(self) -> None:
-        check_range("backend.min_unit_params", self.min_unit_params, 0)
+        check_ranges(self, "backend.")
 
 
 @dataclass(frozen=True)
 class FsdpOptions(ShardingOptions):
     """How the model is sharded, and the trade-offs for memory."""
 
-    shard_size: int | None = None
+    shard_size: Annotated[int, Range(1, unit="ranks")] | None = None
     """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
     the number of ranks. By default all ranks are one group."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("backend.shard_size", self.shard_size, 1)
 
 
 def gathered_dtype(plan: Plan) -> torch.dtype:
@@ -98,7 +100,7 @@ def gathered_dtype(plan: Plan) -> torch.dtype:
 
 
 def options_of(plan: Plan) -> ShardingOptions:
-    """Those of the plan, or the defaults."""
+    """Return the sharding options of the plan, or the defaults."""
     return plan.options or FsdpOptions()
 
 
@@ -121,9 +123,10 @@ def opened(plan: Plan) -> Iterator[World]:
         dtensor.forget_meshes()
 
 
-def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters that cannot be cut and stay whole on every rank, by FQN: those without dimensions,
-    and those of another dtype than most of their unit, since a unit is gathered in one."""
+def replicated_parameters(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the parameters that cannot be sharded and stay whole on every rank, by FQN: those
+    without dimensions or elements, complex ones, and those of another dtype than most of their
+    unit, since a unit is gathered in one."""
     dtypes = {unit: Counter[torch.dtype]() for unit in (*units, module)}
     held = list(wrap_units.held(module, set(units), module, ""))
     for _, parameter, unit in held:
@@ -133,18 +136,28 @@ def carried_whole(module: nn.Module, units: Sequence[nn.Module]) -> dict[str, nn
     other = {
         name: parameter
         for name, parameter, unit in held
-        if parameter.is_floating_point() and parameter.dtype != usual.get(unit, parameter.dtype)
+        if parameter.is_complex()
+        or (parameter.is_floating_point() and parameter.dtype != usual.get(unit, parameter.dtype))
     }
     if other:
         _LOG.warning(
-            "every rank holds all of %s, %s elements: they are of another dtype than most of the "
-            "unit that they are in. Let each unit (backend.wrap) have one",
+            "every rank holds all of %s, %s elements: they are complex, or of another dtype than "
+            "most of the unit that they are in. Let each unit (backend.wrap) have one, of real "
+            "numbers",
             ", ".join(other) if len(other) < 10 else f"{len(other)} parameters",
             sum(parameter.numel() for parameter in other.values()),
         )
     found = {parameter: name for name, parameter in module.named_parameters()}
-    scalars = {name: p for p, name in found.items() if not p.dim()}
-    return {**{found[p]: p for p in other.values()}, **scalars}
+    small = {name: p for p, name in found.items() if not p.dim() or not p.numel()}
+    return {**{found[p]: p for p in other.values()}, **small}
+
+
+def moved(module: nn.Module, names: Iterable[str], device: torch.device) -> list[nn.Parameter]:
+    """These parameters of the module, moved to the device: nothing else moves what is not cut."""
+    parameters = [module.get_parameter(name) for name in names]
+    for parameter in parameters:
+        parameter.data = parameter.data.to(device)
+    return parameters
 
 
 def shard(
@@ -187,23 +200,22 @@ def shard(
         ignored_params=ignored,
     )
     assert isinstance(unit, FSDPModule)
-    # gloo in torch 2.8 takes AVG for SUM without a word; delete when 2.8 is no longer supported
+    # gloo in torch 2.8 silently takes AVG for SUM; delete when 2.8 is no longer supported
     unit.set_force_sum_reduction_for_comms(True)
     return unit
 
 
 def mixed_in() -> type:
-    """The class that `shard` mixes into that of a unit."""
+    """Return the class that `shard` mixes into the class of a unit."""
     from torch.distributed.fsdp import FSDPModule
 
     return FSDPModule
 
 
-def mesh_of(options: FsdpOptions, world: World) -> Any:
-    """All ranks in a row; with `shard_size`, rows of so many that replicate each other."""
-    from torch.distributed.device_mesh import init_device_mesh
-
+def mesh_of(options: ShardingOptions, world: World) -> Any:
+    """Return a mesh of all ranks; with `shard_size`, of groups that replicate each other."""
+    assert isinstance(options, FsdpOptions)
     kind, size = world.device.type, options.shard_size or world.size
     if size == world.size:
-        return init_device_mesh(kind, (size,))
-    return init_device_mesh(kind, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+        return dtensor.make_mesh(kind, (size,))
+    return dtensor.make_mesh(kind, (world.size // size, size), ("replicate", "shard"))

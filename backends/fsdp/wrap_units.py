@@ -14,7 +14,7 @@ from ...kernel.plan import Layout, Plan
 from ..common import models
 
 DEFAULT_MIN_PARAMS = 1_000_000
-"""Of a unit, in a model without repeated blocks."""
+"""Least number of parameters of a unit, in a model without repeated blocks."""
 
 
 def choose_units(
@@ -118,7 +118,7 @@ def _shared(root: nn.Module, units: Sequence[nn.Module]) -> list[tuple[list[str]
 def held(
     part: nn.Module, units: set[nn.Module], unit: nn.Module, prefix: str
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Each name of a parameter, that, and the unit that holds it."""
+    """Yield each name of a parameter, the parameter, and the unit that holds it."""
     unit = part if part in units else unit
     for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
         yield prefix + name, parameter, unit

@@ -1,50 +1,208 @@
-"""Two ways to one loss, before the first update: whole and cut."""
+"""Compare a partitioned model with the whole one by gradients, at weights where each one counts.
+
+A loss hides what a gradient shows, and weights that are zero at the start (a head, the output of a
+residual branch) hide both. So all weights are moved by a small draw for the comparison, and put
+back bit for bit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...data.parallel import Parallel
+from ...kernel.errors import RecipeError
 from ...kernel.plan import Plan
-from ...kernel.recipe import Batch, Recipe
 from ..common.random_state import rng_state, set_rng_state
+from .node_names import name_of, name_of_leaf
+from .p2p import RECEIVES_ACTIVATION
 
-__all__ = ["alike", "evaluating", "loss_to_compare"]
+__all__ = [
+    "SCALES",
+    "Verdict",
+    "draw",
+    "explain_mixed_tensors",
+    "judge",
+    "last_operations",
+    "nodes_of",
+    "reached",
+    "repeatable_forward",
+]
 
-_TOLERANCE = {torch.float32: 1e-4}
-_LOW_TOLERANCE = 5e-3
-"""Relative, of a loss that is computed in bfloat16 or float16: roundings of 2**-8 average out over
-positions, and a target that is lost at an end of a part is one of 64."""
+SCALES = (1.0, 0.3, 0.0)
+"""Distances by which weights are moved, in the order tried: smaller where numbers overflow. A
+difference counts as wrong only if the next scale shows one, too. A router that sends a token
+elsewhere because of rounding does not repeat that at another scale.
+"""
 
 
-def alike(seen: float, expected: float, plan: Plan) -> bool:
-    """True if the losses differ by no more than roundings, or are no numbers both."""
-    tolerance = _TOLERANCE.get(plan.precision.compute, _LOW_TOLERANCE)
-    return not abs(seen - expected) > tolerance * abs(expected)
+class _Tolerance(NamedTuple):
+    of_tensor: float
+    """Largest difference (L2) of a parameter's gradient, relative to that gradient."""
+    of_all: float
+    """Largest difference relative to the whole model's gradient; smaller ones are rounding."""
+    of_loss: float
 
 
-def loss_to_compare(recipe: Recipe, plan: Plan) -> Callable[[nn.Module, Batch], Tensor] | None:
-    """By which parts and whole are compared; None where they are not."""
-    asked = (recipe.parallel or Parallel()).compare
-    if not (asked and plan.options.check):
-        return None
-    return recipe.loss if asked is True else asked
+_EXACT = _Tolerance(1e-3, 1e-5, 1e-4)
+_LOW = _Tolerance(0.2, 0.05, 5e-3)
+"""Tolerance in bfloat16 or float16: roundings of 2**-8 average out over positions in a loss."""
+
+
+class Verdict(NamedTuple):
+    """Differences between a partitioned model and the whole one."""
+
+    wrong: dict[str, float]
+    """FQN -> difference of the gradients, relative to the whole model's. Empty where they agree."""
+    losses: tuple[float, float]
+    """Losses of the partitioned and the whole model, on the rank where they differ most."""
+    losses_agree: bool
+
+    @property
+    def agrees(self) -> bool:
+        """True if neither gradients nor losses differ by more than roundings."""
+        return self.losses_agree and not self.wrong
+
+
+def judge(
+    plan: Plan,
+    names: Sequence[str],
+    squares: Sequence[Sequence[float]],
+    losses: Sequence[Sequence[float]],
+) -> Verdict:
+    """Compare gradients and losses. `squares`: for each name, the squared L2 norms of the
+    difference and of the whole gradient. `losses`: for each rank, those of the partitioned and the
+    whole model.
+    """
+    tolerance = _EXACT if plan.precision.compute == torch.float32 else _LOW
+    total = math.sqrt(math.fsum(whole for _, whole in squares))
+    wrong = {}
+    for name, (difference, whole) in zip(names, squares, strict=True):
+        distance, size = math.sqrt(difference), math.sqrt(whole)
+        if distance > tolerance.of_tensor * size + tolerance.of_all * total:
+            wrong[name] = distance / size if size else math.inf
+    seen, expected = max(losses, key=_relative_difference)
+    losses_agree = not _relative_difference((seen, expected)) > tolerance.of_loss
+    return Verdict(wrong, (seen, expected), losses_agree)
+
+
+def _relative_difference(losses: Sequence[float]) -> float:
+    """Relative difference of two losses; 0 if one is not a number."""
+    seen, expected = losses
+    found = abs(seen - expected) / max(abs(expected), 1e-30)
+    return 0.0 if math.isnan(found) else found
+
+
+def draw(shape: Sequence[int], seed: int, device: torch.device, scale: float) -> Tensor:
+    """Draw numbers to add to a weight, float32, equal on all ranks. Their deviation is half of the
+    usual one of a fresh weight of that shape, and 0.1 for vectors and scalars.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    deviation = 0.5 / math.sqrt(max(1, *shape[1:])) if len(shape) > 1 else 0.1
+    drawn = torch.randn(tuple(shape), generator=generator, device=device)
+    return drawn * (deviation * scale)
 
 
 @contextmanager
-def evaluating(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """In evaluation mode, and with draws that leave no trace: what is computed again, in another
-    way, draws the same."""
+def repeatable_forward(
+    module: nn.Module, device: torch.device, training: bool
+) -> Iterator[Callable[[], bool]]:
+    """Restore modes, random state and attributes that a forward sets, so that the next forward
+    draws the same numbers. Without `training` the module is in evaluation mode. Yields a function
+    that returns whether random numbers were drawn so far.
+    """
     modes = [(part, part.training) for part in module.modules()]
+    kept = [(vars(part), dict(vars(part))) for part, _ in modes]
     before = rng_state(device)
-    module.eval()
+    if not training:
+        module.eval()
+
+    def has_drawn() -> bool:
+        now = rng_state(device)
+        return any(not torch.equal(state, now[name]) for name, state in before.items())
+
     try:
-        yield
+        yield has_drawn
     finally:
         set_rng_state(device, before)
-        for part, training in modes:
-            part.training = training
+        for part, mode in modes:
+            part.training = mode
+        for now, earlier in kept:
+            _restore_attributes(now, earlier)
+
+
+def _restore_attributes(now: dict[str, Any], earlier: Mapping[str, Any]) -> None:
+    """Restore attributes that a forward has set on a module: an auxiliary loss, or a count of its
+    calls.
+    """
+    for name, value in list(now.items()):
+        counted = type(value) in (int, float) and value != earlier.get(name, value)
+        if counted or (isinstance(value, Tensor) and value.grad_fn is not None):
+            if name in earlier:
+                now[name] = earlier[name]
+            else:
+                del now[name]
+
+
+@contextmanager
+def explain_mixed_tensors() -> Iterator[None]:
+    """Explain torch's error about an operation on both whole and partitioned tensors."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise RecipeError(
+            f"a layer that is cut computes with more than its weights and what it is given: "
+            f"{error} What stands in for a layer, such as an adapter, may use nothing else (LoRA "
+            "does not; DoRA does). Take another adapter, or set backend.tensor=1"
+        ) from error
+
+
+def nodes_of(loss: Tensor, barriers: Collection[str] = ()) -> Iterator[Any]:
+    """Yield the autograd nodes of a loss, the last operations first, without passing nodes that
+    have the name of a barrier.
+    """
+    waiting, seen = deque([loss.grad_fn]), set()
+    while waiting:
+        node = waiting.popleft()
+        if node is None or node in seen or node.name() in barriers:
+            continue
+        seen.add(node)
+        yield node
+        waiting.extend(each for each, _ in node.next_functions)
+
+
+_NUM_COMPARED_OPERATIONS = 32
+
+
+@cache
+def _names_between_stages() -> frozenset[str]:
+    """Return the names of the autograd nodes through which a stage receives activations, with and
+    without a schedule.
+    """
+    return frozenset({name_of_leaf(), name_of(RECEIVES_ACTIVATION)})
+
+
+def last_operations(loss: Tensor) -> tuple[str, ...]:
+    """Return the operations that a loss ends in, the last ones first. They distinguish one
+    computation of a loss from another.
+    """
+    names = (node.name() for node in nodes_of(loss))
+    found = (name for name in names if name not in _names_between_stages())
+    return tuple(islice(found, _NUM_COMPARED_OPERATIONS))
+
+
+def reached(loss: Tensor, names: Mapping[nn.Parameter, str], barrier: str) -> set[str]:
+    """Return the names of the parameters from which the loss is reached without passing `barrier`,
+    the name of an operation.
+    """
+    variables = (getattr(node, "variable", None) for node in nodes_of(loss, {barrier}))
+    return {names[each] for each in variables if each is not None and each in names}

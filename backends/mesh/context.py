@@ -1,60 +1,61 @@
-"""Sequences that are cut over ranks, and attention over all of them.
+"""Sequences that are partitioned over ranks, and attention over all of them.
 
-The way of DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509): outside of attention each rank
-computes its part of the positions with all heads; for attention ranks exchange, so that each has
-all positions of its part of the heads. The model is not changed: what it calls is
+The method is that of DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Outside of attention
+each rank computes its part of the positions with all heads. For attention ranks exchange, so that
+each has all positions of its part of the heads. The model needs no change, as long as it calls
 `scaled_dot_product_attention`. Shapes: B sequences, H heads of size D, T positions, t of them on
 this rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from ...data.parallel import Parallel
 from ...kernel.errors import CapabilityRefused, DataError, RecipeError
-from ...kernel.plan import Plan
-from ...kernel.recipe import Batch, Recipe
-from ..common import prefetch
+from ...kernel.recipe import Batch
+from ..fsdp.partition import Partition
 from ..process_group.collectives import keep_for_a_while
-from .comparing import alike, evaluating, loss_to_compare
 
-__all__ = ["SequenceParts", "WholeAttention"]
+__all__ = ["ContextPartition", "UlyssesAttention"]
 
 _ATTENTION = F.scaled_dot_product_attention
 _CHECKED_POSITIONS = 64
-"""Of each rank, in the comparison with whole sequences."""
+"""Number of positions of each rank that are compared with whole sequences."""
 
 
 class _Exchange(torch.autograd.Function):
-    """Each rank gives part i of dimension `cut` to rank i, and joins what it is given along
-    `joined`; backward goes the other way."""
+    """All-to-all: send chunk i along `split_dim` to rank i, and concatenate the received ones along
+    `concat_dim`. Backward goes the other way.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, cut: int, joined: int, group: Any) -> Tensor:
-        ctx.way = joined, cut, group
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: Any) -> Tensor:
+        ctx.dims = concat_dim, split_dim, group
         size = dist.get_world_size(group)
-        sent = torch.stack([part.contiguous() for part in tensor.chunk(size, cut)])
-        taken = torch.empty_like(sent)
-        dist.all_to_all_single(keep_for_a_while(taken), keep_for_a_while(sent), group=group)
-        return torch.cat(taken.unbind(0), joined)
+        sent = torch.stack([part.contiguous() for part in tensor.chunk(size, split_dim)])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(keep_for_a_while(received), keep_for_a_while(sent), group=group)
+        return torch.cat(received.unbind(0), concat_dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        way = cast(Any, _Exchange.apply)
-        return way(gradients[0], *ctx.way), None, None, None
+        exchange = cast(Any, _Exchange.apply)
+        return exchange(gradients[0], *ctx.dims), None, None, None
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' parts of dimension -2, joined; its gradient is added up over ranks."""
+    """All-gather along dimension -2; backward adds up the gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -71,8 +72,8 @@ class _Gather(torch.autograd.Function):
         return total.chunk(size, -2)[own], None
 
 
-class WholeAttention(TorchFunctionMode):
-    """While it is entered, `scaled_dot_product_attention` sees all positions."""
+class UlyssesAttention(TorchFunctionMode):
+    """Ulysses attention: within the block, `scaled_dot_product_attention` sees all positions."""
 
     def __init__(self, group: Any) -> None:
         super().__init__()
@@ -95,7 +96,9 @@ class WholeAttention(TorchFunctionMode):
         is_causal: bool = False,
         **more: Any,
     ) -> Tensor:
-        """(B, H, t, D) each, of key and value maybe fewer heads."""
+        """Compute attention over all positions. Shapes (B, H, t, D); key and value may have fewer
+        heads.
+        """
         if attn_mask is not None:
             _refuse("an attention mask, which is of this rank's positions", "without a mask")
         if query.shape[-2] != key.shape[-2]:
@@ -103,20 +106,22 @@ class WholeAttention(TorchFunctionMode):
                 f"attention of {query.shape[-2]} positions to {key.shape[-2]} others",
                 "attending to their own sequence",
             )
-        # nothing that is called from here may come back to a mode, this one or another like it
+        # no call from here may enter a TorchFunctionMode again, this one or another like it
         with torch._C.DisableTorchFunction():
             heads = [tensor.shape[-3] if tensor.dim() > 3 else 1 for tensor in (query, key)]
             if any(number % self.size for number in heads):
-                return self._on_gathered(query, key, value, is_causal, dropout_p=dropout_p, **more)
+                return self._attend_gathered(
+                    query, key, value, is_causal, dropout_p=dropout_p, **more
+                )
             exchange = cast(Any, _Exchange.apply)
             q, k, v = (exchange(each, -3, -2, self.group) for each in (query, key, value))
-            mixed = _ATTENTION(q, k, v, dropout_p=dropout_p, is_causal=is_causal, **more)
-            return cast(Tensor, exchange(mixed, -2, -3, self.group))
+            output = _ATTENTION(q, k, v, dropout_p=dropout_p, is_causal=is_causal, **more)
+            return cast(Tensor, exchange(output, -2, -3, self.group))
 
-    def _on_gathered(
+    def _attend_gathered(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, **more: Any
     ) -> Tensor:
-        """Of this rank's positions to all."""
+        """Compute attention of this rank's positions to gathered keys and values."""
         mask = None
         if is_causal:
             length, own = query.shape[-2], dist.get_rank(self.group)
@@ -136,37 +141,56 @@ def _refuse(what: str, remedy: str) -> None:
     )
 
 
-class SequenceParts:
-    """This rank's part of the sequences of batches."""
+class ContextPartition(Partition):
+    """Partitions the sequences of batches over the ranks of `group`."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, group: Any, device: torch.device) -> None:
-        self.plan, self.group, self.device = plan, group, device
+    def __init__(self, parallel: Parallel, group: Any) -> None:
+        self.group = group
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
-        self.attention = WholeAttention(group)
-        self.parallel: Parallel = recipe.parallel or Parallel()
+        self.attention = UlyssesAttention(group)
+        self.parallel = parallel
         if not self.parallel.sequence:
             raise RecipeError(
                 f"backend.context is {self.size}, and the recipe does not say which dimension of "
                 "its batches is the sequence: give it parallel=drivetrain.Parallel(sequence={NAME: "
                 "DIMENSION}), or set backend.context=1"
             )
-        self._compared_by = loss_to_compare(recipe, plan)
+        self.computes_whole = False
+        """True while every rank computes whole sequences of its own, without `attention`."""
 
-    def part(
-        self,
-        batch: Batch,
-        module: nn.Module,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> Batch:
-        """Of a batch; the first is used to compare the losses of parts and whole."""
-        length = self._length(batch)
-        if self._compared_by is not None:
-            self._compare(self._compared_by, batch, length, module, autocast)
-            self._compared_by = None
-        return self._part(batch, length)
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            # of its own, since recomputation may run in any thread
+            attention = nullcontext() if self.computes_whole else UlyssesAttention(group)
+            return nullcontext(), attention
+
+        self.recompute = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+    def microbatch(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.computes_whole else self.attention
+
+    def part(self, batch: Batch) -> Batch:
+        """Return this rank's part of a batch."""
+        return self._part(batch, self._length(batch))
+
+    def whole_and_part(self, batch: Any) -> tuple[Batch, Batch]:
+        """Return the beginning of a batch, whole, and this rank's part of that beginning."""
+        short = min(self._length(batch), _CHECKED_POSITIONS * self.size)
+        whole = self._positions(batch, 0, short)
+        return whole, self._part(whole, short)
+
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Let every rank compute whole sequences within the block."""
+        self.computes_whole = True
+        try:
+            yield
+        finally:
+            self.computes_whole = False
 
     def _length(self, batch: Batch) -> int:
-        """Of its sequences. Raises `DataError` where it cannot be cut."""
+        """Return the length of the batch's sequences. Raises `DataError` if they cannot be
+        partitioned.
+        """
         dimensions = self.parallel.sequence
         if not isinstance(batch, Mapping) or not dimensions.keys() & batch.keys():
             seen = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -187,48 +211,18 @@ class SequenceParts:
         return length
 
     def _part(self, batch: Any, length: int) -> Batch:
-        """This rank's positions, of that many."""
-        taken = length // self.size
-        return self._positions(batch, self.index * taken, taken)
+        """Return this rank's share of the batch's `length` positions."""
+        own = length // self.size
+        return self._positions(batch, self.index * own, own)
 
-    def _positions(self, batch: Any, start: int, taken: int) -> Batch:
-        """So many positions."""
-        cut = dict(batch)
+    def _positions(self, batch: Any, start: int, length: int) -> Batch:
+        """Return `length` positions of the batch from `start` on."""
+        chosen = dict(batch)
         dimensions = dict(self.parallel.sequence)
         if positions := self.parallel.positions:
-            cut.setdefault(positions, torch.arange(start + taken)[None])
+            chosen.setdefault(positions, torch.arange(start + length)[None])
             dimensions.setdefault(positions, 1)
         for name, dim in dimensions.items():
-            if name in cut:
-                cut[name] = cut[name].narrow(dim, start, taken).contiguous()
-        return cut
-
-    @torch.no_grad()
-    def _compare(
-        self,
-        loss: Callable[[nn.Module, Batch], Tensor],
-        batch: Any,
-        length: int,
-        module: nn.Module,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        """Raises `RecipeError` where the parts' losses do not add up to that of the whole."""
-        short = min(length, _CHECKED_POSITIONS * self.size)
-        whole = self._positions(batch, 0, short)
-        part = self._part(whole, short)
-        with evaluating(module, self.device), autocast():
-            of_whole = loss(module, prefetch.move(whole, self.device))
-        with evaluating(module, self.device), autocast(), self.attention:
-            of_part = loss(module, prefetch.move(part, self.device))
-        total = of_part.detach().double().clone()
-        dist.all_reduce(keep_for_a_while(total), group=self.group)
-        seen, expected = float(total), float(of_whole)
-        if not alike(seen, expected, self.plan):
-            raise RecipeError(
-                f"with backend.context={self.size} the losses of the parts of a batch add up to "
-                f"{seen:.6g}, and that of the whole is {expected:.6g} (the first {short} "
-                "positions, in evaluation mode). Each part must know its positions "
-                "(Parallel.positions, given to the model), targets must be shifted before the "
-                "batch is cut, the loss must be a sum over positions that draws nothing by chance "
-                "(collate may), and positions may meet in scaled_dot_product_attention only"
-            )
+            if name in chosen:
+                chosen[name] = chosen[name].narrow(dim, start, length).contiguous()
+        return chosen

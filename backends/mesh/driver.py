@@ -1,15 +1,15 @@
 """Ranks in several dimensions: pipeline x replicate x shard x context x tensor.
 
-What `fsdp` does along one dimension, with sequences cut over ranks (`context`), experts dealt over
-them (`expert`), layers cut (`tensor`), and blocks dealt over ranks (`pipeline`) on top. The recipe
-says how (`drivetrain.Parallel`).
+Adds to `fsdp`, which shards along one dimension: sequences partitioned over ranks (`context`),
+experts placed on different ranks (`expert`), partitioned layers (`tensor`), and blocks placed on
+different ranks (`pipeline`). The recipe says how (`drivetrain.Parallel`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,23 +22,29 @@ from ...kernel.contract import World
 from ...kernel.errors import CapabilityRefused
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Batch, Recipe
+from ...launched import world_size
 from ..fsdp import sharding
 from ..fsdp.driver import FsdpDriver
-from ..process_group.session import ProcessGroupSession, num_launched
-from .engine import MeshEngine
-from .experts import plan_experts
-from .flights import FlyingEngine
+from ..fsdp.engine import FsdpEngine
+from ..fsdp.partition import Partition
+from ..process_group.collectives import naming_collectives
+from ..process_group.session import ProcessGroupSession
+from .audit import gradient_audit
+from .context import ContextPartition
+from .experts import ExpertPartition, plan_experts
 from .layers import plan_layers
-from .pipeline import refuse_turns
+from .pipeline import PipelinePartition, refuse_turns
+from .schedule_runner import ScheduleRunner
 from .shape import Mesh, MeshOptions, Shape, options_of
 from .stages import Stages
+from .tensor import TensorPartition
 
 __all__ = ["MeshOptions", "driver"]
 
 _OLDEST_SEEN = "2.15"
-_OF_PARTS = (
-    "a card multiplies in it where 16 divides the sizes of what it holds, and that of the parts of "
-    "layers is not looked after. Set backend.tensor=1, or take precision=bf16"
+_NO_FLOAT8 = (
+    "a card multiplies in float8 where 16 divides the sizes of its weights, and this is not "
+    "checked for parts of layers. Set backend.tensor=1, or take precision=bf16"
 )
 
 
@@ -53,27 +59,27 @@ class MeshDriver(FsdpDriver):
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = options_of(plan)
-        dealt = options.context * options.tensor * (options.shard or 1)
-        copies = options.least_ranks // dealt
-        able = super().capabilities(plan)
-        why_not = {**able.why_not, "multiple_of_ranks": f"with {options.in_words}"}
+        num_sharing = options.context * options.tensor * (options.shard or 1)
+        num_groups = options.min_ranks // num_sharing
+        found = super().capabilities(plan)
+        why_not = {**found.why_not, "multiple_of_ranks": f"with {options.description}"}
         if options.tensor > 1:
-            able = dataclasses.replace(able, precisions=able.precisions - {"float8"})
-            why_not["float8"] = _OF_PARTS
+            found = dataclasses.replace(found, precisions=found.precisions - {"float8"})
+            why_not["float8"] = _NO_FLOAT8
         return dataclasses.replace(
-            able,
-            # what a model recomputes is traced as if its sequences were whole
+            found,
+            # recomputed layers would be traced as if their sequences were whole
             compile=options.context == 1 and (options.tensor == 1 or _is_new_torch()),
             static_shapes=options.pipeline > 1,
-            multiple_of_ranks=copies * math.lcm(dealt, options.expert),
+            multiple_of_ranks=num_groups * math.lcm(num_sharing, options.expert),
             why_not=why_not,
         )
 
     def num_parts(self, options: Any, world_size: int) -> int:
-        asked: MeshOptions = options
-        if asked.shard is not None:
-            return asked.shard * asked.context
-        return max(1, world_size // ((asked.replicate or 1) * asked.tensor * asked.pipeline))
+        sizes: MeshOptions = options
+        if sizes.shard is not None:
+            return sizes.shard * sizes.context
+        return max(1, world_size // ((sizes.replicate or 1) * sizes.tensor * sizes.pipeline))
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
@@ -93,7 +99,7 @@ class MeshDriver(FsdpDriver):
         )
 
     def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
-        """See `recipe_checks.ChecksModels`: what patterns fit, and what has to divide."""
+        """Check that patterns match, and that sizes divide. See `ChecksModels`."""
         options, parallel = options_of(plan), recipe.parallel or Parallel()
         if options.expert > 1:
             plan_experts(model, parallel, options.expert)
@@ -105,7 +111,7 @@ class MeshDriver(FsdpDriver):
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        shape = Shape.of(options_of(plan), num_launched())
+        shape = Shape.of(options_of(plan), world_size())
         if shape.pipeline > 1 and not _is_new_torch():
             raise CapabilityRefused(
                 f"backend.pipeline={shape.pipeline}",
@@ -117,43 +123,83 @@ class MeshDriver(FsdpDriver):
         if shape.tensor > 1 and plan.compile:
             plan = _compiled_by_shape(plan)
         with sharding.opened(plan) as world:
-            yield MeshSession(plan, shape.world(world), Mesh(shape, world.device))
+            with naming_collectives("creating the groups of the mesh", world.rank, patient=True):
+                mesh = Mesh(shape, world.device)
+            yield MeshSession(plan, shape.world(world), mesh)
 
 
 def _is_new_torch() -> bool:
-    """What pipelines, and compiled layers that are cut, need was not tried with older ones."""
+    """Return True if torch is new enough for pipelines and for compiled layers that are
+    partitioned; older versions are untested.
+    """
     return TorchVersion(torch.__version__) >= _OLDEST_SEEN
 
 
 def _compiled_by_shape(plan: Plan) -> Plan:
-    """torch 2.15 fails to compile layers that are cut for sequences of any length."""
+    """Compile for fixed shapes: torch 2.15 fails to compile partitioned layers for sequences of any
+    length.
+    """
     if plan.compile_options.get("dynamic"):
         raise CapabilityRefused(
             "compile_options['dynamic']=True with backend.tensor",
             "mesh",
-            "layers that are cut are compiled anew for each shape. Leave dynamic out, and pad "
+            "layers that are cut are compiled again for each shape. Leave dynamic out, and pad "
             "sequences to few lengths; or set compile=false",
         )
     return dataclasses.replace(plan, compile_options={**plan.compile_options, "dynamic": False})
 
 
 class MeshSession(ProcessGroupSession):
-    """Ranks that share sequences get parts of them."""
+    """A session in which ranks that share sequences receive a part of each."""
 
     def __init__(self, plan: Plan, world: World, mesh: Mesh) -> None:
         super().__init__(plan, world, self._engine_of)
         self.mesh, self.feeders = mesh, mesh.feeders
-        self._engine: MeshEngine | None = None
+        self._engine: FsdpEngine | None = None
 
-    def _engine_of(self, recipe: Recipe, plan: Plan, world: World) -> MeshEngine:
-        kind = FlyingEngine if self.mesh.shape.pipeline > 1 else MeshEngine
-        self._engine = kind(recipe, plan, world, self.mesh)
+    def _engine_of(self, recipe: Recipe, plan: Plan, world: World) -> FsdpEngine:
+        self._engine, self._parts_of = parallelize(recipe, plan, world, self.mesh)
         return self._engine
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self._engine is not None and self._engine.module.training:
-            batches = self._engine.fed(batches)
+            batches = self._parts_of(batches)
         return super().feed(batches)
+
+
+def parallelize(
+    recipe: Recipe, plan: Plan, world: World, mesh: Mesh
+) -> tuple[FsdpEngine, Callable[[Iterator[Batch]], Iterator[Batch]]]:
+    """Return an engine that partitions the model over a mesh, and a function that yields the part
+    of each batch that this rank trains on.
+    """
+    shape, parallel = mesh.shape, recipe.parallel or Parallel()
+    context = pipeline = None
+    partitions: list[Partition] = []
+    if shape.tensor > 1:
+        partitions.append(TensorPartition(recipe, plan, world, mesh))
+    if shape.expert > 1:
+        partitions.append(ExpertPartition(parallel, mesh))
+    if mesh.context is not None:
+        partitions.append(context := ContextPartition(parallel, mesh.context))
+    if shape.pipeline > 1:
+        refuse_turns(recipe)
+        partitions.append(pipeline := PipelinePartition(parallel, plan, world, mesh))
+    engine = FsdpEngine(recipe, plan, world, "mesh", partitions, mesh.sharded, mesh.stage)
+    if pipeline is not None and recipe.step is None:
+        engine.step = ScheduleRunner(recipe, engine, pipeline).step
+    audit = gradient_audit(recipe, engine, mesh, context, pipeline)
+    if audit is not None:
+        engine.loss_hooks.append(audit.see_loss)
+        engine.audit_hooks.append(audit.audit)
+
+    def parts_of(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if audit is not None:  # compares by the first batch
+                audit.see_batch(batch)
+            yield batch if context is None else context.part(batch)
+
+    return engine, parts_of
 
 
 driver = MeshDriver()

@@ -1,17 +1,18 @@
-"""Experts that are dealt over ranks, and tokens that travel to those that hold theirs.
+"""Experts that are placed on different ranks, and tokens that travel to the ranks of their experts.
 
-As in GShard (https://arxiv.org/abs/2006.16668). A module of experts is called with N tokens of
-size D, the K experts that each goes to, and what each of their answers weighs: (N, D), (N, K) and
-(N, K), and returns (N, D), as those of transformers' mixtures are. Of its weights dimension 0 is
-the experts, of which a rank has E / R. It computes nothing but its own, on the tokens of all ranks.
-Ranks that have the same tokens, since they cut layers, send a part of them each.
+The method is that of GShard (https://arxiv.org/abs/2006.16668). A module of experts is called with
+N tokens of size D, the K experts of each token, and the weights of their answers: (N, D), (N, K)
+and (N, K). It returns (N, D), like the experts of transformers' mixtures. Dimension 0 of its
+weights is the experts, of which a rank holds E / R. A rank computes only its own experts, on the
+tokens of all ranks. Ranks that hold the same tokens, since they partition layers, send a part of
+them each.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -22,110 +23,103 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ...data.parallel import Parallel
 from ...kernel.errors import RecipeError
 from ..common import models
+from ..fsdp import dtensor
+from ..fsdp.engine import FsdpEngine
+from ..fsdp.partition import Partition
 from ..process_group.collectives import keep_for_a_while
-from .layers import let_go
+from .layers import drop_weight
 from .matching import largest_divisor, matching
+from .shape import Mesh
+from .stages import original_forward
 
-__all__ = ["Experts", "find_experts", "plan_experts"]
+__all__ = ["ExpertPartition", "plan_experts"]
 
 
 class _Exchange(torch.autograd.Function):
-    """Of each tensor `sent[i]` rows go to rank i, and `taken[i]` come from there; backward goes the
-    other way. All in one, so that ranks do it in one order whatever is ready first."""
+    """All-to-all of rows: send `sent[i]` rows of each tensor to rank i, and receive `received[i]`
+    from it. Backward goes the other way. One node exchanges all tensors, so that the order is the
+    same on every rank.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, sent: Sequence[int], taken: Sequence[int], group: Any, *tensors: Tensor
+        ctx: Any, sent: Sequence[int], received: Sequence[int], group: Any, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.way = taken, sent, group
-        return tuple(_exchange(tensor, sent, taken, group) for tensor in tensors)
+        ctx.sizes = received, sent, group
+        return tuple(_exchange(tensor, sent, received, group) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, None, *(_exchange(each, *ctx.way) for each in gradients))
+        return (None, None, None, *(_exchange(each, *ctx.sizes) for each in gradients))
 
 
-def _exchange(tensor: Tensor, sent: Sequence[int], taken: Sequence[int], group: Any) -> Tensor:
-    found = tensor.new_empty((sum(taken), *tensor.shape[1:]))
-    given = keep_for_a_while(tensor.contiguous())
-    dist.all_to_all_single(keep_for_a_while(found), given, [*taken], [*sent], group=group)
+def _exchange(tensor: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
+    found = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    tensor = keep_for_a_while(tensor.contiguous())
+    dist.all_to_all_single(keep_for_a_while(found), tensor, [*received], [*sent], group=group)
     return found
 
 
 class _Split(torch.autograd.Function):
-    """Of what all ranks of a group have, this rank's rows; the gradients are joined."""
+    """Keep this rank's rows of a tensor that is replicated in a group; backward gathers the
+    gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Sequence[int], group: Any, *wholes: Tensor) -> tuple[Tensor, ...]:
-        ctx.way = rows, group
-        return tuple(_own_rows(whole, rows, group) for whole in wholes)
+    def forward(ctx: Any, rows: Sequence[int], group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.sizes = rows, group
+        return tuple(_own_rows(whole, rows, group) for whole in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return (None, None, *(_joined(each, *ctx.way) for each in gradients))
+        return (None, None, *(_gather_rows(each, *ctx.sizes) for each in gradients))
 
 
 class _Join(torch.autograd.Function):
-    """The rows of all ranks of a group; of the gradient, which all have, this rank's rows."""
+    """Gather the rows of all ranks of a group; backward keeps this rank's rows of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: Sequence[int], group: Any, part: Tensor) -> Tensor:
-        ctx.way = rows, group
-        return _joined(part, rows, group)
+        ctx.sizes = rows, group
+        return _gather_rows(part, rows, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, _own_rows(gradients[0], *ctx.way)
+        return None, None, _own_rows(gradients[0], *ctx.sizes)
 
 
 def _own_rows(whole: Tensor, rows: Sequence[int], group: Any) -> Tensor:
-    own = dist.get_rank(group)
-    return whole.narrow(0, sum(rows[:own]), rows[own]).clone()
+    rank = dist.get_rank(group)
+    return whole.narrow(0, sum(rows[:rank]), rows[rank]).clone()
 
 
-def _joined(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
+def _gather_rows(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
     return _exchange(part.repeat(len(rows), 1), [len(part)] * len(rows), rows, group)
 
 
 class Experts:
-    """One module of experts: stands in for its forward. `mesh` is the ranks that they are dealt
-    over, `alike` those that call it with the same tokens; None: all have others."""
+    """One module of experts, whose forward it replaces. `mesh`: the ranks that the experts are
+    placed on. `replicas`: the ranks that call the module with the same tokens; None: every rank has
+    others.
+    """
 
-    def __init__(self, name: str, module: nn.Module, mesh: Any, alike: Any) -> None:
-        self.name, self.mesh, self.alike = name, mesh, alike
+    def __init__(self, name: str, module: nn.Module, mesh: Any, replicas: Any) -> None:
+        self.name, self.mesh, self.replicas = name, mesh, replicas
         self.module: Any = module
         self.num_experts = _num_experts(name, module)
-        self.num_own = self.num_experts // mesh.size()
+        self.num_local = self.num_experts // mesh.size()
         self._forward, self._signature = module.forward, inspect.signature(module.forward)
-        module.forward = torch.compiler.disable(self._called)  # type: ignore[no-untyped-call]
+        module.forward = torch.compiler.disable(self._dispatching_forward)  # type: ignore[no-untyped-call]
 
     def cut(self, absent: Set[nn.Parameter] = frozenset()) -> None:
-        """Keep this rank's experts. Every rank has built the same weights, so nobody sends any.
-        What stands for weights that are `absent` takes no memory afterwards either."""
+        """Keep this rank's experts. No rank sends any, since all have built the same weights.
+        Placeholders of `absent` weights stay without memory.
+        """
         for owner, key, parameter in list(self._weights()):
-            own = distribute_tensor(parameter.detach(), self.mesh, [Shard(0)], src_data_rank=None)
-            owner.register_parameter(key, nn.Parameter(own, parameter.requires_grad))
+            local = distribute_tensor(parameter.detach(), self.mesh, [Shard(0)], src_data_rank=None)
+            owner.register_parameter(key, nn.Parameter(local, parameter.requires_grad))
             if parameter in absent:
-                let_go(owner, key)
-
-    def placement(self, num_ranks: int) -> Any:
-        """Says of a weight along which dimension a rank's experts are cut over so many ranks: the
-        first that they divide, as there may be fewer experts than ranks."""
-
-        def choose(parameter: nn.Parameter) -> Shard:
-            sizes = parameter.to_local().shape if isinstance(parameter, DTensor) else ()
-            return Shard(next((dim for dim, n in enumerate(sizes) if n % num_ranks == 0), 0))
-
-        return choose
-
-    @contextmanager
-    def undone(self) -> Iterator[None]:
-        """The module as it was: whole weights, and all tokens its own."""
-        replaced = self.module.__dict__.pop("forward")
-        try:
-            yield
-        finally:
-            self.module.forward = replaced
+                drop_weight(owner, key)
 
     def _weights(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         for owner in self.module.modules():
@@ -134,69 +128,74 @@ class Experts:
                     yield owner, key, parameter
 
     @contextmanager
-    def _own_weights(self) -> Iterator[None]:
-        """The module has this rank's experts, and knows of no others."""
-        weights, counted = list(self._weights()), "num_experts" in self.module.__dict__
+    def _local_weights(self) -> Iterator[None]:
+        """Give the module this rank's experts alone within the block."""
+        weights, has_number = list(self._weights()), "num_experts" in self.module.__dict__
         try:
             for owner, key, parameter in weights:
                 owner._parameters[key] = cast(Any, parameter).to_local()
-            if counted:
-                self.module.num_experts = self.num_own
+            if has_number:
+                self.module.num_experts = self.num_local
             yield
         finally:
             for owner, key, parameter in weights:
                 owner._parameters[key] = parameter
-            if counted:
+            if has_number:
                 self.module.num_experts = self.num_experts
 
-    def _called(self, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of the module's forward: (N, D), (N, K), (N, K) to (N, D)."""
-        tokens, indices, weights = self._checked(*args, **kwargs)
-        if self.alike is None:
-            return self._dispatched(tokens, indices, weights)
-        group, size = self.alike.get_group(), self.alike.size()
+    def _dispatching_forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Forward that replaces the module's: (N, D), (N, K), (N, K) to (N, D)."""
+        tokens, indices, weights = self._check_inputs(*args, **kwargs)
+        if self.replicas is None:
+            return self._dispatch(tokens, indices, weights)
+        group, size = self.replicas.get_group(), self.replicas.size()
         rows = [len(part) for part in indices.tensor_split(size)]
         split, join = cast(Any, _Split.apply), cast(Any, _Join.apply)
         tokens, weights = split(rows, group, tokens, weights)
-        answers = self._dispatched(tokens, _own_rows(indices, rows, group), weights)
-        return cast(Tensor, join(rows, group, answers))
+        outputs = self._dispatch(tokens, _own_rows(indices, rows, group), weights)
+        return cast(Tensor, join(rows, group, outputs))
 
-    def _dispatched(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Tokens that no other rank has go to their experts, and come back."""
+    def _dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Send tokens, which no other rank holds, to the ranks of their experts, and return the
+        answers.
+        """
         group, size = self.mesh.get_group(), self.mesh.size()
         chosen = indices.flatten()
         order = chosen.argsort(stable=True)
-        home = order // indices.shape[-1]
+        sources = order // indices.shape[-1]
         counts = chosen.new_zeros(self.num_experts).index_add_(0, chosen, torch.ones_like(chosen))
-        given = torch.empty_like(counts)
-        dist.all_to_all_single(keep_for_a_while(given), keep_for_a_while(counts), group=group)
-        # how much travels is known to the host alone: the one place that waits for a device
-        sent, taken = torch.stack([counts, given]).view(2, size, -1).sum(-1).tolist()
+        incoming = torch.empty_like(counts)
+        dist.all_to_all_single(keep_for_a_while(incoming), keep_for_a_while(counts), group=group)
+        # the exchange needs its sizes on the host: the only place that waits for the device
+        sent, received = torch.stack([counts, incoming]).view(2, size, -1).sum(-1).tolist()
         exchange = cast(Any, _Exchange.apply)
-        rows, shares = exchange(
-            sent, taken, group, tokens[home], weights.flatten()[order].unsqueeze(-1)
+        rows, row_weights = exchange(
+            sent, received, group, tokens[sources], weights.flatten()[order].unsqueeze(-1)
         )
-        own = torch.arange(self.num_own, device=chosen.device).repeat(size)
-        whose = own.repeat_interleave(given, output_size=len(rows)).unsqueeze(-1)
-        back: Tensor = exchange(taken, sent, group, self._compute(rows, whose, shares))[0]
-        return back.new_zeros(len(tokens), *back.shape[1:]).index_add(0, home, back)
+        local = torch.arange(self.num_local, device=chosen.device).repeat(size)
+        experts = local.repeat_interleave(incoming, output_size=len(rows)).unsqueeze(-1)
+        outputs = self._compute(rows, experts, row_weights)
+        found: Tensor = exchange(received, sent, group, outputs)[0]
+        return found.new_zeros(len(tokens), *found.shape[1:]).index_add(0, sources, found)
 
     def _compute(self, rows: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """By this rank's experts. Given nothing, they compute a row of zeros that is dropped, since
-        all ranks must have gradients, be they 0, and take part in each exchange of backward."""
+        """Compute with this rank's experts. Without tokens they compute a row of zeros, which is
+        dropped: all ranks must have gradients, even if 0, and take part in each exchange of
+        backward.
+        """
         num_rows = len(rows)
         if not num_rows:
             rows, indices, weights = (
                 torch.cat([each, each.new_zeros(1, each.shape[-1])])
                 for each in (rows, indices, weights)
             )
-        with self._own_weights():
-            made: Tensor = self._forward(rows, indices, weights)
-        return made[:num_rows]
+        with self._local_weights():
+            output: Tensor = self._forward(rows, indices, weights)
+        return output[:num_rows]
 
-    def _checked(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        given = self._signature.bind(*args, **kwargs).args
-        shapes = [tuple(getattr(each, "shape", ())) for each in given]
+    def _check_inputs(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self._signature.bind(*args, **kwargs).args
+        shapes = [tuple(getattr(each, "shape", ())) for each in inputs]
         if len(shapes) != 3 or not (
             len(shapes[0]) == len(shapes[1]) == 2
             and shapes[1] == shapes[2]
@@ -208,19 +207,74 @@ class Experts:
                 "must be given tokens (N, D), indices of the experts that each goes to (N, K), "
                 "and weights of their answers (N, K); or set backend.expert=1"
             )
-        return cast("tuple[Tensor, Tensor, Tensor]", given)
+        return cast("tuple[Tensor, Tensor, Tensor]", inputs)
 
 
-def find_experts(module: nn.Module, parallel: Parallel, mesh: Any, alike: Any) -> list[Experts]:
-    """The modules of experts that the recipe names, each given to `Experts`. Raises as
-    `plan_experts` does, before anything is changed."""
-    found = plan_experts(module, parallel, mesh.size())
-    return [Experts(name, part, mesh, alike) for name, part in found.items()]
+class ExpertPartition(Partition):
+    """Places experts on the ranks of `mesh.expert`."""
+
+    can_be_undone = False
+
+    def __init__(self, parallel: Parallel, mesh: Mesh) -> None:
+        self.parallel, self.mesh = parallel, mesh
+        self.experts: Mapping[nn.Module, Experts] = {}
+
+    def replace_forwards(self, module: nn.Module) -> None:
+        """Replace the forward of each module of experts that the recipe names, so that
+        recomputation sends tokens again. Raises like `plan_experts`, before anything is changed.
+        """
+        in_parts = "sequence" in self.parallel.tensor.values()
+        replicas = None if in_parts or self.mesh.shape.tensor == 1 else self.mesh.tensor
+        found = plan_experts(module, self.parallel, self.mesh.expert.size())
+        self.experts = {
+            part: Experts(name, part, self.mesh.expert, replicas) for name, part in found.items()
+        }
+
+    def choose_units(self, module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        inside = {part for experts in self.experts for part in experts.modules()}
+        return [*self.experts, *(unit for unit in units if unit not in inside)]
+
+    def to_compile(self, part: nn.Module) -> Sequence[nn.Module]:
+        return () if part in self.experts else (part,)  # shapes depend on the number of tokens
+
+    def cut_layers(self, engine: FsdpEngine) -> None:
+        for experts in self.experts.values():
+            experts.cut({*engine.elsewhere.values()})
+
+    def sharding_of(self, unit: nn.Module) -> tuple[Any, Callable[..., Any]] | None:
+        num_ranks = self.mesh.shape.num_expert_shards
+
+        def choose(parameter: nn.Parameter) -> Shard:
+            # the first dimension that divides, since there may be fewer experts than ranks
+            sizes = parameter.to_local().shape if isinstance(parameter, DTensor) else ()
+            return Shard(next((dim for dim, n in enumerate(sizes) if n % num_ranks == 0), 0))
+
+        return (self.mesh.experts_sharded, choose) if unit in self.experts else None
+
+    def attach(self, engine: FsdpEngine) -> None:
+        self._parameters = [p for module in self.experts for p in module.parameters()]
+
+    def complete_gradients(self) -> None:
+        """Rescale the gradients of experts to means over feeders. They include the tokens of all
+        ranks that share the experts, and were divided by the number of ranks that shard the same
+        expert.
+        """
+        if grads := dtensor.own_gradients(self._parameters):
+            shape = self.mesh.shape
+            torch._foreach_mul_(grads, shape.num_expert_shards / shape.num_shards)
+
+    @contextmanager
+    def full_params(self, module: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for experts in self.experts:
+                stack.enter_context(original_forward(experts, None))
+            yield
 
 
 def plan_experts(module: nn.Module, parallel: Parallel, size: int) -> dict[str, nn.Module]:
-    """The modules of experts that the recipe names, by name; changes nothing. Raises `RecipeError`
-    for what cannot be dealt over so many ranks."""
+    """Return the modules of experts that the recipe names, by name; changes nothing. Raises
+    `RecipeError` for a module that cannot be divided among `size` ranks.
+    """
     if not parallel.experts:
         raise RecipeError(
             "backend.expert is more than 1, and the recipe does not say which modules hold "
@@ -236,14 +290,14 @@ def plan_experts(module: nn.Module, parallel: Parallel, size: int) -> dict[str, 
 
 
 def _num_experts(name: str, part: nn.Module) -> int:
-    """By the first dimension of its weights."""
+    """Number of experts, which is the first size of each of the module's weights."""
     shapes = {key: tuple(parameter.shape) for key, parameter in part.named_parameters()}
     numbers = {shape[0] if shape else 0 for shape in shapes.values()}
     counted: Any = getattr(part, "num_experts", None)
     if isinstance(counted, int):
         numbers.add(counted)
-    apart = any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in part.modules())
-    if apart or len(numbers) != 1 or 0 in numbers:
+    in_modules = any(isinstance(each, (nn.ModuleList, nn.ModuleDict)) for each in part.modules())
+    if in_modules or len(numbers) != 1 or 0 in numbers:
         seen = ", ".join(f"{key} {shape}" for key, shape in shapes.items()) or "none"
         raise RecipeError(
             f"Parallel.experts names {name!r}, whose weights are {seen}: they must be stacked, in "
@@ -255,13 +309,13 @@ def _num_experts(name: str, part: nn.Module) -> int:
 def _check(
     name: str, part: nn.Module, size: int, found: dict[str, nn.Module], tied: set[str]
 ) -> None:
-    """Raises `RecipeError` for a module that cannot be dealt over so many ranks."""
+    """Raise `RecipeError` for a module that cannot be divided among `size` ranks."""
     number = _num_experts(name, part)
     if number % size:
-        fits = largest_divisor(number, size)
+        largest = largest_divisor(number, size)
         raise RecipeError(
             f"backend.expert={size} does not divide the {number} experts of {name!r}; "
-            f"backend.expert={fits} would do"
+            f"backend.expert={largest} would do"
         )
     if outer := next((other for other in found if name.startswith(f"{other}.")), None):
         raise RecipeError(f"Parallel.experts names {name!r}, which is inside of {outer!r}")
@@ -269,7 +323,7 @@ def _check(
     if shared := sorted(tied & {f"{name}.{key}" for key in own}):
         raise RecipeError(
             f"Parallel.experts names {name!r}, whose {', '.join(shared)} is tied to another "
-            "weight: experts that layers share cannot be dealt"
+            "weight: experts that layers share cannot be partitioned"
         )
     if len(dtypes := {parameter.dtype for parameter in own.values()}) > 1:
         raise RecipeError(

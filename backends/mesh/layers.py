@@ -1,15 +1,15 @@
-"""Layers that are cut over ranks, each by its inputs, outputs or positions.
+"""Layers that are partitioned over ranks, each by its inputs, outputs or positions.
 
-Megatron's way (https://arxiv.org/abs/1909.08053), by torch's `DTensor`s. What these leave to their
-caller is here: tied weights stay tied, layers that are several in one are cut in each, and what
-does not divide is refused before it is cut.
+The method is Megatron's (https://arxiv.org/abs/1909.08053), by torch's `DTensor`s. This module adds
+the parts that these leave to their caller: tied weights stay tied, fused layers are partitioned
+part by part, and sizes that do not divide are refused before anything is changed.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -22,45 +22,51 @@ from ...data.parallel import Parallel, TensorCut
 from ...kernel.errors import RecipeError
 from ...kernel.shards import Box, Flat, Kind, Piece, Reader, Region, TensorInfo
 from ..fsdp import dtensor, meta_init
-from .logits import whole_without_gradient
+from .explaining import explain_shapes
+from .logits import gather_without_gradient
 from .matching import largest_divisor, matching
 from .one_layer import Layer, layer_of
-from .stages import hollow
+from .stages import placeholder
 
-__all__ = ["Fused", "cut_layers", "in_sequence", "let_go", "plan_layers", "used_on_parts"]
+__all__ = ["Fused", "cut_layers", "drop_weight", "plan_layers", "sequence_modules", "used_on_parts"]
 
 
 @dataclass
 class Fused:
-    """Weights that are several in one. In memory their rows are in another order: each rank's part
-    of the first, of the second and so on, so that a rank's rows are one piece."""
+    """Fused weights, such as queries, keys and values in one. Their rows in memory are in another
+    order: each rank's part of the first weight, then of the second, and so on. So a rank's rows are
+    one contiguous piece.
+    """
 
     num_ranks: int
     parts: dict[str, int] = field(default_factory=dict)
-    """By FQN: how many are in one."""
+    """FQN -> number of weights that are fused in it."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By FQN: of the whole weight."""
+    """FQN -> shape of the whole weight."""
 
     def reordered(self, name: str, whole: Tensor) -> Tensor:
-        """As it lies in memory."""
+        """Return the fused weight in the order in which it lies in memory."""
         return self._swapped(whole, self.parts[name], self.num_ranks)
 
     def in_order(self, name: str, whole: Tensor) -> Tensor:
-        """As the model knows it."""
+        """Return the fused weight in the order in which the model knows it."""
         return self._swapped(whole, self.num_ranks, self.parts[name])
 
     def _swapped(self, whole: Tensor, first: int, second: int) -> Tensor:
         rows = whole.reshape(first, second, -1, *whole.shape[1:])
         return rows.transpose(0, 1).reshape(whole.shape).contiguous()
 
-    def is_of(self, name: str, shape: Sequence[int]) -> str:
-        """The FQN of which a weight, or a tensor of an optimizer, has the rows; empty: of none."""
+    def fqn_of(self, name: str, shape: Sequence[int]) -> str:
+        """Return the FQN of the fused weight whose rows a weight, or a tensor of an optimizer, has;
+        empty if there is none.
+        """
         fqn = name.split("/", maxsplit=1)[0]
         return fqn if self.shapes.get(fqn) == tuple(shape) else ""
 
     def runs(self, name: str, shape: Sequence[int], box: Box) -> Iterator[tuple[Box, int, int]]:
-        """The boxes of the model's own order that this box of memory holds, each with where it
-        begins in it and how many rows it has."""
+        """Yield the boxes in the model's order that a box of memory holds. Each comes with its
+        first row in that box of memory, and its number of rows.
+        """
         parts = self.parts[name]
         rows = shape[0] // (parts * self.num_ranks)
         start, end = box.offsets[0], box.offsets[0] + box.sizes[0]
@@ -78,8 +84,8 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class InOrder:
-    """A checkpoint, read as the weights lie in memory."""
+class ReorderedReader:
+    """A reader of a checkpoint that returns fused weights in their order in memory."""
 
     inner: Reader
     fused: Fused
@@ -99,7 +105,7 @@ class InOrder:
         fqn = ""
         if kind != "state":
             shape = self.inner.info(kind, name).shape
-            fqn = self.fused.is_of(name, shape)
+            fqn = self.fused.fqn_of(name, shape)
         if not fqn:
             return self.inner.read(kind, name, region, out)
         if isinstance(region, Flat):
@@ -111,8 +117,8 @@ class InOrder:
 
 
 def split(piece: Piece, fused: Fused) -> Iterator[Piece]:
-    """The piece as boxes of the model's own order."""
-    fqn = "" if piece.kind == "state" else fused.is_of(piece.name, piece.shape)
+    """Split a piece of a fused weight into boxes in the model's order."""
+    fqn = "" if piece.kind == "state" else fused.fqn_of(piece.name, piece.shape)
     if not fqn:
         yield piece
         return
@@ -123,11 +129,13 @@ def split(piece: Piece, fused: Fused) -> Iterator[Piece]:
 
 
 def plan_layers(module: nn.Module, parallel: Parallel, size: int) -> tuple[list[Layer], Fused]:
-    """What the recipe cuts over so many ranks, and what is several in one; changes nothing. Raises
-    `RecipeError` for a pattern that fits nothing or two things, and for what does not divide."""
+    """Return the layers that the recipe partitions over `size` ranks, and which weights are fused;
+    changes nothing. Raises `RecipeError` for a pattern that matches nothing or two things, and for
+    sizes that do not divide.
+    """
     layers = {
         name: layer_of(name, how, module.get_submodule(name))
-        for name, how in _chosen(module, parallel).items()
+        for name, how in _styles(module, parallel).items()
         if how not in _ON_PARTS
     }
     fused = Fused(size)
@@ -151,8 +159,9 @@ def cut_layers(
     tied: Sequence[Sequence[str]],
     absent: AbstractSet[nn.Parameter] = frozenset(),
 ) -> Fused:
-    """Cut what the recipe names over the ranks of `mesh`; what stands for weights that are `absent`
-    takes no memory then either. Raises as `plan_layers` does, before anything is changed."""
+    """Partition the layers that the recipe names over the ranks of `mesh`. Placeholders of `absent`
+    weights stay without memory. Raises like `plan_layers`, before anything is changed.
+    """
     layers, fused = plan_layers(module, parallel, mesh.size())
     with torch.no_grad():
         for name in fused.parts:
@@ -160,16 +169,26 @@ def cut_layers(
             fused.shapes[name] = tuple(weight.shape)
             if weight not in absent:
                 weight.data = fused.reordered(name, weight)
-    between = Shard(1) if in_sequence(module, parallel) else Replicate()
-    _parallelise(layers, mesh, between, absent)
+    between = Shard(1) if sequence_modules(module, parallel) else Replicate()
+    # the view is of an output that a layer has made whole for its caller
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    for layer in layers:
+        empty = [key for key, weight in layer.part.named_parameters() if weight in absent]
+        layer.parallelise(mesh, between)
+        for key in empty:
+            drop_weight(layer.part, key)
+        if layer.how == "logits":
+            layer.part.register_forward_hook(gather_without_gradient)
     _tie_again(module, tied)
+    explain_shapes(module, parallel.tensor or _plan_of_model(module, parallel.experts))
     return fused
 
 
 def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
-    """The FQNs of weights that no layer cuts and that ranks use on parts of heads or positions.
-    Raises `RecipeError` for one that is also used elsewhere."""
-    inside = [name for name, how in _chosen(module, parallel).items() if how in _ON_PARTS]
+    """Return the FQNs of replicated weights that ranks use on parts of heads or positions. Raises
+    `RecipeError` for a tied one that is also used elsewhere.
+    """
+    inside = [name for name, how in _styles(module, parallel).items() if how in _ON_PARTS]
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not isinstance(parameter, DTensor):
@@ -186,22 +205,22 @@ def used_on_parts(module: nn.Module, parallel: Parallel) -> list[str]:
     return found
 
 
-def in_sequence(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
-    """What computes on parts of the positions."""
-    chosen = _chosen(module, parallel).items()
+def sequence_modules(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
+    """Return the modules that compute on parts of the positions."""
+    chosen = _styles(module, parallel).items()
     return [module.get_submodule(name) for name, how in chosen if how == "sequence"]
 
 
-def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
-    """How each submodule is cut, by name."""
-    plan = parallel.tensor or _brought(module, parallel.experts)
+def _styles(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
+    """Return how each submodule is partitioned, by name."""
+    plan = parallel.tensor or _plan_of_model(module, parallel.experts)
     if not plan:
         raise RecipeError(
             "backend.tensor is more than 1, and the recipe does not say how layers are cut: give "
             "it parallel=drivetrain.Parallel(tensor={PATTERN: 'column', ...}), or set "
             "backend.tensor=1"
         )
-    found: dict[str, str] = {}  # the pattern that fits each name first
+    found: dict[str, str] = {}  # name -> the first pattern that matches
     for pattern, name in matching(module, "tensor", plan):
         first = found.setdefault(name, pattern)
         if plan[first] != plan[pattern]:
@@ -218,10 +237,11 @@ def _chosen(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     return {name: plan[pattern] for name, pattern in found.items()}
 
 
-def _brought(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCut]:
-    """The plan that a model of transformers has, in its own words, also where it is in another
-    module; but for modules of experts, which stay whole unless they are dealt. Raises `RecipeError`
-    for one that has no counterpart here."""
+def _plan_of_model(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCut]:
+    """Return the plan that a model of transformers brings along, in this driver's terms, also for a
+    model inside another module. Modules of experts are left out: they stay whole unless `expert`
+    partitions them. Raises `RecipeError` for a style that has no counterpart here.
+    """
     found: dict[str, TensorCut] = {}
     inside = [*experts, *(f"{pattern}.*" for pattern in experts)]
     names = [name for name, _ in module.named_modules()]
@@ -241,8 +261,8 @@ def _brought(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCu
 
 
 def _plans(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Of the outermost models that have one of their own, each with how its names begin."""
-    # of its own: an adapter around it passes on whatever it is asked for
+    """Yield the plan of each outermost model that has one, with the prefix of its names."""
+    # only a plan of its own: an adapter passes look-ups of attributes on to its model
     if hasattr(type(module), "tp_plan") or "tp_plan" in vars(module):
         yield prefix, cast(Any, module).tp_plan or {}
         return
@@ -259,11 +279,11 @@ _COUNTERPARTS: Mapping[str, TensorCut] = {
     "replicated_with_grad_allreduce": "heads",
 }
 _ON_PARTS = ("heads", "sequence")
-"""What computes with whole weights on what it is given."""
+"""Styles whose modules compute with whole weights on a part of the input."""
 
 
 def _check(layer: Layer, size: int, fused: Fused) -> None:
-    """Raises `RecipeError` for a layer that so many ranks do not divide."""
+    """Raise `RecipeError` for a layer whose size `size` ranks do not divide."""
     name, how, width = layer.name, layer.how, layer.width
     if how in ("vocabulary", "logits") and not _each_has_rows(width, size):
         most = max(n for n in range(1, size) if _each_has_rows(width, n))
@@ -273,62 +293,47 @@ def _check(layer: Layer, size: int, fused: Fused) -> None:
         )
     if how not in ("column", "row"):
         return
-    several = max(fused.parts.get(f"{name}.{key}", 1) for key in layer.cut)
-    if width % (size * several):
-        of = f" of {several} in one" if several > 1 else ""
-        fits = 1 if width % several else largest_divisor(width // several, size)
+    num_fused = max(fused.parts.get(f"{name}.{key}", 1) for key in layer.cut)
+    if width % (size * num_fused):
+        of = f" of {num_fused} in one" if num_fused > 1 else ""
+        largest = 1 if width % num_fused else largest_divisor(width // num_fused, size)
         raise RecipeError(
             f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
             f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}; "
-            f"backend.tensor={fits} would do"
+            f"backend.tensor={largest} would do"
         )
 
 
 def _each_has_rows(rows: int, size: int) -> bool:
-    """Of chunks that are equal, the last one less."""
+    """Return True if each of `size` equal chunks has rows; the last chunk may be shorter."""
     return -(-rows // size) * (size - 1) < rows
 
 
-def _parallelise(
-    layers: Collection[Layer], mesh: Any, between: Any, absent: AbstractSet[nn.Parameter]
-) -> None:
-    # the view is of an output that a layer has made whole for its caller
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    for layer in layers:
-        part = layer.part
-        empty = [key for key, weight in part.named_parameters() if weight in absent]
-        layer.parallelise(mesh, between)
-        for key in empty:
-            let_go(part, key)
-        if layer.how == "logits":
-            part.register_forward_hook(whole_without_gradient)
-
-
 @torch.no_grad()
-def let_go(part: nn.Module, key: str) -> None:
-    """What stands there for a weight is cut as that would be, and takes no memory."""
+def drop_weight(part: nn.Module, key: str) -> None:
+    """Replace a weight by a placeholder that is partitioned as the weight would be and takes no
+    memory.
+    """
     stand_in = part.get_parameter(key)
     if isinstance(stand_in, DTensor):
         own = stand_in.to_local()
-        empty = dtensor.cut_like(stand_in, hollow(own, own.device))
+        empty = dtensor.cut_like(stand_in, placeholder(own, own.device))
         replaced = nn.Parameter(empty, stand_in.requires_grad)
         meta_init.replace(part, {stand_in: replaced})
 
 
 def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Cutting has made two of one. Raises `RecipeError` where both are cut otherwise."""
+    """Tie weights again that partitioning has separated. Raises `RecipeError` if they are
+    partitioned differently.
+    """
     for first, *others in tied:
         kept = module.get_parameter(first)
         for name in others:
             owner, _, key = name.rpartition(".")
             other = module.get_parameter(name)
-            if _cut(kept) != _cut(other):
+            if getattr(kept, "placements", None) != getattr(other, "placements", None):
                 raise RecipeError(
                     f"{first!r} and {name!r} are one parameter, and Parallel.tensor cuts them in "
                     "different ways: cut both by 'vocabulary', or neither"
                 )
             module.get_submodule(owner)._parameters[key] = kept
-
-
-def _cut(parameter: nn.Parameter) -> object:
-    return parameter.placements if isinstance(parameter, DTensor) else None

@@ -1,4 +1,4 @@
-"""A loss of logits that stay cut over the vocabulary: no rank holds those of all its words."""
+"""Cross entropy of logits that stay partitioned over the vocabulary, so that no rank has all."""
 
 from __future__ import annotations
 
@@ -15,36 +15,37 @@ from ...kernel.errors import RecipeError
 from ..fsdp import dtensor
 from ..process_group.collectives import keep_for_a_while
 
-__all__ = ["LossOfParts", "require_whole", "whole_without_gradient"]
+__all__ = ["VocabParallelLoss", "gather_without_gradient", "refuse_partitioned_loss"]
 
 
-class _LossOfParts(torch.autograd.Function):
-    """For each of N rows the cross entropy, (N,), where each rank has some columns of the logits,
-    (N, V / ranks) in at least fp32, from `first` on. Of each row three numbers travel."""
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of each of N rows, (N,). Each rank has the columns from `first` on of the
+    logits, (N, V / ranks), in at least fp32. Three numbers of each row travel.
+    """
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, targets: Tensor, first: int, group: Any) -> Tensor:
-        most = own.amax(-1)
-        dist.all_reduce(keep_for_a_while(most), dist.ReduceOp.MAX, group=group)
-        likely = (own - most[:, None]).exp()
+        largest = own.amax(-1)
+        dist.all_reduce(keep_for_a_while(largest), dist.ReduceOp.MAX, group=group)
+        probabilities = (own - largest[:, None]).exp()
         inside = (targets >= first) & (targets < first + own.shape[-1])
         index = (targets - first).clamp(0, own.shape[-1] - 1)[:, None]
-        wanted = (own.gather(-1, index)[:, 0] - most).where(inside, 0)
-        sums = torch.stack([likely.sum(-1), wanted])
+        target_logits = (own.gather(-1, index)[:, 0] - largest).where(inside, 0)
+        sums = torch.stack([probabilities.sum(-1), target_logits])
         dist.all_reduce(keep_for_a_while(sums), group=group)
-        ctx.save_for_backward(likely.div_(sums[0][:, None]), index, inside)
+        ctx.save_for_backward(probabilities.div_(sums[0][:, None]), index, inside)
         return sums[0].log() - sums[1]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,), (likely, index, inside) = gradients, ctx.saved_tensors
-        own = likely * gradient[:, None]
+        (gradient,), (probabilities, index, inside) = gradients, ctx.saved_tensors
+        own = probabilities * gradient[:, None]
         own.scatter_add_(-1, index, -(gradient * inside)[:, None])
         return own, None, None, None
 
 
-class LossOfParts(TorchFunctionMode):
-    """While it is entered, `cross_entropy` takes logits that are cut by their classes."""
+class VocabParallelLoss(TorchFunctionMode):
+    """Within the block, `cross_entropy` accepts logits that are partitioned by their classes."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -78,10 +79,10 @@ class LossOfParts(TorchFunctionMode):
         rows = own.reshape(-1, own.shape[-1])
         if rows.element_size() < 4:
             rows = rows.float()
-        wanted = target.reshape(-1)
+        labels = target.reshape(-1)
         group = input.device_mesh.get_group()
-        each = cast(Tensor, cast(Any, _LossOfParts.apply)(rows, wanted, first, group))
-        counted = wanted != ignore_index
+        each = cast(Tensor, cast(Any, _CrossEntropy.apply)(rows, labels, first, group))
+        counted = labels != ignore_index
         each = each.where(counted, 0)
         if reduction == "none":
             return each.reshape(target.shape)
@@ -92,16 +93,18 @@ def _logits(*args: Any, **kwargs: Any) -> Any:
     return args[0] if args else kwargs.get("input")
 
 
-def whole_without_gradient(module: Any, args: Any, logits: DTensor) -> Tensor:
-    """A hook behind a head: what evaluates or predicts is given whole logits."""
+def gather_without_gradient(module: Any, args: Any, logits: DTensor) -> Tensor:
+    """Hook of a head: without gradients, as in evaluation and prediction, return whole logits."""
     return logits if torch.is_grad_enabled() else logits.full_tensor()
 
 
-def require_whole(loss: Tensor) -> None:
-    """Raises `RecipeError` for a loss that something else than `cross_entropy` made of parts."""
+def refuse_partitioned_loss(loss: Tensor) -> None:
+    """Raise `RecipeError` for a loss made of partitioned logits by another function than
+    `cross_entropy`.
+    """
     if isinstance(loss, DTensor):
         raise RecipeError(
-            "Parallel.tensor cuts the head by 'logits', and the loss is made of them by another "
-            "function than torch.nn.functional.cross_entropy: take that, or cut the head by "
-            "'vocabulary', which gives each rank all logits"
+            "Parallel.tensor cuts the head by 'logits', and the loss is computed from them by "
+            "another function than torch.nn.functional.cross_entropy: use cross_entropy, or cut "
+            "the head by 'vocabulary', which gives each rank all logits"
         )

@@ -1,4 +1,4 @@
-"""What fits: submodules the patterns of a recipe, sizes a number that they divide."""
+"""Match submodules with the patterns of a recipe, and sizes with the numbers that they divide."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__ = ["largest_divisor", "matching"]
 
 
 def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tuple[str, str]]:
-    """Each pattern with each name that it fits, in this order. Raises `RecipeError` for a pattern
-    of that field of `Parallel` that fits none."""
+    """Return each pattern with each name that it matches, in order of the patterns. Raises
+    `RecipeError` for a pattern that matches none; `field` names it in `Parallel`.
+    """
     names = [name for name, _ in module.named_modules() if name]
     found = []
     for pattern in patterns:
@@ -31,5 +32,5 @@ def matching(module: nn.Module, field: str, patterns: Iterable[str]) -> list[tup
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """Of that number, up to a size that may not divide it."""
+    """Return the largest divisor of `number` that is at most `most`."""
     return next(n for n in range(most, 0, -1) if number % n == 0)

@@ -1,16 +1,19 @@
-"""Blocks that are dealt over ranks: each computes its stage, and hands activations on.
+"""Blocks that are placed on different ranks: each rank computes its stages, and sends activations
+on.
 
-A rank that has none of a weight has zeros in its place that take no memory, so that names, shapes,
-the optimizer's groups and the model's own forward are the same on all. Outside of training steps
-the module is called as it ever was: ranks compute one after the other, and all get the answer. In
-a step, microbatches are in flight at once (see `flights`).
+A rank has placeholders for the weights of other stages: zeros that take no memory. So names,
+shapes, the optimizer's groups and the model's own forward are the same on all ranks. Outside of
+training steps the module is called as usual: ranks compute one after the other, and all receive the
+model's return value. In a step, microbatches are in flight at once (see `flights`).
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,27 +21,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...kernel.contract import Outcome, World
+from ...data.parallel import Parallel
+from ...kernel.contract import World
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece
 from ..common import models, random_state
-from ..common.buffers import write_unseen
+from ..common.buffers import buffers_kept, write_unseen
 from ..fsdp import dtensor, meta_init
-from ..process_group.collectives import keep_for_a_while
-from ..process_group.layers_used import LayersUsed
-from ..process_group.peers import Peers
-from .engine import MeshEngine
-from .line import Line
+from ..fsdp.engine import FsdpEngine
+from ..fsdp.partition import Partition
+from ..process_group.collectives import keep_for_a_while, naming_collectives
+from .p2p import PipelineP2P
+from .schedules import ActivationShape
 from .shape import Mesh, options_of
-from .stages import StageForward, Stages, hollow
+from .stages import StageForward, Stages, original_forward, placeholder
 
-__all__ = ["PipelineEngine", "refuse_turns"]
+__all__ = ["PipelinePartition", "StageRun", "refuse_turns"]
 
 
 def refuse_turns(recipe: Recipe) -> None:
-    """Raises `CapabilityRefused` for updates that train a model each."""
+    """Raise `CapabilityRefused` for a recipe whose updates take turns."""
     if hasattr(recipe.loss, "of_update"):
         raise CapabilityRefused(
             "losses that take turns (Turns) with backend.pipeline",
@@ -47,15 +51,76 @@ def refuse_turns(recipe: Recipe) -> None:
         )
 
 
-class PipelineEngine(MeshEngine):
-    """`MeshEngine` of one rank's stages."""
+@dataclass
+class StageRun:
+    """One microbatch in one stage, run by a schedule."""
 
-    def __init__(self, recipe: Recipe, plan: Plan, world: World, mesh: Mesh) -> None:
-        refuse_turns(recipe)
-        self.line = Line(mesh.pipeline.get_group(), world.device, mesh.tensor)
-        self.elsewhere: dict[str, nn.Parameter] = {}
-        super().__init__(recipe, plan, world, mesh)
-        for kind in models.kinds_of(self.optimizer):
+    stage: int
+    received: Tensor | None
+    weighted_loss: Any = None
+    """Set once the loss is known, in the last stage."""
+    called: bool = False
+
+    def take_received(self) -> Tensor | None:
+        """Return the received activation. Raises `RecipeError` on the second call."""
+        if self.called:
+            raise RecipeError(
+                "recipe.loss calls the module more than once: with backend.pipeline it may call "
+                "it once. Join what it is called with into one batch, give the recipe a step of "
+                "its own, in which microbatches go one after the other, or set backend.pipeline=1"
+            )
+        self.called = True
+        return self.received
+
+
+class PipelinePartition(Partition):
+    """Places the blocks of a model on the ranks of `mesh.pipeline`."""
+
+    can_be_undone = False
+    running: StageRun | None = None
+    """The microbatch that a schedule runs; None: a call of the module runs all stages in turn."""
+
+    def __init__(self, parallel: Parallel, plan: Plan, world: World, mesh: Mesh) -> None:
+        self.parallel, self.plan, self.world, self.mesh = parallel, plan, world, mesh
+        self.p2p = PipelineP2P(mesh.pipeline.get_group(), world.device, mesh.tensor)
+        self._named = functools.partial(naming_collectives, rank=world.rank)
+
+    # --- set-up -----------------------------------------------------------------------------
+
+    def choose_units(self, module: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
+        self.stages = Stages(module, self.parallel.stages, options_of(self.plan).num_stages)
+        self._blocks = {module.get_submodule(name) for name in self.stages.blocks}
+        self.own_stages = range(self.p2p.index, self.stages.number, self.p2p.size)
+        self.shapes: list[Any] = [None] * self.stages.number
+        """Shapes of the activations in the last forward, by the stage that returns them."""
+        self.holders = self.stages.holders(module)
+        own = {p for p, stages in self.holders.items() if stages & {*self.own_stages}}
+        return [unit for unit in units if own & {*unit.parameters()}]
+
+    def to_compile(self, part: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks of a unit, where it has some: a forward that is left midway cannot be
+        traced.
+        """
+        inside = [each for each in part.modules() if each in self._blocks]
+        return inside or [part]
+
+    def cut_layers(self, engine: FsdpEngine) -> None:
+        """Replace the weights that other ranks hold by placeholders."""
+        empty = {
+            parameter: placeholder(parameter, self.world.device)
+            for parameter, stages in self.holders.items()
+            if not stages & {*self.own_stages}
+        }
+        named = dict(engine.module.named_parameters())
+        engine.elsewhere = {name: empty[p] for name, p in named.items() if p in empty}
+        self.held_by = {name: self.holders[parameter] for name, parameter in named.items()}
+        meta_init.replace(engine.module, empty)
+
+    def num_holders(self, name: str) -> int:
+        return self.mesh.stage.size * len(self._holders_of(name))
+
+    def attach(self, engine: FsdpEngine) -> None:
+        for kind in models.kinds_of(engine.optimizer):
             if not dtensor.steps_tensors(kind):
                 raise CapabilityRefused(
                     f"the optimizer {type(kind).__name__} with backend.pipeline",
@@ -64,131 +129,109 @@ class PipelineEngine(MeshEngine):
                     "Take one of torch's, such as torch.optim.AdamW",
                 )
         self._groups_of_tied = self._tied_between_stages()
-        self._own_forward = {k: v for k, v in vars(self.module).items() if k == "forward"}
+        self.module, self.elsewhere = engine.module, engine.elsewhere
+        self._own_forward = self.module.__dict__.get("forward")
         self._forward = self.module.forward
         self.stage_forward = StageForward(self.module, self.stages, self.own_stages)
-        self.module.forward = self.called
+        self.module.forward = self._pipeline_forward
+        self._returned = False
+        self.module.register_forward_hook(self._note_return)
 
-    # --- what is where ----------------------------------------------------------------------
-
-    def peers_in(self, world: World) -> Peers:
-        return self.mesh.stage
-
-    def notes(self) -> LayersUsed:
-        return LayersUsed(self.world, self.line.size)
-
-    def choose_units(self) -> list[nn.Module]:
-        options = options_of(self.plan)
-        self.stages = Stages(self.module, self.parallel.stages, options.num_stages)
-        self.own_stages = range(self.line.place, self.stages.number, self.line.size)
-        self.holders = self.stages.holders(self.module)
-        own = {p for p, stages in self.holders.items() if stages & {*self.own_stages}}
-        units = super().choose_units()
-        return [unit for unit in units if own & {*unit.parameters()}]
-
-    def compile(self, unit: nn.Module) -> None:
-        """Its blocks, where it has some: a forward that is left on its way is not traced."""
-        inside = {*unit.modules()}
-        blocks = [self.module.get_submodule(name) for name in self.stages.blocks]
-        for part in [block for block in blocks if block in inside] or [unit]:
-            super().compile(part)
-
-    def cut_layers(self) -> Any:
-        """Let go of what other ranks have."""
-        empty = {
-            parameter: hollow(parameter, self.world.device)
-            for parameter, stages in self.holders.items()
-            if not stages & {*self.own_stages}
-        }
-        self.elsewhere = {
-            name: empty[parameter]
-            for name, parameter in self.module.named_parameters()
-            if parameter in empty
-        }
-        self.held_by = {
-            name: self.holders[parameter] for name, parameter in self.module.named_parameters()
-        }
-        meta_init.replace(self.module, empty)
-        mesh = super().cut_layers()
-        self.elsewhere = {name: self.module.get_parameter(name) for name in self.elsewhere}
-        return mesh
-
-    def num_replicas(self, name: str, parameter: nn.Parameter) -> int:
-        ranks = self.peers.size * len(self._places_of(name))
-        return dtensor.num_replicas(parameter, ranks) if isinstance(parameter, DTensor) else ranks
-
-    def _places_of(self, name: str) -> list[int]:
-        """In the line, of the ranks that have that parameter."""
-        return sorted({stage % self.line.size for stage in self.held_by[name]})
+    def _holders_of(self, name: str) -> list[int]:
+        """Return which ranks of the pipeline hold a parameter."""
+        return sorted({stage % self.p2p.size for stage in self.held_by[name]})
 
     def _tied_between_stages(self) -> dict[str, Any]:
-        """Of each parameter that several ranks of the line have: the process group of these."""
+        """Return the process group of each parameter that several ranks of the pipeline have."""
         found: dict[str, Any] = {}
         groups: dict[tuple[int, ...], Any] = {}
-        lines = self.world.size // self.line.size
+        num_pipelines = self.mesh.stage.size
         for name in self.held_by:
-            places = tuple(self._places_of(name))
-            if len(places) == 1:
+            holders = tuple(self._holders_of(name))
+            if len(holders) == 1:
                 continue
-            if places not in groups:
-                ranks = [[place * lines + n for place in places] for n in range(lines)]
-                made = [dist.new_group(each) for each in ranks]  # by all ranks, of all
-                groups[places] = made[self.world.rank % lines]
-            if self.line.place in places:
-                found[name] = groups[places]
+            if holders not in groups:
+                ranks = [[i * num_pipelines + n for i in holders] for n in range(num_pipelines)]
+                output = [dist.new_group(each) for each in ranks]  # every rank must make all groups
+                groups[holders] = output[self.world.rank % num_pipelines]
+            if self.p2p.index in holders:
+                found[name] = groups[holders]
         return found
 
     # --- computing --------------------------------------------------------------------------
 
-    def called(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's forward: all ranks of the line get what it returns."""
+    def _pipeline_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward that replaces the model's: all ranks of the pipeline receive its return value."""
+        if (run := self.running) is not None:
+            return self._compute_stage(run.stage, run.take_received(), *args, **kwargs)
         if kwargs.get("past_key_values") is not None:
             raise RecipeError(
                 "keys and values of earlier calls (past_key_values) with backend.pipeline: each "
                 "stage keeps those of its own blocks, and by the others' the model counts "
                 "positions. Call generate with use_cache=False, or set backend.pipeline=1"
             )
-        line = self.line
-        made: Any = None
+        p2p = self.p2p
+        output: Any = None
         for stage in self.own_stages:
-            received = None
-            if stage:
-                received = line.receive() if made is None else line.exchange(made)
-            made = self.compute(stage, received, *args, **kwargs)
-        if line.place < line.size - 1:
-            return line.answer(made)
-        line.tell(made)
-        return made
+            received = p2p.receive_activation(output) if stage else None
+            output = self._compute_stage(stage, received, *args, **kwargs)
+        if p2p.index < p2p.size - 1:
+            return p2p.receive_output(output)
+        p2p.broadcast(output)
+        return output
 
-    def compute(self, stage: int, received: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        """A stage of the model's forward. In training no two stages drop the same activations, and
-        all ranks of the line go on with the same random numbers, since they see the same samples.
+    def _compute_stage(self, stage: int, received: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """Compute a stage of the model's forward. In training each stage draws other dropout masks.
+        All ranks of the pipeline continue with the same random state: they see the same samples.
         """
-        run = functools.partial(self.stage_forward.run, stage, received, self._forward)
-        if not self.module.training:
-            return run(*args, **kwargs)
-        with random_state.seeded(random_state.drawn_seed() + stage, self.world.device):
-            return run(*args, **kwargs)
+        seed: AbstractContextManager[Any] = nullcontext()
+        if self.module.training:
+            seed = random_state.seeded(random_state.drawn_seed() + stage, self.world.device)
+        with seed:
+            output = self.stage_forward.run(stage, received, self._forward, *args, **kwargs)
+        if received is not None:
+            self.shapes[stage - 1] = ActivationShape(received.shape, received.dtype)
+        if stage < self.stages.number - 1:
+            self.shapes[stage] = ActivationShape(output.shape, output.dtype)
+        return output
 
-    def unused(self) -> Sequence[str]:
-        told: list[Any] = [None] * self.line.size
-        with self._named("telling of weights without a gradient"):
-            dist.all_gather_object(told, list(super().unused()), group=self.line.group)
-        found = {name for names in told for name in names}
-        return [name for name in self.held_by if name in found]
+    @contextmanager
+    def forward(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+        self._returned = False
+        with autocast:
+            try:
+                yield
+            except (TypeError, AttributeError, KeyError) as error:
+                if not self._returned:
+                    raise
+                raise RecipeError(
+                    f"recipe.loss failed after the model's forward ({type(error).__name__}: "
+                    f"{error}). With backend.pipeline it may use what the model returns: what "
+                    "blocks of other stages keep for it, such as an auxiliary loss, never arrives. "
+                    "Let the model return all of it, or set backend.pipeline=1"
+                ) from error
 
-    def update(self) -> Outcome:
+    def _note_return(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the model's forward has returned: later failures are those of the loss."""
+        self._returned = True
+
+    def last_stage(self) -> tuple[nn.Module, frozenset[str]]:
+        """Return the module at which the last stage begins, and the parameters that it holds."""
+        last = self.stages.number - 1
+        first = self.module.get_submodule(self.stages.blocks[self.stages.starts[last]])
+        return first, frozenset(name for name, held in self.held_by.items() if last in held)
+
+    def complete_gradients(self) -> None:
         wrong = [name for name, each in self.elsewhere.items() if each.grad is not None]
         if wrong:
             raise RecipeError(
-                f"{', '.join(wrong[:10])} reached the loss on rank {self.world.rank}, where it is "
-                "not: a weight that is in no block belongs to the block before it in the model's "
-                "order, or the first, and may be used in no other stage. Let the model have it "
-                "there, or set backend.pipeline=1"
+                f"{', '.join(wrong[:10])} reached the loss on rank {self.world.rank}, which does "
+                "not hold it: a weight outside of blocks belongs to the stage of the block before "
+                "it in the model's order, or to the first, and no other stage may use it. Move it "
+                "to the stage that uses it, or set backend.pipeline=1"
             )
         with self._named("adding up gradients of tied weights"):
             self._add_up_tied()
-        return super().update()
 
     def _add_up_tied(self) -> None:
         for name, group in self._groups_of_tied.items():
@@ -196,8 +239,8 @@ class PipelineEngine(MeshEngine):
             part = dtensor.own_part(parameter)
             grad = parameter.grad
             own = torch.zeros_like(part) if grad is None else dtensor.own_part(grad)
-            there = own.new_full((1,), float(grad is not None))
-            total = keep_for_a_while(torch.cat([own.reshape(-1), there]))
+            has_grad = own.new_full((1,), float(grad is not None))
+            total = keep_for_a_while(torch.cat([own.reshape(-1), has_grad]))
             dist.all_reduce(total, group=group)
             if grad is not None:
                 own.copy_(total[:-1].view_as(own))
@@ -207,63 +250,56 @@ class PipelineEngine(MeshEngine):
                     summed = dtensor.cut_like(parameter, summed)
                 parameter.grad = summed
 
+    def unused(self, names: Sequence[str]) -> Sequence[str]:
+        of_ranks: list[Any] = [None] * self.p2p.size
+        with self._named("comparing weights without a gradient"):
+            dist.all_gather_object(of_ranks, list(names), group=self.p2p.group)
+        without = Counter(name for names in of_ranks for name in names)
+        # a parameter of several stages is used if one of them has a gradient
+        return [n for n in self.held_by if without[n] == len(self._holders_of(n))]
+
     # --- saving and showing -----------------------------------------------------------------
 
-    def shards(self) -> Iterator[Piece]:
-        for piece in super().shards():
-            if self._writes(piece):
-                yield piece
+    def pieces(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        return filter(self._saves, pieces)
 
-    def _writes(self, piece: Piece) -> bool:
-        """The first stage that has it; what belongs to no parameter is the first rank's."""
+    def _saves(self, piece: Piece) -> bool:
+        """Return True if this rank saves the piece. The first rank of the pipeline that holds its
+        parameter or buffer does, and the first of all for other pieces.
+        """
         name = piece.name
         if piece.kind == "optimizer":
             name = next((fqn for fqn in _prefixes(name) if fqn in self.held_by), "")
         if piece.kind == "state":  # a buffer of one rank's own
             name = name.rpartition("/")[-1]
         if name in self.held_by:
-            return self._places_of(name)[0] == self.line.place
-        return self.stages.of.get(name, 0) % self.line.size == self.line.place
+            return self._holders_of(name)[0] == self.p2p.index
+        return self.stages.of.get(name, 0) % self.p2p.size == self.p2p.index
 
     @contextmanager
-    def full_params(self, names: Sequence[str] | None = None) -> Iterator[nn.Module]:
-        with super().full_params(names) as module, self._buffers_of_owners():
-            del module.forward
-            if "forward" in self._own_forward:
-                module.forward = self._own_forward["forward"]
-            try:
-                with self.stage_forward.undone():
-                    yield module
-            finally:
-                module.forward = self.called
+    def full_params(self, module: nn.Module) -> Iterator[None]:
+        originals = self.stage_forward.original_forwards()
+        with buffers_kept(module), original_forward(module, self._own_forward), originals:
+            self._broadcast_buffers()
+            yield
 
-    def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
-        here = name not in self.elsewhere
-        shape, dtype = parameter.shape, parameter.dtype
-        found = super().whole(name, parameter) if here else torch.empty(shape, dtype=dtype)
-        found = keep_for_a_while(found.to(self.world.device).contiguous())
-        source = self.line.ranks[self._places_of(name)[0]]
+    def whole(self, name: str, gathered: Tensor) -> Tensor:
+        found = keep_for_a_while(gathered.to(self.world.device).contiguous())
+        source = self.p2p.ranks[self._holders_of(name)[0]]
         with self._named("taking over the weights of other stages"):
-            dist.broadcast(found, source, group=self.line.group)
+            dist.broadcast(found, source, group=self.p2p.group)
         return found
 
-    @contextmanager
-    def _buffers_of_owners(self) -> Iterator[None]:
-        """While it is open, each is that of the first rank of its stage."""
-        buffers = dict(self.module.named_buffers())
-        own = [buffer.clone() for buffer in buffers.values()]
+    def _broadcast_buffers(self) -> None:
+        """Give each buffer the value of the first rank of its stage."""
         with self._named("taking over the buffers of other stages"):
-            for name, buffer in buffers.items():
-                taken = keep_for_a_while(buffer.detach().clone().contiguous())
-                source = self.line.ranks[self.stages.of[name] % self.line.size]
-                dist.broadcast(taken.view(-1).view(torch.uint8), source, group=self.line.group)
-                write_unseen([buffer], [taken])
-        try:
-            yield
-        finally:
-            write_unseen([*buffers.values()], own)
+            for name, buffer in self.module.named_buffers():
+                value = keep_for_a_while(buffer.detach().clone().contiguous())
+                source = self.p2p.ranks[self.stages.of[name] % self.p2p.size]
+                dist.broadcast(value.view(-1).view(torch.uint8), source, group=self.p2p.group)
+                write_unseen([buffer], [value])
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """What stands before each slash."""
-    return (name[:at] for at, sign in enumerate(name) if sign == "/")
+    """Yield the part of the name before each slash."""
+    return (name[:index] for index, char in enumerate(name) if char == "/")

@@ -1,8 +1,9 @@
-"""Microbatches that are in flight at once, in the order of a schedule of torch's.
+"""Microbatches that are in flight at once, in the order of one of torch's schedules.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html. Gradients are sums (`scale_grads`
-is off: by default they are divided by the number of microbatches), and shapes are known before: a
-buffer that a shorter message arrives in would be computed on as it is.
+is off: by default they are divided by the number of microbatches). Shapes must be known before a
+run, since torch does not check them: a shorter message would leave the rest of its buffer as it
+was.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .line import Line
+from .p2p import PipelineP2P
 
-__all__ = ["Shape", "fly"]
+__all__ = ["ActivationShape", "run_schedule"]
 
 
-class Shape(NamedTuple):
-    """Of an activation."""
+class ActivationShape(NamedTuple):
+    """Shape and dtype of an activation."""
 
     sizes: torch.Size
     dtype: torch.dtype
 
     def example(self, device: torch.device) -> Tensor:
-        """One that is not looked into."""
+        """Return an activation without meaningful values."""
         return torch.empty(self.sizes, dtype=self.dtype, device=device, requires_grad=True)
 
 
@@ -38,54 +39,56 @@ class _Stage(nn.Module):
         return self.compute(self.stage, received if self.stage else None, int(index))
 
 
-def fly(
+def run_schedule(
     schedule: str,
     compute: Callable[[int, Tensor | None, int], Tensor],
     own_stages: Sequence[int],
     num_stages: int,
     num_microbatches: int,
-    shapes: Sequence[Shape],
-    line: Line,
+    shapes: Sequence[ActivationShape],
+    p2p: PipelineP2P,
 ) -> None:
-    """Forward and backward of that many microbatches. `compute(stage, received, index)` is the
-    forward of one of them in one of this rank's stages, by the last stage to a loss of shape (1,).
-    `shapes`: of what each stage but the first receives."""
+    """Run forward and backward of `num_microbatches`. `compute(stage, received, index)` is the
+    forward of one microbatch in one of this rank's stages; the last stage returns a loss of shape
+    (1,). `shapes`: of the activations between stages, by the stage that sends them.
+    """
     from torch.distributed.pipelining import PipelineStage
 
-    numbers = torch.arange(num_microbatches)
-    loss = torch.empty(1, device=line.device, requires_grad=True)
+    indices = torch.arange(num_microbatches)
+    loss = torch.empty(1, device=p2p.device, requires_grad=True)
     stages = []
     for stage in own_stages:
-        received = shapes[stage - 1].example(line.device) if stage else numbers[:1]
+        received = shapes[stage - 1].example(p2p.device) if stage else indices[:1]
         last = stage == num_stages - 1
-        made = loss if last else shapes[stage].example(line.device)
+        output = loss if last else shapes[stage].example(p2p.device)
         part = _Stage(compute, stage)
         stages.append(
-            PipelineStage(part, stage, num_stages, line.device, received, made, group=line.group)
+            PipelineStage(part, stage, num_stages, p2p.device, received, output, group=p2p.group)
         )
-    kind, single = _kind(schedule, num_microbatches, num_stages, line.size)
+    kind, one_stage = _schedule_class(schedule, num_microbatches, num_stages, p2p.size)
     run: Any = kind(
-        stages[0] if single else stages,
+        stages[0] if one_stage else stages,
         num_microbatches,
-        loss_fn=lambda made, target: made.sum(),
+        loss_fn=lambda output, target: output.sum(),
         scale_grads=False,
     )
-    given = (numbers,) if own_stages[0] == 0 else ()
-    target = numbers if own_stages[-1] == num_stages - 1 else None
+    inputs = (indices,) if own_stages[0] == 0 else ()
+    target = indices if own_stages[-1] == num_stages - 1 else None
     try:
-        run.step(*given, index=numbers, target=target)
+        run.step(*inputs, index=indices, target=target)
     except RuntimeError as error:
-        # torch tells of the arguments; what went wrong is in the cause
+        # torch's error shows the arguments; its cause says what went wrong
         if "failed to run" in str(error) and error.__cause__ is not None:
             raise error.__cause__ from None
         raise
 
 
-def _kind(
+def _schedule_class(
     schedule: str, num_microbatches: int, num_stages: int, num_ranks: int
 ) -> tuple[Any, bool]:
-    """The schedule's class, and whether a rank has one stage in it. Where microbatches are too few
-    for one, or do not divide, it is the one that takes any number."""
+    """Return the schedule's class, and whether a rank has one stage in it. If there are too few
+    microbatches for a schedule, or they do not divide, take the class that allows any number.
+    """
     from torch.distributed import pipelining
 
     if schedule == "interleaved":

@@ -1,7 +1,7 @@
-"""Buffers of a model that several ranks run: rank 0's, the first of these, are the model's.
+"""Buffers of a model that several ranks run. Rank 0 among these holds the model's.
 
-A forward in training changes some of them (running statistics, counts), on each rank by what that
-rank has seen.
+A forward in training changes some of them (running statistics, counts), on each rank by the samples
+that this rank has seen.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .peers import Peers
 
 
 class Buffers:
-    """Those of `module`. Unless `synchronised`, each rank goes on with its own, and saves them."""
+    """The buffers of `module`. Unless `synchronised`, each rank keeps its own values and saves
+    them.
+    """
 
     def __init__(self, module: nn.Module, peers: Peers, synchronised: bool = True) -> None:
         self.rank, self.size, self.peers = peers.rank, peers.size, peers
         self._module, self._synchronised = module, synchronised
-        # looked up each time, since a module may put another tensor into the place of one
+        # looked up at each use, since a module may replace the tensor of a buffer
         self._places = [
             (part._buffers, name)
             for part in module.modules()
@@ -36,18 +38,20 @@ class Buffers:
         ]
 
     def take_before_forward(self, called: nn.Module) -> None:
-        """Rank 0's are taken over before each forward of `called`, the wrapped module."""
+        """Take rank 0's buffers before each forward of `called`, the wrapped module."""
         if self._synchronised and self._places and self.size > 1:
             called.register_forward_pre_hook(self._before_forward)
 
     def own_pieces(self) -> Iterator[Piece]:
-        """The buffers that this rank saves of its own, beside those of rank 0."""
+        """Yield the buffers that this rank saves as its own, besides those of rank 0."""
         if not self._synchronised and self.rank > 0:
             for name, buffer in model_state.named_buffers(self._module).items():
                 yield Piece("state", _own(self.rank, name), buffer, tuple(buffer.shape))
 
     def restore_own(self, reader: Reader) -> None:
-        """Those of a run of as many ranks; else rank 0's stay, which have been restored."""
+        """Restore this rank's own buffers, if the run that saved them had as many ranks. Otherwise
+        those of rank 0 stay, which have been restored already.
+        """
         buffers = model_state.named_buffers(self._module)
         wanted = {_own(rank, name) for name in buffers for rank in range(1, self.size)}
         stored = {name for name in reader.names("state") if name.startswith(_OWN)}
@@ -57,7 +61,7 @@ class Buffers:
 
     @contextmanager
     def of_rank_0(self) -> Iterator[None]:
-        """While it is open, all ranks hold rank 0's."""
+        """Give all ranks the buffers of rank 0 within the block."""
         if not self._places or self.size == 1:
             yield
             return
@@ -68,6 +72,11 @@ class Buffers:
             yield
         finally:
             write_unseen(buffers, own)
+
+    def take_for_good(self) -> None:
+        """Give all ranks the buffers of rank 0 from now on."""
+        if self._places and self.size > 1:
+            self._take()
 
     def _here(self) -> list[Tensor]:
         buffers = (held[name] for held, name in self._places)

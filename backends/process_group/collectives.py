@@ -1,4 +1,4 @@
-"""Calls to other ranks: what they are given is kept, and how they fail is said by name."""
+"""Calls to other ranks: keeps their tensors alive, and names calls and ranks in errors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ from torch import Tensor
 from ...kernel import errors
 from ...kernel.errors import CheckpointError, CollectiveFailed
 from ..common import models
-from . import layers_used, stall_watch
+from . import stall_watch, used_layers
+from .start import served_by_rank_0
 
 
 class _Naming(AbstractContextManager[None]):
-    """Makes `CollectiveFailed` of the errors that `is_meant` picks. A class, since it is entered a
-    few times in a step, and a generator takes three times as long."""
+    """Turns the errors that `is_meant` picks into `CollectiveFailed`. It is a class, since a step
+    enters it a few times, and a generator takes three times as long.
+    """
 
     __slots__ = (
         "_before",
+        "_began",
         "_call",
+        "_counts_idle",
         "_inside",
         "_is_meant",
         "_mixed",
@@ -44,7 +48,9 @@ class _Naming(AbstractContextManager[None]):
         is_meant: Callable[[BaseException], bool],
         inside: AbstractContextManager[Any] = models.NO_CONTEXT,
         mixed: bool = True,
+        counts_idle: bool = False,
     ) -> None:
+        self._counts_idle = counts_idle
         self._call, self._rank, self._is_meant = call, rank, is_meant
         self._patient, self._mixed = patient, mixed
         self._inside = None if inside is models.NO_CONTEXT else inside
@@ -53,6 +59,8 @@ class _Naming(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self._watch is not None:
             self._before = self._watch.enter(self._call, self._patient, self._mixed)
+            if self._counts_idle:
+                self._began = self._watch.waits.begin_work()
         if self._inside is not None:
             self._inside.__enter__()
 
@@ -61,12 +69,14 @@ class _Naming(AbstractContextManager[None]):
             self._inside.__exit__(kind, error, trace)
         if self._watch is not None:
             self._watch.leave(self._before)
+            if self._counts_idle:
+                self._watch.waits.end_work(*self._began)
         if error is not None and self._is_meant(error):
             raise _collective_failed(self._call, self._rank, error) from error
 
 
 def naming_call(call: str, rank: int, patient: bool = False) -> AbstractContextManager[None]:
-    """Around a call that does nothing but talk to other ranks; `patient`: they may idle."""
+    """Name a call that only communicates with other ranks. `patient`: they may idle meanwhile."""
     return _Naming(call, rank, patient, _is_any, mixed=False)
 
 
@@ -79,33 +89,36 @@ def naming_collectives(
     rank: int,
     patient: bool = False,
     inside: AbstractContextManager[Any] = models.NO_CONTEXT,
+    counts_idle: bool = False,
 ) -> AbstractContextManager[None]:
-    """Around work that also talks to other ranks: failures of that become `CollectiveFailed`, all
-    others stay as they are. `inside`: entered too.
+    """Name work that also communicates with other ranks. Failures of collectives become
+    `CollectiveFailed`; other errors are unchanged. `inside`: a context to enter, too.
+    `counts_idle`: this thread computes by itself, and its idle time is spent on waiting for others.
     """
-    return _Naming(call, rank, patient, _is_of_a_collective, inside)
+    return _Naming(call, rank, patient, _is_of_a_collective, inside, counts_idle=counts_idle)
 
 
 def _is_of_a_collective(error: BaseException) -> bool:
-    """gloo reports a peer that is gone as a plain RuntimeError."""
+    """Return True for an error of a collective. gloo reports a lost peer as a RuntimeError."""
     if not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "NCCL" in str(error)
 
 
 def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
-    """The error that names the rank and the call, and the ranks that are to blame."""
+    """Return the error that names the rank and the call, and the ranks to blame."""
+    stall_watch.broken.append(call)
     blamed, missing = stall_watch.verdict()
     if blamed:
-        time.sleep(_TOGETHER_SECONDS)  # the rank that ends the run is heard of first
+        time.sleep(_TOGETHER_SECONDS)  # the rank that ends the run reports first
     else:
         missing, gone = _missing_ranks(rank)
         if gone:
-            blamed = f"this rank came late: others had given up waiting ({_listed(gone)})"
+            blamed = f"this rank arrived late, after others had stopped waiting ({_listed(gone)})"
         elif missing:
             blamed = f"ranks that did not arrive: {_listed(missing)}"
     first = str(error).strip().splitlines()[0].rstrip(".")
-    if used := layers_used.told():
+    if used := used_layers.describe_difference():
         blamed = f"{blamed}{'. ' if blamed else ''}{used}"
     return CollectiveFailed(
         f"rank {rank} on {socket.gethostname()}: {call} failed: {first}. "
@@ -121,7 +134,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _flight_records() -> str:
-    """The communication libraries' records of their last calls, as far as this torch has them."""
+    """Return the communication libraries' records of their last calls, if this torch has any."""
     library, found = torch._C._distributed_c10d, {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         with suppress(AttributeError, RuntimeError, ValueError, TypeError):
@@ -132,32 +145,41 @@ def _flight_records() -> str:
 
 
 _TOGETHER_SECONDS = 3.0
-"""Within which all ranks notice that a call has failed."""
+"""Time within which all ranks notice that a call has failed."""
+_ANSWER_LIMIT = timedelta(seconds=10)
+"""Limit for the store to answer after a call has failed. A lower limit of collectives is for ranks
+that do not come, and a busy machine may answer later."""
 
 
 def _missing_ranks(rank: int) -> tuple[list[int], list[int]]:
-    """Ranks that do not report a failed collective within a few seconds; and those that did long
-    before this one."""
+    """Return the ranks that do not report a failed collective within a few seconds, and the ranks
+    that reported one long before this rank.
+    """
     if not dist.is_initialized():
         return [], []
     store, keys = default_store(), [f"drivetrain/failed/{r}" for r in range(dist.get_world_size())]
     others = [other for other in range(len(keys)) if other != rank]
+    limit = store.timeout
+    store.set_timeout(max(limit, _ANSWER_LIMIT))
     try:
-        told = {o: float(store.get(keys[o])) for o in others if store.check([keys[o]])}
+        failed = {o: float(store.get(keys[o])) for o in others if store.check([keys[o]])}
         now = time.time()
         store.set(keys[rank], str(now))
-        gone = [other for other, then in told.items() if now - then > _TOGETHER_SECONDS]
+        gone = [other for other, then in failed.items() if now - then > _TOGETHER_SECONDS]
         with suppress(RuntimeError):  # out of time
             store.wait(keys, timedelta(seconds=_TOGETHER_SECONDS))
         return [other for other in others if not store.check([keys[other]])], gone
-    except RuntimeError:
-        return [], []  # the store's own process is gone
+    except RuntimeError:  # the store's own process is gone
+        return ([0] if rank and served_by_rank_0() else []), []
+    finally:
+        store.set_timeout(limit)
 
 
 @contextmanager
 def refusing_together(rank: int, size: int) -> Iterator[None]:
-    """Around what reads a checkpoint: an error of one rank's part is raised on all of them, so that
-    none goes on alone. Before anything is changed, since what others have read is dropped."""
+    """Raise an error of reading a checkpoint on all ranks, so that none continues alone. The block
+    may not change anything yet, since data that other ranks have read is dropped.
+    """
     refusal: CheckpointError | None = None
     try:
         yield
@@ -168,12 +190,12 @@ def refusing_together(rank: int, size: int) -> Iterator[None]:
         dist.all_reduce(first, dist.ReduceOp.MIN)
         if int(first) == size:
             return
-        told = json.dumps([type(refusal).__name__, str(refusal)]).encode()
-        length = keep_for_a_while(torch.tensor([len(told)]))
+        encoded = json.dumps([type(refusal).__name__, str(refusal)]).encode()
+        length = keep_for_a_while(torch.tensor([len(encoded)]))
         dist.broadcast(length, src=int(first))
         text = torch.zeros(int(length), dtype=torch.uint8)
         if int(first) == rank:
-            text = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         dist.broadcast(keep_for_a_while(text), src=int(first))
     if refusal is not None:
         raise refusal
@@ -182,7 +204,7 @@ def refusing_together(rank: int, size: int) -> Iterator[None]:
 
 
 def default_store() -> Any:
-    """The store of the default process group."""
+    """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
@@ -190,11 +212,11 @@ _recent: deque[Tensor] = deque(maxlen=64)
 
 
 def keep_for_a_while(tensor: Tensor) -> Tensor:
-    """Call it on each tensor that a collective on the host is given from Python.
+    """Keep a tensor alive that a collective on the host is given from Python.
 
-    A thread of gloo that frees the last reference to such a tensor waits for the interpreter,
-    which waits for the thread while it takes the process group down, for ever. Delete when torch
-    2.8 is no longer supported.
+    A thread of gloo that frees the last reference to such a tensor waits for the interpreter. The
+    interpreter waits for this thread while it takes the process group down: a deadlock. Delete when
+    torch 2.8 is no longer supported.
     """
     if tensor.nbytes < 2**20:
         _recent.append(tensor)

@@ -10,13 +10,14 @@ __all__ = ["Peers"]
 
 @dataclass(frozen=True)
 class Peers:
-    """This rank, of `size` ranks that hold the same layers, be it in parts: all ranks, or those of
-    one stage of a pipeline."""
+    """This rank among the `size` ranks that hold the same layers, whole or in parts: all ranks, or
+    those of one pipeline stage.
+    """
 
     rank: int
-    """Among them."""
+    """Index of this rank among the peers."""
     size: int
     first: int = 0
-    """The rank, among all, of the first of them."""
+    """Global rank of the first peer."""
     group: Any = None
-    """Their process group; None: all ranks."""
+    """Process group of the peers; None: all ranks."""

@@ -7,48 +7,56 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...data.ranges import Range, check_ranges
 from ...kernel.contract import Outcome, World
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
-from ...kernel.ranges import check_range
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import models
+from ..common.entered import Entered
+from ..common.frozen import Frozen
 from ..common.plain_engine import PlainEngine
+from ..common.writes import refuse_renormalising
 from .buffers import Buffers
 from .collectives import naming_collectives
+from .copies import Copies, Held
 from .peers import Peers
+from .replicated_parameters import ReplicatedParameters
 
-SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed cut it over ranks"
+SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed shard it"
 
 
 @dataclass(frozen=True)
 class ReplicatedOptions:
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, with its defaults."""
 
-    bucket_cap_mb: int = 25
-    """Gradients are averaged in buckets of this size, while backward goes on."""
+    bucket_cap_mb: Annotated[int, Range(0, unit="MiB")] = 25
+    """Gradients are averaged in buckets of this size, while backward is running."""
     find_unused_parameters: bool = False
-    """Look after each forward for parameters that took no part."""
+    """Search after each forward for parameters that took no part."""
     sync_buffers: bool = True
-    """Give every rank rank 0's buffers before each forward. False: each goes on with its own, which
-    come back on as many ranks; rank 0's are the model's, wherever it is shown."""
+    """Give every rank the buffers of rank 0 before each forward. False: each rank keeps its own
+    buffers, and resumes with them if there are as many ranks. Either way, the buffers of rank 0 are
+    the model's, wherever it is shown.
+    """
     sync_batch_norm: bool = False
     """On GPUs: batch normalisation takes its statistics over the microbatches of all ranks
-    (`torch.nn.SyncBatchNorm`), not over each rank's own."""
+    (`torch.nn.SyncBatchNorm`), not over those of each rank.
+    """
     static_graph: bool = False
     """Promise that every step uses the same parameters in the same order. Not with accumulation."""
 
     def __post_init__(self) -> None:
-        check_range("backend.bucket_cap_mb", self.bucket_cap_mb, 0)
+        check_ranges(self, "backend.")
 
     @property
     def finds_unused(self) -> bool:
@@ -56,8 +64,9 @@ class ReplicatedOptions:
         return self.find_unused_parameters or self.static_graph
 
     def arguments(self, takes_turns: bool) -> dict[str, Any]:
-        """As this torch calls them; a static graph is promised later. `takes_turns`: an update
-        trains but a part of the model."""
+        """Return the options under the names of the installed torch; a static graph is promised
+        later. `takes_turns`: an update trains only a part of the model.
+        """
         # one was renamed in torch 2.15; delete the old name when 2.14 is no longer supported
         known = inspect.signature(DistributedDataParallel).parameters
         new, old = "forward_sync_buffers", "broadcast_buffers"
@@ -69,13 +78,14 @@ class ReplicatedOptions:
 
 
 class DdpEngine(PlainEngine):
-    """The module in DistributedDataParallel; what is saved is as in one process."""
+    """The engine of a module in DistributedDataParallel; checkpoints are those of one process."""
 
-    module: _InOneOrder
+    module: _FixedOrderDDP
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         self.options: ReplicatedOptions = plan.options or ReplicatedOptions()
         super().__init__(recipe, plan, world)
+        refuse_renormalising(self.own, world.size)
         if plan.micro_batch and plan.micro_batch * world.size < plan.global_batch:
             self._refuse_accumulation()
         self.takes_turns = hasattr(recipe.loss, "of_update")
@@ -84,9 +94,11 @@ class DdpEngine(PlainEngine):
         autocast = self.autocast
         self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
         arguments = self.options.arguments(self.takes_turns)
-        self.module = _InOneOrder(self.own, self.options.static_graph, **arguments)
+        self.module = _FixedOrderDDP(self.own, self.options.static_graph, **arguments)
         self.buffers = Buffers(self.own, Peers(world.rank, world.size), self.options.sync_buffers)
         self.buffers.take_before_forward(self.module)
+        self._copies = Copies(self._held, world)
+        self._frozen, self._entered = Frozen(self.own), Entered(self.module)
 
     def build_model(self, recipe: Recipe) -> nn.Module:
         return models.with_synced_batch_norm(
@@ -97,12 +109,32 @@ class DdpEngine(PlainEngine):
         )
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        self._entered.begin()
+        alone = super().microbatch(last)
         if not last:
             self._refuse_accumulation()
-        return models.NO_CONTEXT if last else self.module.no_sync()
+        return alone if last else self.module.no_sync()
+
+    def without_update(self) -> AbstractContextManager[Any]:
+        return self.module.no_sync()
+
+    def follow(self, registered: Mapping[str, nn.Parameter]) -> None:
+        known = {id(parameter) for parameter in self.parameters}
+        if added := [n for n, p in registered.items() if p.requires_grad and id(p) not in known]:
+            super().follow(registered)  # some of these may replace earlier ones
+            raise RecipeError(
+                f"{', '.join(added[:10])}: these parameters were added to the model during the "
+                "run, and DistributedDataParallel averages the gradients of those parameters alone "
+                "that existed when it was built. Add them in recipe.model (compat: before the "
+                "Trainer is made), frozen until they are to learn; or train in one process "
+                "(backend cpu)"
+            )
+        super().follow(registered)
 
     def _refuse_accumulation(self) -> None:
-        """DDP counts the gradients of its first backward, and takes one without others for all."""
+        """Refuse accumulation with a static graph: DDP counts the gradients of its first backward,
+        and takes one without any for all.
+        """
         self._refuse_static_graph(
             "updates of several microbatches",
             "DistributedDataParallel learns the graph from a first backward that sends "
@@ -116,7 +148,11 @@ class DdpEngine(PlainEngine):
             raise CapabilityRefused(asked, "ddp", f"{why}. Leave it out{or_else}")
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        with naming_collectives("averaging gradients in a backward", self.world.rank):
+        self._entered.require()
+        # autograd runs the operations of the host in this thread, and those of a device elsewhere
+        on_host = self.world.device.type == "cpu"
+        call = "averaging gradients in a backward"
+        with naming_collectives(call, self.world.rank, counts_idle=on_host):
             super().backward(loss, weight)
 
     def unused(self) -> Sequence[str]:
@@ -126,11 +162,23 @@ class DdpEngine(PlainEngine):
         return names
 
     def update(self) -> Outcome:
-        self._refuse_unused(self.module.waited_for())
+        self._refuse_unused(self.module.missing_gradients())
+        if thawed := self._frozen.thawed():  # DDP does not know them
+            peers = Peers(self.world.rank, self.world.size)
+            unknown = ReplicatedParameters(thawed.values(), peers, self.world.device)
+            unknown.average(self.plan.precision.reduce)
         return super().update()
 
+    def audit(self) -> None:
+        self._copies.compare()
+
+    def _held(self) -> Iterator[Held]:
+        return (Held(name, "", weight) for name, weight in self.own.named_parameters())
+
     def _refuse_unused(self, names: Sequence[str]) -> None:
-        """DDP waits for their gradients, and averages none of those in a bucket with them."""
+        """Raise `RecipeError` for parameters without a gradient: DDP waits for them, and averages
+        no gradient in their buckets.
+        """
         if names:
             raise RecipeError(
                 f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the last "
@@ -152,11 +200,11 @@ class DdpEngine(PlainEngine):
             yield self.own
 
 
-class _InOneOrder(DistributedDataParallel):
+class _FixedOrderDDP(DistributedDataParallel):
     """DDP whose gradient buckets are the same in every step.
 
-    DDP would rearrange them after the first backward, in the order in which the gradients came, so
-    that the first step of a resumed run would add three ranks' numbers in another order.
+    DDP would rearrange its buckets after the first backward, in the order in which gradients came.
+    Then the first step of a resumed run would add the numbers of three ranks in another order.
     """
 
     def __init__(self, module: nn.Module, static_graph: bool, **arguments: Any) -> None:
@@ -168,10 +216,10 @@ class _InOneOrder(DistributedDataParallel):
         if static_graph:
             self._set_static_graph()  # type: ignore[no-untyped-call]
 
-    def waited_for(self) -> list[str]:
-        """The parameters whose gradients the last backward lacked, on this rank."""
+    def missing_gradients(self) -> list[str]:
+        """Return the parameters whose gradients the last backward lacked, on this rank."""
         try:
-            self.reducer._rebuild_buckets()  # which looks for that first, and has nothing to do
+            self.reducer._rebuild_buckets()  # checks that first, and has nothing else to do
         except RuntimeError as error:
             if (found := re.search(r"receive grad for rank \d+: ([\d ]+)", str(error))) is None:
                 raise
@@ -181,6 +229,6 @@ class _InOneOrder(DistributedDataParallel):
         return []
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """The last ones first, as gradients come: buckets are sent in this order."""
+        """Return the last parameters first, as gradients come: buckets are sent in this order."""
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
         return (parameters[::-1], sparse[::-1]) if self._arranges else (parameters, sparse)

@@ -17,30 +17,44 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...data.random_state import seed_generators
 from ...kernel.contract import Engine, World
-from ...kernel.errors import BackendUnavailable
+from ...kernel.errors import BackendUnavailable, SettingError
 from ...kernel.plan import Plan, Probe
 from ...kernel.recipe import Batch, Recipe
+from ...launched import local_rank, world_size
+from ...launched import rank as launched_rank
 from ..common import fork_gc, layouts, prefetch, random_state
-from . import layers_used, shm_tally, stall_watch
+from . import shm_tally, stall_watch, used_layers
 from .collectives import (
     default_store,
     keep_for_a_while,
     naming_call,
     naming_collectives,
 )
+from .start import (
+    CONNECT_LIMIT,
+    await_ranks,
+    await_server,
+    late_store_named,
+    lost_store_named,
+)
 
 
 @contextmanager
-def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
-    """The ranks that the launcher started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or this
-    process alone, each of which watches the others; taken down again unless it was there before.
+def process_group(
+    plan: Plan,
+    device: torch.device,
+    destroy: Callable[[], None] = dist.destroy_process_group,
+) -> Iterator[World]:
+    """Join the ranks that the launcher started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or
+    this process alone. Ranks watch each other. `destroy` takes the process group down, unless it
+    existed before.
 
     Host tensors go over gloo, device tensors over the device's own library.
     """
     fork_gc.leave_the_parents_garbage()
     if dist.is_initialized():  # with the time limit of its creator
         _set_limit(_limit(plan))
-    with nullcontext() if dist.is_initialized() else joined_ranks(plan, device):
+    with nullcontext() if dist.is_initialized() else _joined_ranks(plan, device, destroy):
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         stall, timeout = plan.stall_seconds, plan.timeout_seconds
         with stall_watch.watching(store, rank, size, stall, timeout):
@@ -48,39 +62,48 @@ def process_group(plan: Plan, device: torch.device) -> Iterator[World]:
 
 
 @contextmanager
-def joined_ranks(plan: Plan, device: torch.device) -> Iterator[None]:
-    """The process group alone."""
+def _joined_ranks(plan: Plan, device: torch.device, destroy: Callable[[], None]) -> Iterator[None]:
+    """Create the process group; destroy it at the end. Ranks are watched while they join."""
     backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
     timeout = _limit(plan)
-    with naming_call("joining the process group", int(os.environ.get("RANK", "0"))):
-        store, rank, size = _meeting_place(timeout)
+    stall, seconds = plan.stall_seconds, plan.timeout_seconds
+    call, own = "joining the process group", launched_rank()
+    with naming_call(call, own), late_store_named(call, own, stall):
+        store, rank, size = _open_store(timeout, seconds)
+    stall_watch.broken.clear()
+    watched = stall_watch.watching(store, rank, size, stall, seconds, joins=True)
+    with watched, naming_call(call, rank), lost_store_named(store):
+        await_ranks(store, rank, size, timeout.total_seconds())
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     try:
         yield
-        _leave_together(size)
+        if not stall_watch.broken:
+            _leave_together(size)
     finally:
-        dist.destroy_process_group()
+        destroy()
 
 
 def _limit(plan: Plan) -> timedelta:
-    """The time limit of a collective. Where ranks are watched, the watch ends calls that take too
-    long, since it knows which rank is late."""
+    """Return the time limit of a collective. If ranks are watched, it is longer than
+    `timeout_seconds`: the watch ends calls that take too long, since it knows which rank is late.
+    """
     grace = 0.0 if plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
     return timedelta(seconds=plan.timeout_seconds + grace)
 
 
 def _set_limit(limit: timedelta) -> None:
-    """For the process group that there is."""
+    """Set the time limit of the existing process group."""
     # the public name came with torch 2.15; delete the other when 2.14 is no longer supported
     own = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     own(limit)
 
 
 def _leave_together(size: int) -> None:
-    """Wait until no rank is inside a collective: to hang up on one that is still reading its
-    answer would make it fail."""
+    """Wait until no rank is inside a collective. To disconnect from a rank that is still reading
+    its answer would make its call fail.
+    """
     store = default_store()
-    with suppress(RuntimeError):  # who has seen all arrive may be gone, and the store with it
+    with suppress(RuntimeError):  # a rank that saw all arrive may be gone, and the store with it
         if store.add("drivetrain/leaving", 1) == size:
             store.set("drivetrain/all left", "1")
         store.wait(["drivetrain/all left"], timedelta(seconds=30))
@@ -90,20 +113,33 @@ _stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
 _num_sessions: Counter[tuple[str, str]] = Counter()
 
 
-def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
-    """A fresh store for one session, with this rank and the number of ranks; without a launcher
-    this process is the only rank.
+def _open_store(timeout: timedelta, seconds: float) -> tuple[Any, int, int]:
+    """Return a fresh store for one session, with this rank and the number of ranks. Without a
+    launcher this process is the only rank.
 
-    All sessions of a launch share one server. If each opened its own at the launcher's port, a rank
-    that is ahead would connect to the last one, which a slower rank has yet to close.
+    All sessions of a launch share one server. If each session opened a server of its own at the
+    launcher's port, a rank that is ahead would connect to the previous server, which a slower rank
+    has yet to close. The server does not wait for the ranks: the watch detects ranks that do not
+    come. Raises RuntimeError when there is no server after `seconds`.
     """
     if "WORLD_SIZE" not in os.environ:
         return dist.HashStore(), 0, 1  # type: ignore[attr-defined]
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise SettingError(
+                f"the environment has WORLD_SIZE={os.environ['WORLD_SIZE']}, and no {name}: ranks "
+                "cannot meet. Start them by --nproc or torchrun, or set all of RANK, WORLD_SIZE, "
+                "MASTER_ADDR and MASTER_PORT; for one process unset WORLD_SIZE"
+            )
     address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     if address not in _stores:
         _stores.clear()  # of an earlier launch, as tests do many in one process
         _num_sessions.clear()
-        _stores[address] = next(rendezvous("env://", timeout=timeout))
+        rank, size = launched_rank(), world_size()
+        await_server(*address, rank, seconds)
+        # "1" is the number of ranks that the server waits for
+        store, _, _ = next(rendezvous("env://", rank, 1, timeout=max(timeout, CONNECT_LIMIT)))
+        _stores[address] = store, rank, size
     store, rank, size = _stores[address]
     store.set_timeout(timeout)
     _num_sessions[address] += 1
@@ -111,13 +147,8 @@ def _meeting_place(timeout: timedelta) -> tuple[Any, int, int]:
     return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
 
 
-def local_rank() -> int:
-    """Which of this machine's processes this is."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def choose_device(choice: str) -> torch.device:
-    """`cpu`, or this process's GPU; `auto` takes the GPU where there is any.
+    """Return `cpu`, or this process's GPU; `auto` takes the GPU where there is any.
 
     Raises `BackendUnavailable` when this machine has fewer GPUs than local ranks.
     """
@@ -136,7 +167,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def probe_devices(preference: int, **versions: str) -> Probe:
-    """The probe of a driver that runs on CUDA where there is any, else on the host."""
+    """Return the probe of a driver that runs on CUDA where there is any, else on the host."""
     if not dist.is_available():
         return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -150,13 +181,8 @@ def probe_devices(preference: int, **versions: str) -> Probe:
     )
 
 
-def num_launched() -> int:
-    """The number of ranks that the launcher started; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def _add_up(values: Sequence[float]) -> Callable[[], list[float]]:
-    """Begin to; the answer waits for the sums over ranks."""
+    """Begin to add up values over ranks; the returned function waits for the sums."""
     sums = keep_for_a_while(torch.tensor(values, dtype=torch.float64))
     work = dist.all_reduce(sums, async_op=True)
     assert work is not None
@@ -178,12 +204,19 @@ class ProcessGroupSession:
         self._device = world.device
         self.feeders: Any = None
         """The process group of one rank of each feeder, this one among them; None: all ranks."""
-        self._board: shm_tally.SharedMemorySum | None = None
-        self._board_opened = False
-        self._layers: layers_used.LayersUsed | None = None
+        self._shared_memory: shm_tally.SharedMemorySum | None = None
+        self._is_opened = False
+        self._layers: used_layers.UsedLayers | None = None
 
-    def watch(self, tell: Callable[[int, float, str], None]) -> None:
-        stall_watch.listen(lambda late: tell(late.rank, late.seconds, str(late)))
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds for which this rank has waited for others: in tallies and other calls that only
+        communicate, and in the backward of replicas on the host."""
+        watch = stall_watch.this_session()
+        return 0.0 if watch is None else watch.waits.seconds
+
+    def watch(self, report: Callable[[int, float, str], None], /) -> None:
+        stall_watch.listen(lambda late: report(late.rank, late.seconds, str(late)))
 
     def give_up(self, why: str, retry: bool = True) -> bool:
         return stall_watch.give_up(why, retry)
@@ -194,8 +227,8 @@ class ProcessGroupSession:
     def prepare(self, recipe: Recipe) -> Engine:
         with naming_collectives("preparing the model", self.world.rank, patient=True):
             engine = self._build(recipe, self.plan, self.world)
-        if (layers := layers_used.follow(engine)) is not None:
-            layers.board = self._board
+        if (layers := used_layers.follow(engine)) is not None:
+            layers.shared_memory = self._shared_memory
         self._layers = layers
         return engine
 
@@ -210,8 +243,8 @@ class ProcessGroupSession:
         if layers is not None:
             turn, *used = layers.end_turn()
             values = [*values, *used]
-        board = self._shared_board() if len(values) <= shm_tally.MOST else None
-        begin = _add_up if board is None else board.show
+        shared_memory = self._opened_shared_memory() if len(values) <= shm_tally.MOST else None
+        begin = _add_up if shared_memory is None else shared_memory.publish
         with self._named("starting to add up the step's counts"):
             sums = begin(values)
 
@@ -224,28 +257,28 @@ class ProcessGroupSession:
 
         return wait
 
-    def _shared_board(self) -> shm_tally.SharedMemorySum | None:
-        """Opened by the first tally, which all ranks begin."""
-        if not self._board_opened:
+    def _opened_shared_memory(self) -> shm_tally.SharedMemorySum | None:
+        """Return the shared memory, opened by the first tally, which all ranks begin."""
+        if not self._is_opened:
             world, timeout = self.world, self.plan.timeout_seconds
             timeout += 0.0 if self.plan.stall_seconds is None else 2 * stall_watch.GRACE_SECONDS
-            args = world.rank, world.size, timeout, self.exchange, stall_watch.is_left
-            self._board = shm_tally.opened(*args)
-            self._board_opened = True
+            args = world.rank, world.size, timeout, self.exchange, stall_watch.rank_aborted
+            self._shared_memory = shm_tally.opened(*args)
+            self._is_opened = True
             if self._layers is not None:
-                self._layers.board = self._board
-        return self._board
+                self._layers.shared_memory = self._shared_memory
+        return self._shared_memory
 
     def exchange(self, value: Any) -> list[Any]:
         turn = None if self._layers is None else self._layers.end_turn()
         encoded = bytearray(json.dumps([value, turn]).encode())
         tensor = torch.frombuffer(encoded, dtype=torch.uint8)
         parts = self._gather(tensor, "exchanging values", patient=True)
-        told = [json.loads(bytes(part.tolist())) for part in parts]
+        received = [json.loads(bytes(part.tolist())) for part in parts]
         if self._layers is not None and turn is not None:
-            shorts, squares = (sum(used[i] for _, used in told) for i in (1, 2))
+            shorts, squares = (sum(used[i] for _, used in received) for i in (1, 2))
             self._layers.require_same(turn.number, shorts, squares)
-        return [one for one, _ in told]
+        return [one for one, _ in received]
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         result = keep_for_a_while(tensor.detach().clone())
@@ -259,7 +292,9 @@ class ProcessGroupSession:
     def _gather(
         self, tensor: Tensor, call: str, group: Any = None, patient: bool = False
     ) -> list[Tensor]:
-        """Host tensors of uneven length: lengths first, then parts of the longest length."""
+        """Gather host tensors of uneven length: lengths first, then parts padded to the longest
+        one.
+        """
         with self._named(call, patient):
             size = dist.get_world_size(group)
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]

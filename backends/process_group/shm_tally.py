@@ -1,11 +1,13 @@
-"""Numbers that the ranks of one machine show each other in memory that they share.
+"""Sums over the ranks of one machine, by numbers that they publish in shared memory.
 
 A collective over gloo wakes several threads of every rank, which can take longer than all of a
-small model's step. Here a rank writes its numbers where the others see them, and looks for theirs.
+small model's step. Here a rank writes its numbers where the other ranks see them, and looks for
+theirs.
 
-Each rank has two places and uses them in turn. It writes to one again only when it has seen the
-numbers that all others showed in between, and so after they have read what it showed before. What
-is shown is numbered and has a checksum: no machine's order of writes can show half of it.
+Each rank has two places, and writes to them in turn. It writes to a place again only when it has
+seen the numbers that all others published in between, and so after they have read the earlier
+numbers of the place. Published numbers include the tally's number and a checksum, so that no rank
+can read them half written, whatever the machine's order of writes.
 """
 
 from __future__ import annotations
@@ -19,24 +21,25 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MOST", "ROOM_BYTES", "SharedMemorySum", "opened"]
+__all__ = ["MOST", "SLOT_BYTES", "SharedMemorySum", "opened"]
 
 MOST = 16
-"""Numbers that can be shown at once."""
+"""Most numbers in one tally."""
 _PLACE, _SUM = struct.Struct(f"<Q{MOST}d"), struct.Struct("<I")
 _BYTES = 256
-"""From one place to the next."""
+"""Distance from one place to the next."""
 _TOKEN_BYTES = 16
-ROOM_BYTES = 2**13
-"""Of a rank, beside its numbers."""
+SLOT_BYTES = 2**13
+"""Memory of each rank besides its numbers."""
 _SHORTEST_SECONDS, _LONGEST_SECONDS = 5e-5, 5e-3
 _ALIVE_SECONDS = 0.5
-"""Between looks at whether a rank that is waited for still runs."""
+"""Time between checks whether a rank still runs."""
 
 
 class SharedMemorySum:
-    """One rank's view. `pids`: of all ranks. `is_left`: true where one shows nothing any more, and
-    lives on. Not for several threads."""
+    """One rank's view of the shared memory. `pids`: process ids of all ranks. `rank_aborted`:
+    returns True once a rank is alive but publishes nothing any more. Not thread-safe.
+    """
 
     def __init__(
         self,
@@ -44,22 +47,23 @@ class SharedMemorySum:
         rank: int,
         pids: Sequence[int],
         timeout_seconds: float,
-        is_left: Callable[[], bool] = bool,
+        rank_aborted: Callable[[], bool] = bool,
     ) -> None:
-        self._memory, self._rank, self._pids, self._is_left = memory, rank, pids, is_left
-        rooms = memoryview(memory)[_TOKEN_BYTES + 2 * len(pids) * _BYTES :]
-        self.rooms = [rooms[i * ROOM_BYTES : (i + 1) * ROOM_BYTES] for i in range(len(pids))]
-        """Of each rank, which alone writes to its own; all zeros at first."""
+        self._memory, self._rank, self._pids, self._rank_aborted = memory, rank, pids, rank_aborted
+        slots = memoryview(memory)[_TOKEN_BYTES + 2 * len(pids) * _BYTES :]
+        self.slots = [slots[i * SLOT_BYTES : (i + 1) * SLOT_BYTES] for i in range(len(pids))]
+        """Memory of each rank, which alone writes to it; all zeros at first."""
         self._timeout_seconds = timeout_seconds
         self._number = 0
         self._sums: Callable[[], list[float]] | None = None
 
-    def show(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Show at most `MOST` numbers; the answer gives their sums over ranks, all of which show
-        equally many. It raises `RuntimeError` where one is gone, late, or shows something else.
+    def publish(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Publish at most `MOST` numbers; every rank publishes equally many. The returned function
+        gives their sums over ranks. It raises `RuntimeError` if a rank is gone, late, or at another
+        tally.
         """
         if self._sums is not None:
-            self._sums()  # two places are enough for one that has not been added up
+            self._sums()  # two places allow one tally that has not been added up
         self._number = number = self._number + 1
         raw = _PLACE.pack(number, *values, *(0.0,) * (MOST - len(values)))
         start = self._start(self._rank, number)
@@ -78,19 +82,19 @@ class SharedMemorySum:
         return sums
 
     def _read(self, rank: int, number: int) -> tuple[float, ...]:
-        """The numbers that a rank published for that tally; waits for them."""
+        """Wait for the numbers that a rank publishes for that tally, and return them."""
         start = self._start(rank, number)
         began, alive = None, _ALIVE_SECONDS
         while True:
             raw = self._memory[start : start + _PLACE.size]
             (crc,) = _SUM.unpack_from(self._memory, start + _PLACE.size)
             if crc == zlib.crc32(raw):
-                told, *values = _PLACE.unpack(raw)
-                if told == number:
+                found, *values = _PLACE.unpack(raw)
+                if found == number:
                     return tuple(values)
-                if told > number:
+                if found > number:
                     raise RuntimeError(
-                        f"rank {rank} has added up {told} times, and rank {self._rank} {number}"
+                        f"rank {rank} has added up {found} times, and rank {self._rank} {number}"
                     )
             now = time.monotonic()
             began = now if began is None else began
@@ -101,8 +105,8 @@ class SharedMemorySum:
                 alive = waited + _ALIVE_SECONDS
                 if not _runs(self._pids[rank]):
                     raise RuntimeError(f"rank {rank} (process {self._pids[rank]}) is gone")
-                if self._is_left():
-                    raise RuntimeError(f"rank {rank} is waited for in vain")
+                if self._rank_aborted():
+                    raise RuntimeError(f"a rank has aborted; rank {rank} is not waited for")
             time.sleep(min(max(waited / 20, _SHORTEST_SECONDS), _LONGEST_SECONDS))
 
     def _start(self, rank: int, number: int) -> int:
@@ -114,12 +118,13 @@ def opened(
     size: int,
     timeout_seconds: float,
     exchange: Callable[[Any], list[Any]],
-    is_left: Callable[[], bool] = bool,
+    rank_aborted: Callable[[], bool] = bool,
 ) -> SharedMemorySum | None:
-    """A board of all ranks, or None on every rank where they cannot share memory: on several
-    machines, in containers of their own, without Linux. `exchange`: gives everyone's to everyone.
+    """Open the shared memory of all ranks. Returns None on every rank if they cannot share memory:
+    on several machines, in separate containers, without Linux. `exchange`: returns the values of
+    all ranks.
     """
-    length = _TOKEN_BYTES + size * (2 * _BYTES + ROOM_BYTES)
+    length = _TOKEN_BYTES + size * (2 * _BYTES + SLOT_BYTES)
     own: dict[str, Any] = {"pid": os.getpid()}
     memory, descriptor = None, -1
     if rank == 0:
@@ -132,20 +137,21 @@ def opened(
             own |= {"descriptor": descriptor, "token": token.hex()}
         except (AttributeError, OSError):
             memory = None
-    told = exchange(own)
-    pids = [each["pid"] for each in told]
-    if rank > 0 and "token" in told[0]:
-        memory = _mapped(pids[0], told[0]["descriptor"], length, bytes.fromhex(told[0]["token"]))
-    # that all have mapped it is known before the descriptor is closed
+    everyones = exchange(own)
+    pids = [each["pid"] for each in everyones]
+    if rank > 0 and "token" in (first := everyones[0]):
+        memory = _mapped(pids[0], first["descriptor"], length, bytes.fromhex(first["token"]))
+    # close the descriptor only when all ranks have mapped the memory
     all_can = all(exchange(memory is not None and all(map(_runs, pids))))
     if descriptor >= 0:
         os.close(descriptor)
-    return SharedMemorySum(memory, rank, pids, timeout_seconds, is_left) if all_can else None
+    return SharedMemorySum(memory, rank, pids, timeout_seconds, rank_aborted) if all_can else None
 
 
 def _mapped(pid: int, descriptor: int, length: int, token: bytes) -> mmap.mmap | None:
-    """Another process's memory, if it is the one that is meant: numbers of processes and of their
-    descriptors mean nothing on another machine."""
+    """Map another process's memory, after a check of its token: process ids and descriptors mean
+    nothing on another machine.
+    """
     try:
         here = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -160,9 +166,9 @@ def _mapped(pid: int, descriptor: int, length: int, token: bytes) -> mmap.mmap |
 
 
 def _runs(pid: int) -> bool:
-    """True if a process of that number runs on this machine."""
+    """Return True if a process of that id runs on this machine."""
     try:
-        told = Path(f"/proc/{pid}/stat").read_text()
+        status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
-    return told.rpartition(")")[2].split()[0] not in "ZX"
+    return status.rpartition(")")[2].split()[0] not in "ZX"

@@ -8,19 +8,19 @@ Operations are recorded and run when the graph is cut, so the cuts decide what i
 are four programs: forward and backward of a first microbatch, of a further one, clipping, and the
 update. The first two are compiled once for each batch shape; the update twice, since its first run
 makes the state.
-`placing.py` holds what torch_xla needs; a native TPU backend of PyTorch can replace it there and
-here.
+`placing.py` holds what torch_xla needs; a native TPU backend of PyTorch can replace torch_xla in
+that module and in this one.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from ...checkpoint.optimizer_entries import AVERAGE
 from ...data.nested import map_tensors, tensors_of
 from ...data.random_state import seed_generators
+from ...data.ranges import Range, check_ranges
 from ...kernel.contract import Outcome, World
 from ...kernel.errors import BackendUnavailable, CheckpointDamaged, DataError
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
-from ...kernel.ranges import check_range, most_at_once
 from ...kernel.recipe import Batch, Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import fork_gc, layouts, model_state, models, random_state, stepping
+from ..common import attached, fork_gc, layouts, model_state, models, random_state, stepping
 from ..common.optimizer_state import OptimizerState
+from ..common.registered import Registered
 from ..common.single_process import SingleProcess
 from . import placing
 
@@ -52,16 +53,15 @@ class XlaOptions:
     platform: str | None = None
     """PJRT's name of the device type, such as TPU or CPU; by default `PJRT_DEVICE`, or what
     torch_xla finds."""
-    devices: int | None = None
+    devices: Annotated[int, Range(1, of_machine=True, unit="devices")] | None = None
     """On the CPU: the number of virtual devices; by default `CPU_NUM_DEVICES`, or one."""
     spmd: bool | None = None
     """Spread over all devices; by default where there is more than one. False takes the first."""
-    max_batch_shapes: int = 16
-    """Each batch shape costs a compilation: more of them end the run."""
+    max_batch_shapes: Annotated[int, Range(1)] = 16
+    """Most batch shapes, each of which costs a compilation; more of them end the run."""
 
     def __post_init__(self) -> None:
-        check_range("backend.devices", self.devices, 1, most_at_once())
-        check_range("backend.max_batch_shapes", self.max_batch_shapes, 1)
+        check_ranges(self, "backend.")
 
 
 class XlaDriver:
@@ -96,6 +96,7 @@ class XlaDriver:
             sharded=False,  # the one process reads any parameter whole
             compile=False,  # XLA compiles all of it anyway
             activation_checkpointing=True,
+            max_grad_value=True,
             feeds_ahead=False,
             static_shapes=True,
             saves_memory="on several devices the weights are cut over them (backend.spmd)",
@@ -150,7 +151,7 @@ class XlaSession(SingleProcess):
         if len(self._shapes) > self._max_shapes:
             shown = "; ".join(str(shapes) for shapes in sorted(self._shapes)[:8])
             raise DataError(
-                f"more than {self._max_shapes} shapes of batches, each of which XLA compiles anew: "
+                f"more than {self._max_shapes} shapes of batches, and XLA compiles for each shape: "
                 f"{shown} ... Let collate pad to one length, or to a few, and choose a micro_batch "
                 "with many divisors; or raise backend.max_batch_shapes"
             )
@@ -183,19 +184,26 @@ class XlaEngine:
         self.module = models.build_model(recipe, host, None)
         self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
+        world = World(0, 1, placement.device, feeder_index=0, num_feeders=1)
+        attached.refuse_inexact_hooks(dict(self.module.named_parameters()), plan, world)
         placing.move(self.module, placement)
         placing.count_variances_as_torch(self.module)
         for pattern in plan.activation_checkpointing:
             models.recompute_activations(self.module, pattern, placing.recompute)
-        self.parameters = [p for p in self.module.parameters() if p.requires_grad]
         self.optimizer = models.build_optimizer(recipe, self.module)
         for group in self.optimizer.param_groups:
             if group.get("fused"):
                 group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
         self.state = OptimizerState(self.optimizer, self.module)
+        self.registered = Registered(self.module)
         self.autocast = models.autocast(plan, placement.device)
-        self._pending_outcome: placing.Held | None = None
+        self._pending_outcome: placing.ConditionalUpdate | None = None
         placing.cut_graph()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained now."""
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -203,6 +211,7 @@ class XlaEngine:
 
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
+        self.registered.refuse("xla")
         placing.cut_graph()
         yield
         for parameter in self.parameters:
@@ -217,17 +226,20 @@ class XlaEngine:
         return models.without_gradient(self.module)
 
     def update(self) -> Outcome:
-        self._settle()
+        self._resolve_pending_outcome()
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = stepping.global_norm(grads)
         if self.plan.max_grad_norm is not None:
             factor = (self.plan.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads, factor)
+        if self.plan.max_grad_value is not None:
+            stepping.limit_values(grads, self.plan.max_grad_value)
+        if (self.plan.max_grad_norm, self.plan.max_grad_value) != (None, None):
             # An optimizer that looks at values in its step, as Adafactor does, runs part after part
             # of the graph. Parts that differ in nothing but which of several tensors of one shape
             # they take are one program to torch_xla 2.8, given the same tensors each time.
             placing.cut_graph()
-        held = self._pending_outcome = placing.Held(self.optimizer, norm)
+        held = self._pending_outcome = placing.ConditionalUpdate(self.optimizer, norm)
         self.optimizer.step()
         stepping.forget_gradients(self.parameters)
         held.choose()
@@ -239,13 +251,13 @@ class XlaEngine:
         placing.cut_graph()
         return Outcome(norm, held.applied)
 
-    def _settle(self) -> None:
+    def _resolve_pending_outcome(self) -> None:
         if self._pending_outcome is not None:
             self._pending_outcome.applied()
             self._pending_outcome = None
 
     def shards(self) -> Iterator[Piece]:
-        self._settle()
+        self._resolve_pending_outcome()
         waiting: list[Piece] = []
         for piece in model_state.replicated_pieces(self.module, self.state, None, 0, 1):
             if piece.tensor.device != self.placement.device:
@@ -261,7 +273,7 @@ class XlaEngine:
         yield from placing.fetch(waiting)
 
     def restore(self, reader: Reader) -> None:
-        self._settle()
+        self._resolve_pending_outcome()
         place, cut_dim = self.placement.put, self.placement.cut_dim
         weights = model_state.named_state(self.module)
         model_state.check_same_model(reader, *model_state.shapes_and_dtypes(weights))
@@ -288,7 +300,7 @@ class XlaEngine:
         return self.placement.put(value, self.placement.cut_dim(value))
 
     def average(self, weight: float) -> None:
-        self._settle()
+        self._resolve_pending_outcome()
         self.state.averages.move(self.state.trained, weight)
         for average in self.state.averages.of.values():
             self.placement.keep(average, self.placement.cut_dim(average))
@@ -296,17 +308,22 @@ class XlaEngine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        self._settle()
+        self._resolve_pending_outcome()
         with self.state.averages.shown_in(self.state.trained):
             self._keep_cut()
             yield
         self._keep_cut()
 
     def _keep_cut(self) -> None:
-        """Of weights that were written to."""
+        """Restore the partition of weights that were written to."""
         for parameter in self.parameters:
             self.placement.keep(parameter, self.placement.cut_dim(parameter))
         placing.cut_graph()
+
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        self._resolve_pending_outcome()
+        change({name: (p.detach(), tuple(p.shape)) for name, p in self.module.named_parameters()})
+        self._keep_cut()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

@@ -13,13 +13,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from ...data.nested import map_tensors, tensors_of
+from ...data.private_names import private_name
 from ...kernel.errors import BackendUnavailable, SettingError
 from ...kernel.shards import Box, Piece
+from ..common import attached
 from ..common.buffers import write_unseen
+
+_INSTANCE_NORMS: Any = private_name(
+    "torch.nn.modules.instancenorm",
+    "_InstanceNorm",
+    (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+"""Layers that normalise each sample by itself, and classes derived from them."""
+_NORMS: Any = private_name(
+    "torch.nn.modules.batchnorm",
+    "_NormBase",
+    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, _INSTANCE_NORMS),
+)
+"""Layers with running variances, and classes derived from them."""
 
 
 def default_platform() -> str:
@@ -39,7 +52,7 @@ def start(platform: str | None, devices: int | None, spmd: bool | None) -> Place
         os.environ["PJRT_DEVICE"] = platform or default_platform()
         if devices is not None:
             os.environ["CPU_NUM_DEVICES"] = str(devices)
-    # else 0.0 and 1.0 become part of a program, which a learning rate of 0 then compiles anew
+    # else 0.0 and 1.0 become part of a program, and a learning rate of 0 compiles another one
     torch_xla._XLAC._set_xla_handle_special_scalars(False)
     seen = torch_xla.real_devices()
     spread = len(seen) > 1 if spmd is None else spmd
@@ -94,8 +107,8 @@ class Placement:
         return 0 if self.num_devices > 1 and tensor.dim() else None
 
     def put(self, tensor: Tensor, dim: int | None) -> Tensor:
-        """It on the device, cut along `dim`; of what is on the host, no device ever holds more
-        than its part.
+        """Return the tensor on the device, sharded along `dim`. Of a tensor on the host, no device
+        ever holds more than its shard.
         """
         import torch_xla.core.xla_model as xm
 
@@ -110,13 +123,13 @@ class Placement:
         return cast(Tensor, sent[0])
 
     def keep(self, tensor: Tensor, dim: int | None) -> None:
-        """Say how a result is to be cut: left alone, the compiler may keep it whole."""
+        """Shard a result along `dim`; otherwise the compiler may keep it whole."""
         if dim is not None:
             axes = tuple("fsdp" if d == dim else None for d in range(tensor.dim()))
             self._spmd.mark_sharding(tensor, self._mesh, axes)
 
     def is_cut(self, tensor: Tensor) -> bool:
-        """True if a tensor on the device is in parts."""
+        """Return True if a tensor on the device is sharded."""
         import torch_xla
 
         spec = torch_xla._XLAC._get_xla_sharding_spec(tensor) if self.num_devices > 1 else ""
@@ -165,8 +178,8 @@ def move(module: nn.Module, placement: Placement) -> None:
                 dim = placement.cut_dim(tensor) if is_parameter else None
                 new = placement.put(tensor.detach(), dim)
                 if is_parameter:
-                    new = nn.Parameter(new, tensor.requires_grad)
-                    new.__dict__.update(tensor.__dict__)
+                    new = attached.in_place_of(tensor, new)
+                    attached.carry_hooks(tensor, new)
                 moved[id(tensor)] = new
             setattr(part, name, moved[id(tensor)])
 
@@ -175,16 +188,16 @@ def count_variances_as_torch(module: nn.Module) -> None:
     """torch_xla 2.8 adds the variance of a batch of n to a running one as it is, torch by n/(n-1)
     of it, as a guess at the variance of all."""
     for part in module.modules():
-        if isinstance(part, _NormBase) and part.running_var is not None:
-            before = _Before(part)
+        if isinstance(part, _NORMS) and part.running_var is not None:
+            before = _RunningVariance(part)
             part.register_forward_pre_hook(before.note)
             part.register_forward_hook(before.correct)
 
 
-class _Before:
+class _RunningVariance:
     """The running variance of one layer before a forward."""
 
-    def __init__(self, layer: _NormBase) -> None:
+    def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.old: Tensor | None = None
 
@@ -205,11 +218,12 @@ class _Before:
         write_unseen([new], [kept + (new - kept) * (number / max(number - 1, 1))])
 
 
-def _elements_of_one_variance(layer: _NormBase, output: Tensor) -> int:
-    if isinstance(layer, _InstanceNorm):  # one for each sample
-        sizes: tuple[int, ...] = tuple(output.shape[1 - cast(Any, layer)._get_no_batch_dim() :])
+def _elements_of_one_variance(layer: Any, output: Tensor) -> int:
+    if isinstance(layer, _INSTANCE_NORMS):  # one for each sample
+        sizes: tuple[int, ...] = tuple(output.shape[1 - layer._get_no_batch_dim() :])
         return math.prod(sizes)
-    return output.numel() // max(layer.num_features, 1)
+    num_features: int = layer.num_features
+    return output.numel() // max(num_features, 1)
 
 
 def fetch(pieces: Sequence[Piece]) -> list[Piece]:
@@ -227,7 +241,7 @@ def recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     import torch_xla.core.xla_model as xm
     from torch.utils.checkpoint import checkpoint
 
-    if not hasattr(torch, "xla"):  # until torch_xla registers itself: checkpoint looks there
+    if not hasattr(torch, "xla"):  # until torch_xla registers itself; `checkpoint` needs it
         torch._register_device_module("xla", xm)
     again = False
     state = xm.get_rng_state()
@@ -258,8 +272,8 @@ def recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     )
 
 
-class Held:
-    """An update of which the device decides whether it holds; the host learns it later.
+class ConditionalUpdate:
+    """An update that the device applies or drops; the host learns later which.
 
     The new values are recorded, and then the choice between them and the old ones, which the
     compiler makes part of the same loop over each tensor. What the optimizer keeps on the host (a
@@ -293,7 +307,7 @@ class Held:
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Right after the optimizer's step."""
+        """Choose between new and old values. Called right after the optimizer's step."""
         for parameter, old in self._weights:
             parameter.copy_(torch.where(self.finite, parameter, old))
         self._weights.clear()
@@ -305,7 +319,7 @@ class Held:
                     entries[key] = now[key]
 
     def applied(self) -> bool:
-        """Waits for this update alone."""
+        """Return True if the update was applied; waits for this update alone."""
         if self._answer is None:
             self._answer = bool(self.finite)
             if not self._answer:

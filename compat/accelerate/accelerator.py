@@ -1,4 +1,5 @@
-"""`trainer.accelerator`: the members of accelerate's `Accelerator` that trainers made for HF use.
+"""`trainer.accelerator`: the members of accelerate's `Accelerator` that trainers written for HF
+use.
 
 It has no process group or wrapper of its own: the Trainer's `driver_session` does the work.
 """
@@ -21,11 +22,11 @@ from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulati
 from ..arguments.backend import chosen, notes, ranks_of_a_reader
 from ..arguments.processes import Processes
 from ..checkpoints.model_files import write_weights
-from ..data.rank_batches import OneOf
+from ..common.placement import move
+from ..data.rank_batches import FixedShare
 from ..data.sharding import RankLoader, shard, skip_first_batches
 from ..errors import ArgumentError
 from ..names import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-from ..trainer.placement import move
 from .collectives import Collectives, ViewedTrainer
 
 __all__ = ["Accelerator"]
@@ -34,7 +35,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class Accelerator(Collectives):
-    """A view of the Trainer's `driver_session`. All processes call what talks to the others."""
+    """A view of the Trainer's `driver_session`. All processes must call the methods that
+    communicate."""
 
     def __init__(self, trainer: ViewedTrainer) -> None:
         super().__init__(trainer)
@@ -47,9 +49,9 @@ class Accelerator(Collectives):
             _LOG.warning("%s", note)
 
     scaler = torch_device_mesh = None
-    """The driver's own: a loss scaler, a mesh of devices."""
+    """None: loss scaler and device mesh are the driver's."""
     trackers: tuple[Any, ...] = ()
-    """None: those that `report_to` names are the Trainer's callbacks."""
+    """Empty: the trackers in `report_to` are callbacks of the Trainer."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -67,13 +69,13 @@ class Accelerator(Collectives):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if the last update was left out, for a gradient that was not finite."""
+        """True if the last update was skipped, for a gradient that was not finite."""
         outcome = self._trainer._last_outcome
         return outcome is not None and not outcome.applied()
 
     @property
     def even_batches(self) -> bool:
-        """True if the last round of batches is filled up; may be set before a loader is made."""
+        """True if the last round of batches is filled up; can be set before a loader is made."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -97,14 +99,14 @@ class Accelerator(Collectives):
 
     @property
     def non_blocking(self) -> bool:
-        """True if batches are copied while the host goes on."""
+        """True if batches are copied to the device asynchronously."""
         return self.dataloader_config.non_blocking
 
     # --- making things ready
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
-        """Loaders give this process's share, models move to its device, and all else is given back
-        as it is: the Trainer wraps the model that it trains, with its optimizer, by itself.
+        """Return loaders of this process's share, and models on its device; return everything else
+        unchanged. The Trainer itself wraps the model that it trains, with its optimizer.
         """
         prepared = tuple(self._prepare_one(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
@@ -115,13 +117,13 @@ class Accelerator(Collectives):
         return self.prepare_model(item) if isinstance(item, nn.Module) else item
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], **ignored: Any) -> RankLoader:
-        """A loader over this process's share of the batches of `data_loader`."""
+        """Return a loader over this process's share of the batches of `data_loader`."""
         config, args = self.dataloader_config, self.args
         shared = ranks_of_a_reader(args)
         seed = args.seed if args.data_seed is None else args.data_seed
         loader = shard(
             data_loader,
-            OneOf(self.process_index // shared, self.num_processes // shared),
+            FixedShare(self.process_index // shared, self.num_processes // shared),
             seed=seed if config.use_seedable_sampler else None,
             split_batches=config.split_batches,
             even_batches=config.even_batches,
@@ -135,10 +137,10 @@ class Accelerator(Collectives):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """A model on this process's device, as a reference or reward model is used.
+        """Move a model, such as a reference or reward model, to this process's device.
 
-        Raises `ArgumentError` for a model that would be trained next to the Trainer's own on
-        several processes: nothing would average its gradients.
+        Raises `ArgumentError` for a second model to train on several processes: nothing would
+        average its gradients.
         """
         own = self._trainer.model
         trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -156,17 +158,17 @@ class Accelerator(Collectives):
         return model.to(self.device)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """The optimizer itself."""
+        """Return the optimizer unchanged."""
         return optimizer
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """The scheduler itself: the loop steps it once an update."""
+        """Return the scheduler unchanged: the loop steps it once per update."""
         return scheduler
 
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
-        """The user's own module inside of whatever a driver put around it."""
+        """Return the user's own module, without a driver's wrapper."""
         prepared = self._trainer.driver_session.prepared
         if prepared is not None and model is prepared.engine.module:
             return prepared.model
@@ -177,7 +179,8 @@ class Accelerator(Collectives):
         return model if compiled and keep_torch_compile else inner
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> RankLoader:
-        """The loader without its first batches; samples of a map-style data set are not read."""
+        """Return the loader without its first batches, whose samples are not read from a map-style
+        data set."""
         return skip_first_batches(dataloader, num_batches)
 
     # --- training
@@ -188,29 +191,29 @@ class Accelerator(Collectives):
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """The precision of the arguments, around a forward."""
+        """Run a forward in the precision of the arguments."""
         with self._trainer.driver_session.autocast():
             yield
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[Any]:
-        """Nothing: the Trainer's loop accumulates."""
+        """Do nothing: the Trainer's loop accumulates."""
         return nullcontext()
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Around a backward whose gradients are not averaged yet, where the wrapper can do so."""
+        """Run a backward without averaging its gradients yet, if the wrapper supports this."""
         context: AbstractContextManager[Any] = getattr(model, "no_sync", nullcontext)()
         return context
 
     @contextmanager
     def maybe_context_parallel(self, **ignored: Any) -> Iterator[None]:
-        """Nothing: the driver `mesh` cuts sequences by itself."""
+        """Do nothing: the driver `mesh` partitions sequences itself."""
         yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """Clip gradients that a subclass handles itself; the Trainer's own updates clip theirs.
 
-        Returns the norm before clipping, 0-d. Under DeepSpeed, which clips by itself, that norm of
-        the last update.
+        Return the norm before clipping, 0-d. Under DeepSpeed, which clips by itself, return the
+        norm of the last update.
         """
         prepared = self._trainer.driver_session.prepared
         own = getattr(prepared and prepared.engine.module, "get_global_grad_norm", None)
@@ -231,7 +234,8 @@ class Accelerator(Collectives):
             print(*values, **options)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Empty the caches of host and device. Returns a None for each object, to forget it by."""
+        """Empty the caches of host and device. Return None for each object, to replace the caller's
+        references."""
         gc.collect()
         if self.device.type in ("cuda", "xpu"):
             torch.accelerator.empty_cache()
@@ -240,14 +244,14 @@ class Accelerator(Collectives):
     clear = free_memory
 
     def end_training(self) -> None:
-        """Wait for the others; `trainer.end()` leaves the process group."""
+        """Wait for the other processes; `trainer.end()` leaves the process group."""
         self.wait_for_everyone()
 
     # --- checkpoints and trackers
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True) -> str:
-        """Write a checkpoint of the run under way, `checkpoint-<step>`, into a folder (by default
-        the run's own), and return its path; `train(resume_from_checkpoint=...)` takes it, too.
+        """Write a checkpoint of the active run, `checkpoint-<step>`, into a folder (by default the
+        run's own), and return its path; `train(resume_from_checkpoint=...)` accepts it, too.
         """
         trainer = self._in_training("save_state")
         step = trainer.state.global_step
@@ -258,9 +262,9 @@ class Accelerator(Collectives):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: Any = None, **model_options: Any
     ) -> None:
-        """Give the run under way the weights, the optimizer, the schedule and the random state of
-        a checkpoint, or of the newest in a folder; how far it is stays. Raises `ArgumentError` for
-        options: there is one way to load.
+        """Load the weights, the optimizer, the schedule and the random state of a checkpoint, or of
+        the newest in a folder, into the active run. Its progress does not change. Raises
+        `ArgumentError` for options: there is one way to load.
         """
         if load_kwargs or model_options:
             raise ArgumentError(
@@ -277,33 +281,33 @@ class Accelerator(Collectives):
     def _in_training(self, method: str) -> ViewedTrainer:
         if self._trainer._training is None:
             raise ArgumentError(
-                f"accelerator.{method} is of the run under way, and train() is not: call it in a "
-                "callback; or use trainer.save_model, and train(resume_from_checkpoint=...)"
+                f"accelerator.{method} needs an active run, and train() is not running: call it in "
+                "a callback; or use trainer.save_model, and train(resume_from_checkpoint=...)"
             )
         return self._trainer
 
     def save_model(self, model: nn.Module, save_directory: str | Path, **ignored: Any) -> None:
-        """Write `model.safetensors`, whole, on the first process; all call it."""
+        """Write the whole `model.safetensors` on the first process. All processes call it."""
         weights = self.get_state_dict(model)
         if self.is_main_process:
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             write_weights(Path(save_directory), weights)
 
     def init_trackers(self, project_name: str, config: Any = None, init_kwargs: Any = None) -> None:
-        """Nothing, as with transformers' Trainer, and it is said: see `log`."""
+        """Do nothing, as transformers' Trainer does, and warn: see `log`."""
         self.log({})
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
-        """Nothing, as with transformers' Trainer, and it is said."""
+        """Do nothing, as transformers' Trainer does, and warn."""
         if not self._warned_of_trackers:
             self._warned_of_trackers = True
             _LOG.warning(
-                "trainer.accelerator has no trackers, and what is logged by it goes nowhere: name "
-                "them in report_to, and call trainer.log"
+                "trainer.accelerator has no trackers, and what is logged with it is lost: name "
+                "trackers in report_to, and call trainer.log"
             )
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """accelerate's tracker that does nothing, as with transformers' Trainer."""
+        """Return accelerate's tracker that does nothing, as transformers' Trainer does."""
         from accelerate.tracking import GeneralTracker
 
         self.log({})
@@ -321,7 +325,7 @@ class Accelerator(Collectives):
             save_file(move(obj, torch.device("cpu")), f)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Tensor]:
-        """All weights of the Trainer's model, whole, on the host; a call for all processes."""
+        """Return all weights of the Trainer's model, whole, on the host. All processes call it."""
         prepared = self._trainer.driver_session.prepared
         inner = self.unwrap_model(model)
         if prepared is None or prepared.model is not inner:

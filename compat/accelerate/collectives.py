@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...data.nested import leaves, map_tensors
+from ...kernel.batches import split_evenly
 from ...kernel.contract import Outcome, Session
 from ...kernel.loop import TrainLoop
 from ...kernel.recipe import Microstep
@@ -27,7 +28,7 @@ __all__ = ["Collectives", "ViewedTrainer", "exchange_objects"]
 
 
 class ViewedTrainer(Protocol):
-    """The Trainer, as far as its accelerator looks at it."""
+    """The attributes of the Trainer that its accelerator reads."""
 
     args: Any
     model: Any
@@ -54,27 +55,27 @@ class GradientState:
         self.active: list[RankLoader] = []
         config = AcceleratorConfig.of(getattr(trainer.args, "accelerator_config", None))
         self.plugin_kwargs = {**(config.gradient_accumulation_kwargs or {}), "num_steps": 1}
-        """accelerate's own, which accumulates nothing: the Trainer does."""
+        """The settings of accelerate's own accumulation, which is off: the Trainer accumulates."""
         self._said_to_sync = True
 
     @property
     def active_dataloader(self) -> RankLoader | None:
-        """The innermost loader that is being walked through."""
+        """The innermost loader that is being iterated over."""
         return self.active[-1] if self.active else None
 
     @property
     def in_dataloader(self) -> bool:
-        """True if any is."""
+        """True if a loader is being iterated over."""
         return bool(self.active)
 
     @property
     def end_of_dataloader(self) -> bool:
-        """True if its batch in hand is the last."""
+        """True if the current batch of the active loader is its last."""
         return bool(self.active) and self.active[-1].end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """Number of real samples in the last global batch; 0: all; -1: not known."""
+        """Number of real samples in the last global batch; 0: all; -1: unknown."""
         return self.active[-1].remainder if self.active else -1
 
     @property
@@ -84,7 +85,7 @@ class GradientState:
         return self._said_to_sync if microstep is None else bool(microstep.last)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Called by training loops that subclasses bring along."""
+        """Set the flag; called by subclasses' own training loops."""
         self._said_to_sync = sync_gradients
 
     @property
@@ -94,7 +95,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """As asked for; the Trainer's schedules count updates in any case."""
+        """The setting as it was given; the Trainer's schedules count updates in any case."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", False))
 
     @property
@@ -104,7 +105,7 @@ class GradientState:
 
 
 class Collectives(Processes):
-    """The calls that all processes make at once, by accelerate's names."""
+    """The collective calls, by accelerate's names."""
 
     def __init__(self, trainer: ViewedTrainer) -> None:
         super().__init__(trainer.args)
@@ -117,10 +118,10 @@ class Collectives(Processes):
         return self._trainer.driver_session.session
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all processes, one after the other along dimension 0, on every process.
+        """Gather the tensors of all processes along dimension 0 on every process.
 
-        Any structure of tensors; those of no dimension become elements of a vector. One process
-        gets back what it gave. Raises TypeError for what is not a tensor.
+        Accepts any structure of tensors; 0-d tensors become elements of a vector. A single process
+        gets its argument back. Raises TypeError for anything but tensors.
         """
         if not has_only_tensors(tensor):
             raise TypeError(
@@ -132,9 +133,9 @@ class Collectives(Processes):
         return gather_tensors(self._session, tensor, self._has_whole_samples)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather`, without the samples that the last round of a loader was filled up with.
+        """Gather without the samples that fill up the last round of a loader.
 
-        What is not made of tensors comes as one list of the items of all processes.
+        Objects other than tensors are gathered as one list of the items of all processes.
         """
         if use_gather_object or not has_only_tensors(input_data):
             data = self._gather_objects(input_data)
@@ -150,26 +151,26 @@ class Collectives(Processes):
 
     @property
     def _has_whole_samples(self) -> bool:
-        """Ranks that cut sequences have parts of them in a training step, and else the same."""
+        """False in a training step: ranks that partition sequences then have parts of samples."""
         return self._trainer._microstep is None
 
     def _real_samples(self) -> int | None:
-        """Number of real samples among those just gathered; None: all of them."""
+        """Return the number of real samples among those just gathered; None: all of them."""
         state = self.gradient_state
         return state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Any:
-        """Tensors as long in dimension `dim` as the longest of all processes, padded with
-        `pad_index`, behind or, with `pad_first`, in front.
+        """Pad tensors in dimension `dim` to the longest of all processes with `pad_index`, at the
+        end or, with `pad_first`, at the start.
         """
         if self.num_processes == 1:
             return tensor
         return pad_to_the_longest(self._session, tensor, dim, pad_index, pad_first)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or mean over processes, times `scale`; one process gets a copy."""
+        """Return the sum or mean over processes, times `scale`; a single process gets a copy."""
         if reduction not in ("sum", "mean", "none"):
             raise ValueError(f"reduction is {reduction!r}; allowed: sum, mean, none")
         if self.num_processes == 1 or reduction == "none":
@@ -180,35 +181,36 @@ class Collectives(Processes):
         return map_tensors(lambda t: session.reduce(t) * factor, tensor)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
         if self.num_processes > 1:
             self._session.exchange(None)
 
     def set_trigger(self) -> None:
-        """Ask all processes for something, such as to stop; see `check_trigger`."""
+        """Send a signal, such as a request to stop, to all processes; see `check_trigger`."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """True if any process has called `set_trigger` since the last time; all call it."""
+        """True if any process has called `set_trigger` since the last check. All processes call
+        it."""
         mine, self._triggered = self._triggered, False
         return mine if self.num_processes == 1 else any(self._session.exchange(mine))
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let the first process through, and the others when it is done."""
+        """Run the block in the first process before the others."""
         with self.args.main_process_first(local=False):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Likewise for the first process of each machine."""
+        """Run the block in the first process of each machine before the others of that machine."""
         with self.args.main_process_first(local=True):
             yield
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, tensor or dict of them, cut as evenly as can be; with
-        padding the last element is repeated until all parts are equally long.
+        """Yield this process's part of a list, a tensor or a dict of them, split as evenly as
+        possible. With padding the last element is repeated until all parts have the same length.
         """
         if isinstance(inputs, dict):
             yield {key: self._part(value, apply_padding) for key, value in inputs.items()}
@@ -217,24 +219,23 @@ class Collectives(Processes):
 
     def _part(self, items: Any, pad: bool) -> Any:
         size, index = self.num_processes, self.process_index
-        each, rest = divmod(len(items), size)
-        start = index * each + min(index, rest)
-        part = items[start : start + each + (index < rest)]
-        if pad and rest and index >= rest and len(items):
+        start, length = split_evenly(len(items), size, index)
+        part = items[start : start + length]
+        if pad and length * size < len(items):
             last = items[-1:]
             part = torch.cat([part, last]) if isinstance(items, Tensor) else [*part, *last]
         return part
 
 
 def has_only_tensors(data: Any) -> bool:
-    """True if mappings, lists and tuples hold tensors and nothing else."""
+    """True if nested mappings, lists and tuples hold nothing but tensors."""
     return all(isinstance(leaf, Tensor) for leaf in leaves(data))
 
 
 def gather_tensors(session: Session, data: Any, once: bool = True) -> Any:
-    """The same structure, each tensor with those of all feeders behind each other, on its device;
-    with `once`, of one feeder of each reader."""
-    left_out = once and not session.world.leads
+    """Return the same structure, in which each tensor is concatenated over all feeders, on its
+    device; with `once`, over one feeder of each reader."""
+    left_out = once and not session.world.is_first_of_reader
 
     def gather(tensor: Tensor) -> Tensor:
         whole = tensor if tensor.dim() else tensor[None]
@@ -245,7 +246,7 @@ def gather_tensors(session: Session, data: Any, once: bool = True) -> Any:
 
 
 def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_front: bool) -> Any:
-    """The same structure, each tensor as long in `dim` as the longest of all ranks.
+    """Return the same structure, each tensor padded in `dim` to the longest of all ranks.
 
     Tensors without that dimension are left alone.
     """
@@ -254,7 +255,7 @@ def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_fr
         if not -tensor.dim() <= dim < tensor.dim():
             return tensor
         missing = max(session.exchange(tensor.shape[dim])) - tensor.shape[dim]
-        later = tensor.dim() - 1 - dim % tensor.dim()  # dimensions behind it come first in `pad`
+        later = tensor.dim() - 1 - dim % tensor.dim()  # the last dimension comes first in `pad`
         widths = [0, 0] * later + ([missing, 0] if in_front else [0, missing])
         return functional.pad(tensor, widths, value=fill) if missing else tensor
 
@@ -262,8 +263,8 @@ def pad_to_the_longest(session: Session, data: Any, dim: int, fill: float, in_fr
 
 
 def exchange_objects(session: Session, data: Any, once: bool = True) -> Any:
-    """Each feeder's lists, or with `once` each reader's, one after the other; what is no list
-    becomes an item of one.
+    """Concatenate each feeder's lists, or with `once` each reader's. An object that is not a list
+    becomes one item.
 
     Items are plain values, tensors, arrays, and lists, tuples and dicts of them. Raises TypeError
     for anything else: nothing is pickled.
@@ -275,7 +276,7 @@ def exchange_objects(session: Session, data: Any, once: bool = True) -> Any:
 
 
 def _packed(value: Any) -> Any:
-    """A value in JSON types."""
+    """Convert a value to JSON types."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):

@@ -1,4 +1,5 @@
-"""An `accelerate config` file as arguments: for scripts that are started without its launcher.
+"""Reads an `accelerate config` file as arguments, for scripts started without accelerate's
+launcher.
 
 `TrainingArguments("out", **from_accelerate_config("config.yaml"))`. Every key is mapped, agrees
 with how this process was launched, or is refused by name.
@@ -7,11 +8,11 @@ with how this process was launched, or is refused by name.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...data.small_files import read_table
 from ..arguments.launcher import (
     PARALLEL_SIZES,
     compile_arguments,
@@ -47,7 +48,7 @@ _LAUNCHER = (
     "rdzv_backend",
     "same_network",
 )
-"""Keys about launching processes, which has happened by now."""
+"""Keys about launching processes, which are launched already."""
 
 _REFUSED = {
     "command_file": "start the command on each machine with torchrun",
@@ -93,7 +94,7 @@ _DEEPSPEED = (
     "zero_stage",
 )
 _FP8 = ("backend", "enable_fsdp_float8_all_gather", "pad_inner_dim")
-"""What accelerate has for torchao: beside who computes it, how weights and tokens are moved."""
+"""accelerate's torchao settings: the backend, and how weights and tokens are moved."""
 _PARALLEL = (
     *PARALLEL_SIZES,
     "cp_backend",
@@ -103,15 +104,15 @@ _PARALLEL = (
     "sp_seq_length",
     "sp_seq_length_is_variable",
 )
-"""Beside the sizes: how accelerate's own libraries would do it."""
+"""Keys besides the sizes: settings of accelerate's own implementations."""
 _NOTHING: tuple[Any, ...] = (None, "", "no", "NO", "none", "null", False, [], {})
 
 
 def from_accelerate_config(path: str | Path) -> dict[str, Any]:
-    """Argument -> value for a YAML or JSON file that `accelerate config` wrote.
+    """Return argument -> value for a YAML or JSON file that `accelerate config` wrote.
 
-    Raises `ArgumentError` for keys that do not exist or are not driven, and where the file asks
-    for another number of processes than there are.
+    Raises `ArgumentError` for keys that do not exist or are not supported, and if the file asks for
+    another number of processes.
     """
     config = _read(path)
     known = (*_MAPPED, *_LAUNCHER, *_REFUSED)
@@ -146,15 +147,12 @@ def from_accelerate_config(path: str | Path) -> dict[str, Any]:
 
 
 def _read(path: str | Path) -> Mapping[str, Any]:
-    text = Path(path).read_text(encoding="utf-8")
-    if str(path).endswith(".json"):
-        loaded = json.loads(text)
-    else:
-        try:
-            import yaml
-        except ImportError as error:
-            raise ArgumentError(f"{path} is YAML; to read it: pip install pyyaml") from error
-        loaded = yaml.safe_load(text)
+    try:
+        loaded = read_table(Path(path), default=".yaml")
+    except ImportError as error:
+        raise ArgumentError(f"{path} is YAML; to read it: pip install pyyaml") from error
+    except ValueError as error:
+        raise ArgumentError(f"{path} cannot be read: {error!s:.400}") from error
     if not isinstance(loaded, dict):
         raise ArgumentError(f"{path} holds a {type(loaded).__name__}, not keys and values")
     return loaded
@@ -168,7 +166,7 @@ def _check_known(key: str, known: tuple[str, ...], path: object) -> None:
 
 
 def _check_machine(config: Mapping[str, Any], path: object) -> None:
-    """The file says how many processes there should be; the launcher, how many there are."""
+    """Compare the number of processes in the file with the number that was launched."""
     where = str(config.get("compute_environment", "LOCAL_MACHINE"))
     if where != "LOCAL_MACHINE":
         raise ArgumentError(f"compute_environment is {where} in {path}; driven is LOCAL_MACHINE")
@@ -190,7 +188,7 @@ def _without(prefix: str, section: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _parallel_sizes(section: Mapping[str, Any] | None, path: object) -> dict[str, Any]:
-    """None where nothing is cut but the data."""
+    """Return the parallel sizes; None if only the data are partitioned."""
     sizes = _without("parallelism_config_", section)
     for key in sizes:
         _check_known(key, _PARALLEL, f"parallelism_config in {path}")

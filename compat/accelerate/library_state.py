@@ -1,4 +1,4 @@
-"""accelerate's own state, which its functions and loggers want beside a Trainer."""
+"""accelerate's own state, which its functions and loggers require beside a Trainer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ __all__ = ["start_library_state"]
 
 
 def start_library_state(args: Any) -> None:
-    """Make it where accelerate is loaded and has none, as a Trainer of transformers does: libraries
-    call its `set_seed`, `gather` and loggers. It joins the process group of the driver.
+    """Create accelerate's state, if accelerate is loaded and has none, as transformers' Trainer
+    does: libraries call accelerate's `set_seed`, `gather` and loggers. The state joins the driver's
+    process group.
     """
     module = sys.modules.get("accelerate.state")
     if module is None or module.AcceleratorState._shared_state:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ from typing import Any
 
 from torch import distributed
 
+from ...data.small_files import read_json
 from ..errors import ArgumentError
 
 __all__ = ["AcceleratorConfig", "require_state", "resolve_accumulation"]
@@ -20,34 +20,37 @@ __all__ = ["AcceleratorConfig", "require_state", "resolve_accumulation"]
 
 @dataclass
 class AcceleratorConfig:
-    """Given as `TrainingArguments(accelerator_config=...)`: this, a dict, or a JSON file's path."""
+    """The value of `TrainingArguments(accelerator_config=...)`: an instance, a dict, or the path of
+    a JSON file."""
 
     split_batches: bool = False
-    """Batch sizes in the arguments are those of all processes together, not of each."""
+    """Batch sizes in the arguments count all processes together, not each one."""
     dispatch_batches: bool | None = None
-    """Process 0 alone reads the data and sends the others their part; by default (None) for
-    iterable data sets only."""
+    """Only process 0 reads the data, and sends the other processes their parts; by default (None)
+    for iterable data sets only."""
     even_batches: bool = True
     """Repeat samples from the start until every process has a batch of the same size."""
     use_seedable_sampler: bool = True
     """The order of samples depends on the seed and the epoch alone, not on what else is drawn."""
     non_blocking: bool = False
-    """Copy batches to the device while the host goes on; needs pinned memory."""
+    """Copy batches to the device asynchronously; needs pinned memory."""
     gradient_accumulation_kwargs: dict[str, Any] | None = None
     """`num_steps`: as `gradient_accumulation_steps`; `sync_each_batch`: average gradients after
     each batch, not once an update; accelerate's others change nothing, as with transformers."""
     use_configured_state: bool = False
-    """Of a process group, or of accelerate's state, that was made before, or of earlier arguments.
-    It is joined in any case; if True, there must be one."""
+    """Require an existing process group, accelerate state or arguments. An existing one is joined
+    in any case.
+    """
 
     @classmethod
     def from_json_file(cls, json_file: str | Path) -> AcceleratorConfig:
-        """The configuration in a JSON file. Raises `ArgumentError` for keys that do not exist."""
-        return cls.from_mapping(json.loads(Path(json_file).read_text(encoding="utf-8")), json_file)
+        """Read the configuration from a JSON file. Raises `ArgumentError` for keys that do not
+        exist."""
+        return cls.from_mapping(read_json(json_file), json_file)
 
     @classmethod
     def from_mapping(cls, given: Mapping[str, Any], source: object) -> AcceleratorConfig:
-        """The configuration in a dict; `source` says in an error where the dict came from."""
+        """Read the configuration from a dict; `source` names the origin of the dict in errors."""
         known = [item.name for item in fields(cls)]
         for key in given:
             if key not in known:
@@ -58,7 +61,7 @@ class AcceleratorConfig:
 
     @classmethod
     def of(cls, given: Any) -> AcceleratorConfig:
-        """Whatever the argument may be: None, an instance, a dict or the path of a JSON file.
+        """Convert the argument: None, an instance, a dict or the path of a JSON file.
 
         Raises `NotImplementedError` for a class instead of an instance.
         """
@@ -76,21 +79,22 @@ class AcceleratorConfig:
         return given if isinstance(given, cls) else cls.from_mapping(vars(given), type(given))
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, copied."""
+        """Return a copy of all fields."""
         return copy.deepcopy(vars(self))
 
     def pop(self, key: str, default: Any = None) -> Any:
-        """Take a field away and give its value."""
+        """Remove a field and return its value."""
         return vars(self).pop(key, default)
 
 
 _earlier: list[bool] = []
-"""Not empty: arguments have been made in this process."""
+"""Not empty once arguments have been made in this process."""
 
 
 def require_state(config: AcceleratorConfig) -> None:
-    """Of the arguments that are being made. Raises `ArgumentError` where they are to use a state
-    that was configured, and there is none."""
+    """Check the state that new arguments shall use. Raises `ArgumentError` if they require an
+    earlier state and there is none.
+    """
     accelerate = sys.modules.get("accelerate.state")
     found = _earlier or distributed.is_initialized()
     if not found and accelerate is not None:
@@ -99,17 +103,18 @@ def require_state(config: AcceleratorConfig) -> None:
         raise ArgumentError(
             "accelerator_config.use_configured_state=True, and there is no state yet: make the "
             "process group, accelerate's PartialState or other TrainingArguments first, or leave "
-            "it False, which joins what is there"
+            "it False, which joins an existing state"
         )
     _earlier[:] = [True]
 
 
 _ACCUMULATION = {"num_steps", "sync_each_batch", "adjust_scheduler", "sync_with_dataloader"}
-"""accelerate's. The last two are about an accumulation of its own, which no Trainer uses."""
+"""The keys of accelerate. The last two concern accelerate's own accumulation, which no Trainer
+uses."""
 
 
 def resolve_accumulation(args: Any) -> None:
-    """`gradient_accumulation_kwargs["num_steps"]` is another way to say how much to accumulate.
+    """Set the accumulation from `gradient_accumulation_kwargs["num_steps"]`, if it is given.
 
     Raises `ArgumentError` when both are given and differ.
     """

@@ -1,8 +1,8 @@
-"""Chooses the driver for the arguments, with its options and the kernel's settings.
+"""Selects the driver for the arguments, with its options and the kernel's settings.
 
-Everything here reads arguments by attribute, so that the arguments of other libraries, made for HF
-Trainer, choose a driver by the same rules. Where they leave it open, the launcher's environment
-decides, and where that does too, the best driver that runs on this machine.
+All functions read arguments by attribute, so that the arguments of other libraries for HF Trainer
+select a driver by the same rules. If the arguments select no driver, the launcher's environment
+decides; if that selects none either, the best driver that runs on this machine is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from ...kernel.errors import CapabilityRefused, SettingError
 from ...kernel.plan import Plan
-from ...kernel.registry import find_driver, refuse_unpromised
+from ...registry import find_driver, refuse_unpromised
 from ...trainer.setting_values import override
 from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
@@ -45,15 +45,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Choice:
-    """A driver by name, its options, and what decided."""
+    """A driver by name, its options, and the reason for it."""
 
     driver: str
     options: dict[str, Any]
     why: str
 
 
-class Asked:
-    """The arguments; where one is not set, the value given to the launcher."""
+class EffectiveArguments:
+    """The arguments, with the launcher's values for arguments that are not set."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -66,7 +66,7 @@ class Asked:
         return self.launcher.get(name, value) if value in _NOTHING else value
 
     def source(self, name: str) -> str:
-        """A value and who gave it, for errors."""
+        """Describe a value and its source, for errors."""
         by_launcher = name in self.launcher and getattr(self.args, name, None) in _NOTHING
         value = self.launcher[name] if by_launcher else getattr(self.args, name)
         shown = "a dict" if isinstance(value, dict) else repr(value)
@@ -77,13 +77,13 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def chosen(args: Any, model: nn.Module | None = None) -> Choice:
-    """The driver, its options and why; `model` refines defaults that depend on it.
+    """Select the driver and its options. `model` refines defaults that depend on it.
 
-    Raises `ArgumentError` where two of those who decide ask for different things, naming both.
+    Raises `ArgumentError`, naming both sources, if two sources contradict each other.
     """
-    asked = Asked(args)
-    driver, why = _driver(asked)
-    derived, defaults = driver_options(asked, driver, model)
+    effective = EffectiveArguments(args)
+    driver, why = _driver(effective)
+    derived, defaults = driver_options(effective, driver, model)
     given = read_mapping(getattr(args, "backend_options", None), "backend_options")
     for name, value in given.items():
         if derived.get(name, value) != value:
@@ -98,22 +98,23 @@ def chosen(args: Any, model: nn.Module | None = None) -> Choice:
 
 
 def settings(args: Any, model: nn.Module | None = None) -> Settings:
-    """The kernel's settings, apart from how long to train and when to do what.
+    """Return the kernel's settings, except the length of training and the schedule of actions.
 
     Raises `ArgumentError`.
     """
-    asked, readers = Asked(args), max(1, launched().size // ranks_of_a_reader(args))
-    batch = asked.per_device_train_batch_size
-    if getattr(asked.accelerator_config, "split_batches", False):
+    effective = EffectiveArguments(args)
+    readers = max(1, launched().size // ranks_of_a_reader(args))
+    batch = effective.per_device_train_batch_size
+    if getattr(effective.accelerator_config, "split_batches", False):
         batch //= readers
     precision = mixed_precision(args)
     with _argument_errors():
         return Settings(
             precision={"no": "fp32", "fp8": "float8"}.get(precision, precision),
-            max_grad_norm=asked.max_grad_norm if (asked.max_grad_norm or 0) > 0 else None,
-            compile=bool(asked.torch_compile),
-            compile_options=_compile_options(asked),
-            activation_checkpointing=fsdp.checkpointed(asked, model),
+            max_grad_norm=effective.max_grad_norm if (effective.max_grad_norm or 0) > 0 else None,
+            compile=bool(effective.torch_compile),
+            compile_options=_compile_options(effective),
+            activation_checkpointing=fsdp.checkpointed(effective, model),
             seed=args.seed,
             timeout_seconds=float(args.ddp_timeout),
             stall_seconds=getattr(args, "stall_seconds", Settings.stall_seconds),
@@ -123,8 +124,8 @@ def settings(args: Any, model: nn.Module | None = None) -> Settings:
 
 
 def ranks_of_a_reader(args: Any) -> int:
-    """How many ranks see the same samples, since they share layers, stages or sequences: the
-    session knows, where one is open."""
+    """Return the number of ranks that get the same samples, since they share layers, stages or
+    sequences. An open session knows it."""
     session = getattr(args, "_driver_session", None)
     if session is not None and (world := session.open_world) is not None:
         return int(world.size // world.num_readers)
@@ -133,9 +134,9 @@ def ranks_of_a_reader(args: Any) -> int:
 
 
 def planned(args: Any, model: nn.Module | None = None) -> Plan:
-    """The plan that the chosen driver gets, all of which it promises to do.
+    """Return the plan for the selected driver, after a check that the driver supports all of it.
 
-    Raises `ArgumentError`, and `ArgumentRefused` for what the driver cannot do.
+    Raises `ArgumentError`, and `ArgumentRefused` for arguments that the driver does not support.
     """
     choice = chosen(args, model)
     driver = find_driver(choice.driver)
@@ -149,14 +150,14 @@ def planned(args: Any, model: nn.Module | None = None) -> Plan:
 
 
 def mixed_precision(args: Any) -> str:
-    """`no`, `fp16`, `bf16` or `fp8`; the arguments beat the launcher."""
-    asked = Asked(args)
-    fewer = "fp8" if asked.fp8 else "no"
-    return "fp16" if asked.fp16 else "bf16" if asked.bf16 else fewer
+    """Return `no`, `fp16`, `bf16` or `fp8`; the arguments override the launcher."""
+    effective = EffectiveArguments(args)
+    fewer = "fp8" if effective.fp8 else "no"
+    return "fp16" if effective.fp16 else "bf16" if effective.bf16 else fewer
 
 
 def expected_device(args: Any) -> torch.device | None:
-    """The device of this process, or None where only the open driver knows it."""
+    """Return the device of this process; None if only the open driver knows it."""
     choice, local_rank = chosen(args), launched().local_rank
     if choice.driver in ("cpu", "ipex") or choice.options.get("device") == "cpu":
         return torch.device("cpu")
@@ -169,22 +170,22 @@ def expected_device(args: Any) -> torch.device | None:
 
 
 def describe(args: Any) -> None:
-    """Check that the driver can do what is asked for, and give `args` the attributes by which
-    other libraries ask about sharding. Raises `ArgumentError` and `ArgumentRefused`.
+    """Check that the driver supports the arguments, and set the attributes of `args` from which
+    other libraries read about sharding. Raises `ArgumentError` and `ArgumentRefused`.
     """
     planned(args)
-    asked, local_rank = Asked(args), launched().local_rank
+    effective, local_rank = EffectiveArguments(args), launched().local_rank
     if args.local_rank not in (-1, local_rank):
         raise ArgumentError(
             f"local_rank is {args.local_rank}, and by the environment (LOCAL_RANK) this is local "
             f"process {local_rank}; launch with torchrun and leave local_rank alone"
         )
     args.deepspeed_plugin = args.hf_deepspeed_config = deepspeed_facts(args)
-    args.fsdp_plugin_args = fsdp.configuration(asked) if asked.fsdp else None
+    args.fsdp_plugin_args = fsdp.configuration(effective) if effective.fsdp else None
 
 
 def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
-    """DeepSpeed's configuration, as other libraries ask for it; None on other drivers."""
+    """Return DeepSpeed's configuration for other libraries; None on other drivers."""
     choice = chosen(args)
     if choice.driver != "deepspeed":
         return None
@@ -195,24 +196,24 @@ def deepspeed_facts(args: Any) -> deepspeed.DeepspeedFacts | None:
     return deepspeed.DeepspeedFacts(deepspeed.completed(config, size, precision))
 
 
-def _driver(asked: Asked) -> tuple[str, str]:
-    """The driver's name and who decided."""
+def _driver(effective: EffectiveArguments) -> tuple[str, str]:
+    """Return the driver's name and its source."""
     found: dict[str, str] = {}
-    if asked.backend:
-        found[asked.backend] = asked.source("backend")
-    if asked.deepspeed:
-        found.setdefault("deepspeed", asked.source("deepspeed"))
-    if wants_mesh(asked):
+    if effective.backend:
+        found[effective.backend] = effective.source("backend")
+    if effective.deepspeed:
+        found.setdefault("deepspeed", effective.source("deepspeed"))
+    if wants_mesh(effective):
         found.setdefault("mesh", "parallelism_config")
-    if asked.fsdp and "mesh" not in found:
-        found.setdefault("xla" if fsdp.wants_xla(asked) else "fsdp", asked.source("fsdp"))
+    if effective.fsdp and "mesh" not in found:
+        found.setdefault("xla" if fsdp.wants_xla(effective) else "fsdp", effective.source("fsdp"))
     if len(found) > 1:
         sides = " and ".join(f"{why} asks for {name!r}" for name, why in found.items())
         raise ArgumentError(f"{sides}, and there is one driver; remove one of them")
     if found:
         return next(iter(found.items()))
-    if asked.use_cpu:
-        return "ddp" if launched().size > 1 else "cpu", asked.source("use_cpu")
+    if effective.use_cpu:
+        return "ddp" if launched().size > 1 else "cpu", effective.source("use_cpu")
     if find_spec("torch_neuronx") is not None:
         raise ArgumentError(
             "this machine has torch_neuronx, and no driver computes on AWS Neuron: train by "
@@ -221,14 +222,16 @@ def _driver(asked: Asked) -> tuple[str, str]:
     return find_driver("auto").name, "the best that runs on this machine"
 
 
-def _compile_options(asked: Asked) -> dict[str, Any]:
-    given = {"backend": asked.torch_compile_backend, "mode": asked.torch_compile_mode}
-    return {name: value for name, value in given.items() if value} if asked.torch_compile else {}
+def _compile_options(effective: EffectiveArguments) -> dict[str, Any]:
+    if not effective.torch_compile:
+        return {}
+    given = {"backend": effective.torch_compile_backend, "mode": effective.torch_compile_mode}
+    return {name: value for name, value in given.items() if value}
 
 
 @contextmanager
 def _argument_errors() -> Iterator[None]:
-    """The kernel's errors as those that HF Trainer's users catch."""
+    """Convert the kernel's errors to those that users of HF Trainer catch."""
     try:
         yield
     except ArgumentError:

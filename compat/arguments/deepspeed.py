@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,17 +18,19 @@ AUTO = "auto"
 
 
 def options(args: Any) -> dict[str, Any]:
-    """Options of the deepspeed driver. Raises `ArgumentError` where JSON and arguments differ."""
+    """Return the options of the deepspeed driver. Raises `ArgumentError` if JSON and arguments
+    differ."""
     return {"config": configuration(args)}
 
 
 def configuration(args: Any) -> dict[str, Any]:
-    """A copy of the user's configuration, with `auto` filled in where an argument says what.
+    """Return a copy of the user's configuration, with each `auto` replaced if an argument gives the
+    value.
 
-    What has to do with precision and ZeRO's buffers stays `auto`: the driver knows better.
-    Raises `ArgumentError`, naming every key that contradicts an argument.
+    Entries about precision and ZeRO's buffers stay `auto` for the driver. Raises `ArgumentError`,
+    naming every key that contradicts an argument.
     """
-    config = _copy(read_mapping(args.deepspeed, "deepspeed"))
+    config = copy.deepcopy(read_mapping(args.deepspeed, "deepspeed"))
     differ = []
     for key, wanted, argument in _wanted(args):
         section, last = _find(config, key)
@@ -50,11 +53,11 @@ def configuration(args: Any) -> dict[str, Any]:
     return config
 
 
-def completed(config: Mapping[str, Any], micro_batch: int, precision: str) -> dict[str, Any]:
-    """A copy from which a model of somebody else's gets an engine of its own: with a stage and a
-    size of batches, and without any `auto`.
+def completed(config: dict[str, Any], micro_batch: int, precision: str) -> dict[str, Any]:
+    """Return a copy for other libraries that build an engine for a second model: with a stage and a
+    batch size, and without `auto`.
     """
-    config = _copy(config)
+    config = copy.deepcopy(config)
     for name in ("bf16", "fp16"):
         if _value(config, f"{name}.enabled") == AUTO:
             config[name]["enabled"] = precision == name
@@ -65,8 +68,8 @@ def completed(config: Mapping[str, Any], micro_batch: int, precision: str) -> di
 
 
 class DeepspeedFacts:
-    """DeepSpeed's settings, `completed`, as other libraries read them from the arguments: as
-    `args.deepspeed_plugin` and as `args.hf_deepspeed_config`.
+    """DeepSpeed's settings, `completed`, for other libraries, which read them from
+    `args.deepspeed_plugin` and `args.hf_deepspeed_config`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -79,16 +82,16 @@ class DeepspeedFacts:
 
     @property
     def hf_ds_config(self) -> DeepspeedFacts:
-        """Itself, under the name that accelerate's plugin has for it."""
+        """This object, under the name in accelerate's plugin."""
         return self
 
     def get_value(self, key: str, default: Any = None) -> Any:
-        """The value at a dotted key."""
+        """Return the value at a dotted key."""
         found = _value(self.config, key)
         return default if found is None else found
 
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights between steps, in which it wants its inputs."""
+        """The dtype of the model's weights between steps, which its inputs must have."""
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             if self.get_value(f"{name}.enabled"):
                 return dtype
@@ -103,7 +106,7 @@ class DeepspeedFacts:
         return self.zero_stage == 3
 
     def is_offload(self) -> bool:
-        """True if optimizer state or weights lie on the host."""
+        """True if optimizer state or weights are on the host."""
         parts = ("optimizer", "param")
         devices = [
             self.get_value(f"zero_optimization.offload_{part}.device", "none") for part in parts
@@ -112,7 +115,7 @@ class DeepspeedFacts:
 
 
 def _wanted(args: Any) -> Iterator[tuple[str, Any, str]]:
-    """(key of DeepSpeed's, value, the argument that says so)."""
+    """Yield (DeepSpeed's key, value, the argument that gives it)."""
     micro, accumulate = args.per_device_train_batch_size, args.gradient_accumulation_steps
     size = launched().size
     if not args.auto_find_batch_size:
@@ -140,14 +143,8 @@ def _value(config: dict[str, Any], key: str) -> Any:
     return None if section is None else section.get(last)
 
 
-def _copy(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _copy(value) if isinstance(value, Mapping) else value for key, value in config.items()
-    }
-
-
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without `auto`, for which DeepSpeed's own default serves."""
+    """Return a copy without `auto` entries, which get DeepSpeed's own defaults."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -1,6 +1,7 @@
-"""Properties of the arguments: rank, device, and values that follow from several arguments.
+"""Properties of the arguments: rank, device, and values derived from several arguments.
 
-Before a Trainer has a `DriverSession`, the launcher's environment answers; afterwards that does.
+They read the launcher's environment until a Trainer has a `DriverSession`, and the session
+afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ..enums import ParallelMode
 from . import backend
 from .driver_session import DriverSession, session_of
 from .launcher import launched
-from .processes import partial_state
+from .processes import partial_state, start_library_state
 from .resolve import log_verbosity
 from .validate import LOG_LEVELS
 
@@ -43,8 +44,12 @@ class DerivedValues:
     warmup_steps: float
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: the session stays where it is."""
+        """Return the state for a copy, without the session."""
         return {name: value for name, value in vars(self).items() if name != "_driver_session"}
+
+    def _start_library_state(self) -> None:
+        """Called when all fields have their values."""
+        start_library_state(self)
 
     # --- which process this is
 
@@ -80,8 +85,8 @@ class DerivedValues:
         """1 where this process computes on a GPU, otherwise 0; `_n_gpu` may be set to something
         else. One process never spreads over several GPUs here: start one for each.
         """
-        told = vars(self).get("_n_gpu")
-        return int(self.device.type in ("cuda", "xpu")) if told is None else int(told)
+        chosen = vars(self).get("_n_gpu")
+        return int(self.device.type in ("cuda", "xpu")) if chosen is None else int(chosen)
 
     @property
     def parallel_mode(self) -> ParallelMode:
@@ -101,20 +106,20 @@ class DerivedValues:
 
     @property
     def should_log(self) -> bool:
-        """True if this process logs: one of each machine, or one in all."""
+        """True if this process logs: one process per machine, or one in all."""
         index = self.local_process_index if self.log_on_each_node else self.process_index
         return index == 0
 
     @property
     def should_save(self) -> bool:
-        """True if this process writes models: one in all, or one of each machine."""
+        """True if this process writes models: one process in all, or one per machine."""
         index = self.local_process_index if self.save_on_each_node else self.process_index
         return index == 0
 
     @contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Let the main process through first (of each machine with `local`, otherwise of all), and
-        the others when it is done. `desc` says in log messages what they wait for.
+        """Run the block in the main process first (of each machine with `local`, otherwise of all),
+        then in the others. `desc` names the work in log messages.
         """
         if self.world_size == 1:
             yield
@@ -150,7 +155,7 @@ class DerivedValues:
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """None: the Trainer decides. Subclasses may say True or False."""
+        """None: the Trainer decides. Subclasses may return True or False."""
         return None
 
     @property
@@ -158,13 +163,14 @@ class DerivedValues:
         return backend.chosen(self).driver != "deepspeed"
 
     def get_process_log_level(self) -> int:
-        """The level of `logging` for this process; passive leaves the library's own."""
+        """Return the level of `logging` for this process; passive keeps the library's level."""
         name = self.log_level if self.should_log else self.log_level_replica
         level = LOG_LEVELS[name]
         return log_verbosity() if level == -1 else level
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of warm-up; `warmup_steps` below 1 is a share of all."""
+        """Return the number of warm-up updates; `warmup_steps` below 1 is a share of all
+        updates."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(num_training_steps * self.warmup_steps)

@@ -1,7 +1,7 @@
-"""`fsdp` and `fsdp_config` as options of the fsdp driver.
+"""Converts `fsdp` and `fsdp_config` to options of the fsdp driver.
 
-HF has two generations of them: words in `fsdp` with the first version of FSDP in mind, and a dict
-for the second. Both end up in one dict here; the driver is built on the second.
+HF has two generations of these arguments: words in `fsdp`, for the first version of FSDP, and a
+dict for the second. Both are merged in one dict here; the driver uses FSDP2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .values import read_mapping, truth
 __all__ = ["FsdpFacts", "checkpointed", "configuration", "notes", "options", "wants_xla"]
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-"""In accelerate's order, whose numbers begin at 1."""
+"""The strategies in accelerate's order, which is numbered from 1."""
 
 _ALIASES = {
     "offload_params": "cpu_offload",
@@ -49,7 +49,7 @@ _BUILT_IN: dict[str, tuple[tuple[str, ...], str]] = {
     "limit_all_gathers": (("true",), "gathers are always limited"),
     "use_orig_params": (("true",), "the model's own parameters are always kept"),
 }
-"""Key -> the values that FSDP2 fulfils by itself, and what it does whatever is asked for."""
+"""Key -> the values that FSDP2 always fulfils, and what it does for any value."""
 _REFUSED = {
     "activation_checkpointing_offload": "activations are recomputed, not moved to the host",
     "ignored_modules": "every parameter is sharded",
@@ -59,9 +59,9 @@ _NOTHING: tuple[Any, ...] = (None, "", "none", "None", "false", "False", False, 
 
 
 def configuration(args: Any) -> dict[str, Any]:
-    """`fsdp_config` with plain keys, and with what the words in `fsdp` ask for.
+    """Return `fsdp_config` with plain keys, merged with the words in `fsdp`.
 
-    Raises `ArgumentError` for a key or word that does not exist or is not driven.
+    Raises `ArgumentError` for a key or word that does not exist or is not supported.
     """
     config: dict[str, Any] = {}
     for key, value in read_mapping(args.fsdp_config, "fsdp_config").items():
@@ -81,12 +81,12 @@ def configuration(args: Any) -> dict[str, Any]:
 
 
 def wants_xla(args: Any) -> bool:
-    """True if `fsdp_config` asks for XLA's way of sharding instead."""
+    """True if `fsdp_config` selects XLA's sharding instead."""
     return truth(configuration(args).get("xla", False), "fsdp_config['xla']")
 
 
 def options(args: Any) -> dict[str, Any]:
-    """Options of the fsdp driver. Raises `ArgumentError`."""
+    """Return the options of the fsdp driver. Raises `ArgumentError`."""
     config = configuration(args)
     found: dict[str, Any] = {**_strategy(config), **_units(config)}
     if truth(config.get("cpu_offload", False), "fsdp_config['cpu_offload']"):
@@ -98,10 +98,10 @@ def options(args: Any) -> dict[str, Any]:
 
 
 def checkpointed(args: Any, model: nn.Module | None) -> tuple[str, ...]:
-    """Classes of the layers that recompute activations because `fsdp_config` says so.
+    """Return the classes of the layers whose activations `fsdp_config` recomputes.
 
-    Where it names no layers they are those that `model` must not split; none before there is a
-    model. Raises `ArgumentError`.
+    If it names no layers, these are the classes that `model` must not split; none before the model
+    exists. Raises `ArgumentError`.
     """
     config = configuration(args) if args.fsdp else {}
     key = "xla_fsdp_grad_ckpt" if config.get("xla") else "activation_checkpointing"
@@ -122,14 +122,15 @@ def checkpointed(args: Any, model: nn.Module | None) -> tuple[str, ...]:
 
 
 class FsdpFacts:
-    """FSDP's settings as other libraries read them from the accelerator, as `state.fsdp_plugin`, to
-    cut a model of their own in the same way.
+    """FSDP's settings for other libraries, which read `state.fsdp_plugin` of the accelerator to
+    shard their own model in the same way.
     """
 
     fsdp_version = 2
     state_dict_type = "FULL_STATE_DICT"
     ignored_modules = mixed_precision_policy = None
-    """Every parameter is cut, in its own precision: autocast says what is computed in."""
+    """None: every parameter is sharded in its own precision, and autocast sets the precision of
+    computation."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy  # slow to import
@@ -146,7 +147,7 @@ class FsdpFacts:
 
 
 def notes(args: Any) -> Iterator[str]:
-    """Settings without effect, each with the reason."""
+    """Yield settings without effect, each with the reason."""
     for key, value in configuration(args).items():
         if key in _BUILT_IN:
             fulfilled, fact = _BUILT_IN[key]
@@ -178,7 +179,8 @@ def _refuse(key: str, value: Any) -> None:
 
 
 def _strategy(config: dict[str, Any]) -> dict[str, Any]:
-    """The options for resharding after the forward, and for the number of ranks to shard over."""
+    """Return the options for resharding after the forward, and for the number of ranks to shard
+    over."""
     asked = {
         key: config[key] for key in ("sharding_strategy", "reshard_after_forward") if key in config
     }
@@ -204,7 +206,7 @@ def _strategy(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _units(config: dict[str, Any]) -> dict[str, Any]:
-    """The options for cutting the model into units."""
+    """Return the options that divide the model into units."""
     policy = str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper()
     layers, size = _layers(config), int(config.get("min_num_params") or 0)
     if layers and size:
@@ -213,7 +215,7 @@ def _units(config: dict[str, Any]) -> dict[str, Any]:
             f"(min_num_params={size}); give one of them"
         )
     if policy == "NO_WRAP":
-        return {"min_unit_params": 2**62}  # which nothing but the root has
+        return {"min_unit_params": 2**62}  # only the root has this class
     if policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
         raise ArgumentError(
             f"fsdp_config['auto_wrap_policy'] is {policy!r}; allowed: TRANSFORMER_BASED_WRAP, "

@@ -1,7 +1,7 @@
 """The launcher's environment variables, read as arguments.
 
-torchrun says which process this is; `accelerate launch` turns its flags and its YAML into
-variables, too. What an argument says itself beats the launcher.
+torchrun's variables identify this process; `accelerate launch` also passes its flags and its YAML
+as variables. Arguments override the launcher.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Launched:
-    """One process alone where there was no launcher. Raises `ArgumentError`."""
+    """Return the ranks from the environment; a single process if there was no launcher. Raises
+    `ArgumentError`."""
     env = os.environ if environ is None else environ
     size = _number(env, "WORLD_SIZE", 1)
     return Launched(
@@ -42,31 +43,31 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Argument -> value from the variables of `accelerate launch`, and `DRIVETRAIN_BACKEND`.
+    """Return argument -> value from the variables of `accelerate launch`, and `DRIVETRAIN_BACKEND`.
 
-    Raises `ArgumentError` for what is not driven here.
+    Raises `ArgumentError` for variables that are not supported.
     """
     env = os.environ if environ is None else environ
-    told: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for variable, why in _REFUSED.items():
         if truth(env.get(variable, ""), variable):
             raise ArgumentError(f"{variable}={env[variable]} in the environment is refused: {why}")
     _refuse_sagemaker(env)
     if "DRIVETRAIN_BACKEND" in env:
-        told["backend"] = env["DRIVETRAIN_BACKEND"]
+        arguments["backend"] = env["DRIVETRAIN_BACKEND"]
     elif truth(env.get("ACCELERATE_USE_IPEX", ""), "ACCELERATE_USE_IPEX"):
-        told["backend"] = "ipex"
+        arguments["backend"] = "ipex"
     if truth(env.get("ACCELERATE_USE_CPU", ""), "ACCELERATE_USE_CPU"):
-        told["use_cpu"] = True
+        arguments["use_cpu"] = True
     if (precision := env.get("ACCELERATE_MIXED_PRECISION", "no").lower()) != "no":
-        told[precision_argument(precision, env.get("ACCELERATE_FP8_BACKEND"))] = True
+        arguments[precision_argument(precision, env.get("ACCELERATE_FP8_BACKEND"))] = True
     if truth(env.get("ACCELERATE_USE_FSDP", ""), "ACCELERATE_USE_FSDP"):
-        told |= {"fsdp": True, "fsdp_config": _fsdp(env)}
+        arguments |= {"fsdp": True, "fsdp_config": _fsdp(env)}
     if truth(env.get("ACCELERATE_USE_DEEPSPEED", ""), "ACCELERATE_USE_DEEPSPEED"):
-        told["deepspeed"] = _deepspeed(env)
+        arguments["deepspeed"] = _deepspeed(env)
     if truth(env.get("ACCELERATE_USE_PARALLELISM_CONFIG", ""), "ACCELERATE_USE_PARALLELISM_CONFIG"):
         prefix = "PARALLELISM_CONFIG_"
-        told["parallelism_config"] = parallel_sizes(
+        arguments["parallelism_config"] = parallel_sizes(
             {k.removeprefix(prefix).lower(): v for k, v in env.items() if k.startswith(prefix)}
         )
     dynamo = {
@@ -74,16 +75,17 @@ def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]
         for name, value in env.items()
         if name.startswith("ACCELERATE_DYNAMO_")
     }
-    return told | compile_arguments(dynamo)
+    return arguments | compile_arguments(dynamo)
 
 
 PRECISIONS = ("fp16", "bf16", "fp8")
-"""Arguments of which one is True at most."""
+"""Arguments of which at most one may be True."""
 
 
 def precision_argument(name: str, of_fp8: str | None = None) -> str:
-    """`bf16`, `fp16` or `fp8`; `of_fp8`: the library of the last. Raises `ArgumentError` for any
-    other precision of the launcher's, and for `fp8` by another library than torchao."""
+    """Return the argument for the launcher's precision: `bf16`, `fp16` or `fp8`. `of_fp8`: the
+    library for `fp8`. Raises `ArgumentError` for any other precision, and for `fp8` by another
+    library than torchao."""
     if name not in PRECISIONS:
         raise ArgumentError(f"mixed precision {name!r} is refused; allowed: no, fp16, bf16, fp8")
     if name == "fp8" and (of_fp8 or "AO").upper() not in ("AO", "NO"):
@@ -92,7 +94,7 @@ def precision_argument(name: str, of_fp8: str | None = None) -> str:
 
 
 def compile_arguments(dynamo: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's dynamo settings, without their prefix, as the arguments of torch.compile."""
+    """Convert accelerate's dynamo settings, without their prefix, to arguments of torch.compile."""
     name = str(dynamo.get("backend", "no")).lower()
     if name == "no":
         return {}
@@ -108,11 +110,12 @@ def compile_arguments(dynamo: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PARALLEL_SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
-"""Of accelerate's `ParallelismConfig`."""
+"""Sizes of accelerate's `ParallelismConfig`."""
 
 
 def parallel_sizes(given: Mapping[str, Any]) -> Any:
-    """These sizes, texts or numbers, as `parallelism_config`. Raises `ArgumentError`."""
+    """Convert these sizes, strings or numbers, to a `parallelism_config`. Raises
+    `ArgumentError`."""
     try:
         return SimpleNamespace(**{name: int(given.get(name) or 1) for name in PARALLEL_SIZES})
     except ValueError as error:
@@ -127,12 +130,12 @@ _REFUSED = {
 
 
 def _refuse_sagemaker(env: Mapping[str, str]) -> None:
-    """SageMaker's own libraries for data and model parallelism."""
+    """Raise `ArgumentError` for SageMaker's own libraries for data and model parallelism."""
     for variable, key in _SAGEMAKER.items():
         try:
             asked = json.loads(env.get(variable, "{}"))
         except json.JSONDecodeError:
-            continue  # none of SageMaker's
+            continue  # not a variable of SageMaker
         if isinstance(asked, dict) and asked.get(key):
             raise ArgumentError(
                 f"{variable} in the environment has {key}: SageMaker's own parallelism is not "
@@ -148,7 +151,8 @@ _SAGEMAKER = {
 
 
 def _fsdp(env: Mapping[str, str]) -> dict[str, Any]:
-    """`FSDP_MIN_NUM_PARAMS` is `min_num_params`, and so on."""
+    """Return `fsdp_config` from the variables: `FSDP_MIN_NUM_PARAMS` is `min_num_params`, and so
+    on."""
     return {
         name.removeprefix("FSDP_").lower(): value
         for name, value in env.items()
@@ -157,7 +161,7 @@ def _fsdp(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _deepspeed(env: Mapping[str, str]) -> Any:
-    """The path of DeepSpeed's JSON, or what the variables amount to."""
+    """Return the path of DeepSpeed's JSON, or the configuration from the variables."""
     prefix = "ACCELERATE_DEEPSPEED_"
     if path := env.get(prefix + "CONFIG_FILE"):
         return path
@@ -173,7 +177,7 @@ def _deepspeed(env: Mapping[str, str]) -> Any:
 
 
 def deepspeed_configuration(given: Mapping[str, Any]) -> dict[str, Any]:
-    """accelerate's few settings of DeepSpeed as DeepSpeed's own configuration."""
+    """Convert accelerate's few DeepSpeed settings to DeepSpeed's own configuration."""
     zero: dict[str, Any] = {"stage": int(given.get("zero_stage", 2))}
     for part in ("optimizer", "param"):
         device = str(given.get(f"offload_{part}_device", "none")).lower()

@@ -1,6 +1,7 @@
-"""Names that arguments had until transformers 4.47: accepted and mapped, or refused by name.
+"""Argument names of transformers up to 4.47: accepted and mapped, or refused by name.
 
-What is asked for is done wherever it has a meaning; a `FutureWarning` says what to write instead.
+An old argument takes effect wherever it still has a meaning; a `FutureWarning` names its
+replacement.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from ..profile import PROFILES, Profile
 __all__ = ["OLD_NAMES", "OldNames"]
 
 Given = dict[str, Any]
-"""Keyword arguments, as a caller gave them; an `_Old` changes them in place."""
+"""Keyword arguments of a caller; the functions of old names change them in place."""
 
 
 class OldNames(type):
-    """The type of argument classes: translates old keywords, then calls the class.
+    """The metaclass of argument classes: translates old keywords, then calls the class.
 
-    A type and not a constructor, since each subclass that is a dataclass has its own constructor.
+    A metaclass, since each dataclass among the subclasses has its own constructor.
     """
 
     def __call__(cls, *positional: Any, **given: Any) -> Any:
         positional, given = _by_name(cls, positional, given)
-        for name in [name for name in OLD_NAMES if name in given]:
+        own = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        for name in [name for name in OLD_NAMES if name in given and name not in own]:
             value = given.pop(name)
             replacement, apply = OLD_NAMES[name]
             apply(name, value, given)
@@ -44,7 +46,9 @@ class OldNames(type):
             given.setdefault(name, default)
         if profile.names_run_by_folder:
             given.setdefault("run_name", given.get("output_dir"))
-        return super().__call__(*positional, **given)
+        made = super().__call__(*positional, **given)
+        made._start_library_state()
+        return made
 
     @property
     def __signature__(cls) -> inspect.Signature:
@@ -53,7 +57,7 @@ class OldNames(type):
 
 
 def _by_name(cls: type, positional: tuple[Any, ...], given: Given) -> tuple[tuple[Any, ...], Given]:
-    """Turns positional arguments into keywords, where they can be matched to fields."""
+    """Convert positional arguments to keywords, if they can be matched to fields."""
     parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
     plain = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD][1:]
     named = dict(zip(plain, positional, strict=False))
@@ -80,7 +84,7 @@ Apply = Callable[[str, Any, Given], None]
 
 
 def _put(given: Given, name: str, value: Any, source: str) -> None:
-    """Set an argument, unless it is given with another value: then refuse both."""
+    """Set an argument; refuse it if it is also given with another value."""
     if given.get(name, value) != value:
         raise ArgumentError(
             f"{source} asks for {name}={value!r}, and {name} is given as {given[name]!r}; "
@@ -98,7 +102,7 @@ def _renamed(new: str) -> tuple[str, Apply]:
 
 
 def _switch(new: str, word: Any) -> tuple[str, Apply]:
-    """True is one value of another argument; False is nothing."""
+    """Map True to one value of another argument, and False to nothing."""
 
     def apply(name: str, value: Any, given: Given) -> None:
         if value:
@@ -108,7 +112,7 @@ def _switch(new: str, word: Any) -> tuple[str, Apply]:
 
 
 def _entry(holder: str, key: str) -> tuple[str, Apply]:
-    """An entry in the dict of another argument."""
+    """Map to an entry in the dict of another argument."""
 
     def apply(name: str, value: Any, given: Given) -> None:
         if not value and value is not False:
@@ -133,7 +137,7 @@ def _appended(holder: str, word: str) -> tuple[str, Apply]:
 
 
 def _environment(variable: str) -> tuple[str, Apply]:
-    """Read from the environment by whom it concerns, other libraries' callbacks among them."""
+    """Map to an environment variable, which other libraries' callbacks read."""
 
     def apply(name: str, value: Any, given: Given) -> None:
         if value is not None:
@@ -143,7 +147,7 @@ def _environment(variable: str) -> tuple[str, Apply]:
 
 
 def _refused(reason: str, *harmless: Any) -> tuple[str, Apply]:
-    """No meaning here; the values that asked for nothing are let through."""
+    """Refuse an argument without a meaning here; values without effect are accepted."""
 
     def apply(name: str, value: Any, given: Given) -> None:
         if value not in (None, *harmless):
@@ -153,11 +157,11 @@ def _refused(reason: str, *harmless: Any) -> tuple[str, Apply]:
 
 
 def _nothing(name: str, value: Any, given: Given) -> None:
-    """Nobody ever read it."""
+    """Ignore an argument that was never read."""
 
 
 def _warmup_ratio(name: str, value: Any, given: Given) -> None:
-    if value and not given.get("warmup_steps"):  # steps won over the ratio
+    if value and not given.get("warmup_steps"):  # warmup_steps took precedence over the ratio
         if not 0 < value < 1:
             raise ArgumentError(f"warmup_ratio is {value}; it must be at least 0 and below 1")
         given["warmup_steps"] = value
@@ -206,7 +210,7 @@ OLD_NAMES: dict[str, tuple[str, Apply]] = {
     "tpu_num_cores": _switch("backend", "xla"),
     "use_ipex": _switch("backend", "ipex"),
     "use_legacy_prediction_loop": _refused("there is one evaluation loop", False),
-    "use_mps_device": _refused("there is no driver for Apple GPUs; write use_cpu=True", False),
+    "use_mps_device": _refused("an Apple GPU is taken if there is one; or use_cpu=True", False),
     "warmup_ratio": ("write warmup_steps with a number below 1", _warmup_ratio),
 }
 """Old name -> what to write instead, and the function that does it."""

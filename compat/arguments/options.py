@@ -1,4 +1,4 @@
-"""The options of each driver that follow from the arguments, and arguments without effect on it."""
+"""The options of each driver derived from the arguments, and arguments without effect on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernel.registry import find_driver
+from ...registry import find_driver
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp, parallelism
 from .launcher import launched
@@ -28,9 +28,10 @@ _DDP = {
 
 
 def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Options, Options]:
-    """Options that the arguments ask for, and defaults that are HF's rather than the driver's.
+    """Return the options that the arguments set, and the defaults of HF that differ from the
+    driver's.
 
-    Raises `ArgumentError`, and `ArgumentRefused` for what the driver cannot do.
+    Raises `ArgumentError`, and `ArgumentRefused` for arguments that the driver does not support.
     """
     known = {item.name for item in fields(find_driver(driver).options_type)}
     derived: Options = {}
@@ -56,7 +57,7 @@ def driver_options(asked: Any, driver: str, model: nn.Module | None) -> tuple[Op
     elif driver == "xla" and asked.fsdp:
         derived |= _xla(asked)
     if driver == "deepspeed":
-        defaults["construct"] = "whole"  # the model is made before the Trainer is
+        defaults["construct"] = "whole"  # the model is built before the Trainer
     derived |= parallelism.options(asked, driver)
     _refuse_library(asked, driver, derived)
     return derived, defaults
@@ -66,13 +67,13 @@ _WITHOUT_TRITON = ("cpu", "ipex", "xla")
 
 
 def refuse_kernels(asked: Any, driver: str) -> None:
-    """Raises `ArgumentRefused` where training would run kernels that the driver cannot."""
+    """Raises `ArgumentRefused` if training needs kernels that the driver cannot run."""
     if asked.use_liger_kernel and driver in _WITHOUT_TRITON:
         raise ArgumentRefused("use_liger_kernel", driver, "these kernels run on GPUs alone")
 
 
 def notes(asked: Any, driver: str) -> Iterator[str]:
-    """Arguments that the driver has no use for, each with the reason: one line each."""
+    """Yield one line for each argument that has no effect on the driver, with the reason."""
     known = {item.name for item in fields(find_driver(driver).options_type)}
     for argument, option in _DDP.items():
         if getattr(asked, argument, None) is not None and option not in known:
@@ -104,7 +105,7 @@ def notes(asked: Any, driver: str) -> Iterator[str]:
 
 
 def _idle_devices(asked: Any, driver: str) -> Iterator[str]:
-    """Devices of this machine that nobody will compute on, unless that was asked for."""
+    """Report devices of this machine that will stay idle, unless the arguments ask for that."""
     if asked.use_cpu or driver not in ("cpu", "ddp", "fsdp", "deepspeed"):
         return
     found = torch.accelerator.current_accelerator(check_available=True)
@@ -136,7 +137,7 @@ def _syncs_each_batch(asked: Any) -> bool:
 
 
 def _recomputes(asked: Any, model: nn.Module | None) -> bool:
-    """True if activations are recomputed, which a search for unused parameters would break."""
+    """True if activations are recomputed: a search for unused parameters would break that."""
     enabled = getattr(model, "is_gradient_checkpointing", False)
     return bool(asked.activation_checkpointing or asked.gradient_checkpointing or enabled)
 
@@ -152,7 +153,7 @@ def _on_cpu(driver: str, known: set[str]) -> Options:
 
 
 def _xla(asked: Any) -> Options:
-    """XLA's own FSDP, of either version, is the sharding that the driver does by itself."""
+    """Return the options for XLA's own FSDP, of either version: the driver shards by itself."""
     given = fsdp.configuration(asked).get("xla_fsdp_settings")
     if given:
         raise ArgumentError(
@@ -163,7 +164,7 @@ def _xla(asked: Any) -> Options:
 
 
 def _refuse_library(asked: Any, driver: str, derived: Options) -> None:
-    """The library that processes talk over follows from the device."""
+    """Refuse a communication library that does not serve the device."""
     wanted = asked.ddp_backend
     if wanted is None or driver in ("cpu", "ipex", "xla"):
         return
@@ -171,5 +172,5 @@ def _refuse_library(asked: Any, driver: str, derived: Options) -> None:
     serves = "xccl" if driver == "xpu" else "gloo" if on_cpu else "nccl"
     if wanted not in (serves, "ccl" if serves == "xccl" else serves):
         raise ArgumentRefused(
-            f"ddp_backend={wanted!r}", driver, f"on this device processes talk over {serves}"
+            f"ddp_backend={wanted!r}", driver, f"on this device processes communicate by {serves}"
         )

@@ -1,7 +1,7 @@
-"""`parallelism_config`: accelerate's sizes of what is cut over ranks, as options of the drivers.
+"""Converts `parallelism_config`, accelerate's parallel sizes, to options of the drivers.
 
-`tp_size` cuts layers, and `cp_size` or `sp_size`, which accelerate tells apart by the library that
-would do it, cut sequences: both are the driver mesh, and one dimension of it.
+`tp_size` partitions layers. `cp_size` and `sp_size` partition sequences; accelerate distinguishes
+them by the library that implements them. Here the driver mesh implements both, by one dimension.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from .launcher import PARALLEL_SIZES, launched
 __all__ = ["notes", "options", "wants_mesh"]
 
 _OF_MESH = ("cp_size", "sp_size", "tp_size")
-"""What no other driver does."""
+"""Sizes that only the driver `mesh` supports."""
 
 
 def wants_mesh(asked: Any) -> bool:
-    """True if layers or sequences shall be cut."""
+    """True if layers or sequences shall be partitioned."""
     sizes = _sizes(asked)
     return any(sizes[name] > 1 for name in _OF_MESH)
 
 
 def options(asked: Any, driver: str) -> dict[str, Any]:
-    """What follows for a driver. Raises `ArgumentError` where sizes do not fit, and
-    `ArgumentRefused` for what the driver does not do.
+    """Return the driver's options for the sizes asked for. Raises `ArgumentError` for sizes that do
+    not fit, and `ArgumentRefused` for sizes that the driver does not support.
     """
     sizes = _sizes(asked)
     _check(sizes, driver)
@@ -54,7 +54,8 @@ def options(asked: Any, driver: str) -> dict[str, Any]:
 
 
 def notes(asked: Any) -> Iterator[str]:
-    """How accelerate would cut sequences, where somebody chose that: one line each."""
+    """Yield one line for each setting of how accelerate would partition sequences, which has no
+    effect."""
     for name, usual in _USUAL.items():
         handler, _, field = name.partition(".")
         given = getattr(getattr(asked.parallelism_config, handler, None), field, None)
@@ -70,7 +71,7 @@ _USUAL = {
     "sp_handler.sp_seq_length_is_variable": True,
     "sp_handler.sp_attn_implementation": "sdpa",
 }
-"""Settings of accelerate's own ways, with their defaults."""
+"""Settings of accelerate's own implementations, with their defaults."""
 
 
 def _sizes(asked: Any) -> dict[str, int]:

@@ -1,12 +1,13 @@
-"""The processes of a run, as other libraries ask about them: by accelerate's names.
+"""The processes of a run, under accelerate's names, for other libraries.
 
-accelerate itself is imported only by `partial_state`, for those who want its own object.
+accelerate itself is imported only by `partial_state`, which returns accelerate's own object.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -14,17 +15,17 @@ from typing import Any
 
 import torch
 
-from ..enums import Word
+from ..enums import StringEnum
 from . import backend, fsdp
 from .driver_session import session_of
 
-__all__ = ["DistributedType", "Processes", "partial_state"]
+__all__ = ["DistributedType", "Processes", "partial_state", "start_library_state"]
 
 
 Call = Callable[..., Any]
 
 
-class DistributedType(Word):
+class DistributedType(StringEnum):
     """Kinds of distribution over processes; the values are accelerate's."""
 
     NO = "NO"
@@ -37,7 +38,7 @@ class DistributedType(Word):
 
 
 class Processes:
-    """The process and its world, with the members of accelerate's `AcceleratorState`."""
+    """This process and its world, with the members of accelerate's `AcceleratorState`."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -114,19 +115,21 @@ class Processes:
         return self.fsdp_plugin is not None
 
     def on_main_process(self, function: Call) -> Call:
-        """A decorator: the first process of all calls it, the others get None."""
+        """Wrap a function so that only the first process of all runs it; the others get None."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Call) -> Call:
-        """Likewise the first process of each machine."""
+        """Wrap a function so that only the first process of each machine runs it."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Call) -> Call:
-        """Likewise the last of all."""
+        """Wrap a function so that only the last process runs it."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Call | None = None, process_index: int | None = None) -> Any:
-        """Likewise one of them, also as `@on_process(process_index=2)`."""
+        """Wrap a function so that only one process runs it; also as
+        `@on_process(process_index=2)`.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only(function, lambda: self.process_index == process_index)
@@ -134,7 +137,7 @@ class Processes:
     def on_local_process(
         self, function: Call | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Likewise one of each machine."""
+        """Wrap a function so that only one process of each machine runs it."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only(function, lambda: self.local_process_index == local_process_index)
@@ -153,7 +156,7 @@ class Processes:
 
     @property
     def parallelism_config(self) -> Any:
-        """As given."""
+        """The parallelism configuration as given."""
         return getattr(self.args, "parallelism_config", None)
 
     @property
@@ -171,10 +174,10 @@ class Processes:
 
 
 def partial_state(args: Any) -> Any:
-    """accelerate's `PartialState` of the processes that `args` belong to, or our own object with
-    the same members where accelerate is not installed.
+    """Return accelerate's `PartialState` of the processes of `args`, or an own object with the same
+    members if accelerate is not installed.
 
-    The process group is the driver's: it is brought up first, and accelerate adopts it.
+    The driver's process group is opened first, and accelerate adopts it.
     """
     if find_spec("accelerate") is None:
         return Processes(args)
@@ -186,14 +189,42 @@ def partial_state(args: Any) -> Any:
     if not PartialState._shared_state:
         if args.world_size > 1:
             session_of(args).session  # noqa: B018  # brings the group up
-        with _own_threads():
+        with _thread_count_kept(), _launcher_environment_kept():
             return PartialState(cpu=args.device.type == "cpu")
     return PartialState()
 
 
+def start_library_state(args: Any) -> None:
+    """Start accelerate's `PartialState` with the arguments, as HF's arguments do: accelerate's
+    loggers need it. If accelerate is not loaded, or for several processes, whose process group this
+    opens, it is started only for argument classes of other libraries, whose Trainers log before
+    they are built.
+    """
+    module = type(args).__module__
+    foreign = not module.startswith("drivetrain.") and module != "__main__"
+    loaded = "accelerate" in sys.modules and args.world_size == 1
+    if (foreign or loaded) and find_spec("accelerate") is not None:
+        partial_state(args)
+
+
 @contextmanager
-def _own_threads() -> Iterator[None]:
-    """On the CPU accelerate changes the number of threads, unless this variable is set."""
+def _launcher_environment_kept() -> Iterator[None]:
+    """Hide a lone LOCAL_RANK from accelerate in the block. DeepSpeed needs this variable in a
+    single process, too, but accelerate would take it for a launch, add RANK and WORLD_SIZE to the
+    environment, and wait for a process group."""
+    if "WORLD_SIZE" in os.environ or "LOCAL_RANK" not in os.environ:
+        yield
+        return
+    local_rank = os.environ.pop("LOCAL_RANK")
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = local_rank
+
+
+@contextmanager
+def _thread_count_kept() -> Iterator[None]:
+    """Set the variable that keeps accelerate from changing the number of CPU threads."""
     if "OMP_NUM_THREADS" in os.environ:
         yield
         return

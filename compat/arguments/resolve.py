@@ -1,7 +1,7 @@
-"""Resolves the values as given to those that are used: enums, derived defaults, dicts from JSON.
+"""Resolves argument values to their final form: enums, derived defaults, dicts from JSON.
 
-Every function works on any object that has the fields, so that other libraries' arguments, which
-know nothing of drivetrain, can be resolved by the same rules.
+Every function works on any object with the fields, so that arguments of other libraries can be
+resolved by the same rules.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..errors import ArgumentError
 from ..profile import profile_of
 from . import backend
 from .accelerator_config import AcceleratorConfig, require_state
+from .report_to import trackers_of
 from .values import as_numbers
 
 __all__ = ["log_verbosity", "resolve"]
@@ -45,7 +46,7 @@ _NEW_NAMES = {
 
 
 def resolve(args: Any) -> None:
-    """Bring all fields to their final values, and check them. Raises `ArgumentError`."""
+    """Resolve all fields to their final values, and check them. Raises `ArgumentError`."""
     args.output_dir = os.path.expanduser(args.output_dir or "trainer_output")
     if "://" in args.output_dir:
         raise ArgumentError(
@@ -78,7 +79,7 @@ def resolve(args: Any) -> None:
 
 
 def log_verbosity() -> int:
-    """The level of the library's log messages: transformers' where it is in use, else our own."""
+    """Return the log level of transformers if it is in use, else of this library."""
     theirs = sys.modules.get("transformers")
     if theirs is not None:
         return int(theirs.utils.logging.get_verbosity())
@@ -90,7 +91,7 @@ def _listed(words: Any) -> list[Any]:
 
 
 def _rename_checkpointing(args: Any) -> None:
-    """The old names count where the new ones are not given; afterwards both say the same."""
+    """Use the old names if the new ones are not given; afterwards both have the same value."""
     for old, new in _NEW_NAMES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
@@ -100,7 +101,7 @@ def _rename_checkpointing(args: Any) -> None:
 
 
 def _derive(args: Any) -> None:
-    """Fills in defaults that follow from other arguments."""
+    """Fill in defaults that depend on other arguments."""
     if args.disable_tqdm is None:
         args.disable_tqdm = log_verbosity() > logging.WARNING
     if isinstance(args.include_num_input_tokens_seen, bool):
@@ -121,38 +122,19 @@ def _derive(args: Any) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
     if args.report_to is None:
         args.report_to = profile_of(args).default_trackers
-    args.report_to = _trackers(args.report_to)
-
-
-def _trackers(report_to: Any) -> list[str]:
-    names = [report_to] if isinstance(report_to, str) else list(report_to)
-    if names == ["all"]:
-        from ..integrations.trackers import installed_trackers
-
-        names = installed_trackers()
-    asked = [name for name in names if name != "none"] + _KUBEFLOW * _in_kubeflow()
-    return list(dict.fromkeys(asked))
-
-
-_KUBEFLOW = ["kubeflow"]
-
-
-def _in_kubeflow() -> bool:
-    """True if a TrainJob of Kubeflow runs this, to which progress is reported in any case."""
-    refused = os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() == "TRUE"
-    return "KUBEFLOW_TRAINER_SERVER_URL" in os.environ and not refused
+    args.report_to = trackers_of(args.report_to)
 
 
 def _set_tf32(args: Any) -> None:
-    """Allow or forbid TF32; a compiled model in float32 or bfloat16 is allowed it unless the
-    arguments say otherwise. Raises `ArgumentError` where it is asked for and there is none.
+    """Allow or forbid TF32. By default a compiled model in float32 or bfloat16 may use it. Raises
+    `ArgumentError` if TF32 is requested and the hardware lacks it.
     """
     import torch
 
     able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     if args.tf32 and not able:
         raise ArgumentError(
-            "tf32 is True, and there is no NVIDIA GPU of the Ampere generation or newer here; "
+            "tf32 is True, and this machine has no NVIDIA GPU of the Ampere generation or newer; "
             "leave it at None"
         )
     allowed = args.tf32

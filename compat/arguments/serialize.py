@@ -16,7 +16,7 @@ class Serialization:
     """Arguments as dict, JSON and text. Tokens are masked, enums become their values."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Every argument by name, as plain values; each key may be given to the constructor."""
+        """Return every argument by name, as plain values; the constructor accepts each key."""
         return {
             item.name: _plain(item.name, getattr(self, item.name))
             for item in dataclasses.fields(self)  # type: ignore[arg-type]
@@ -24,11 +24,12 @@ class Serialization:
         }
 
     def to_json_string(self) -> str:
-        """`to_dict` as JSON, indented."""
+        """Return `to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Booleans, numbers and texts alone, for trackers; with both batch sizes of a process."""
+        """Return only booleans, numbers and strings, for trackers, with both batch sizes of a
+        process."""
         sizes = {name: getattr(self, name) for name in ("train_batch_size", "eval_batch_size")}
         simple = (bool, int, float, str, torch.Tensor)
         return {
@@ -44,7 +45,7 @@ class Serialization:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A value that JSON can hold, where there is one."""
+    """Convert a value to JSON types, if possible."""
     if name.endswith("_token"):
         return f"<{name.upper()}>"
     if isinstance(value, Enum):

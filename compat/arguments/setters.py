@@ -1,4 +1,4 @@
-"""Methods that set several arguments at once and give the instance back."""
+"""Methods that set several arguments at once and return the instance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ __all__ = ["Setters"]
 
 
 class Setters:
-    """Each method sets what it names; what is not given returns to the method's default."""
+    """Each method sets the arguments of its group; those not given are reset to the method's
+    defaults."""
 
     def _set(self, **values: Any) -> Any:
         for name, value in values.items():
@@ -30,7 +31,7 @@ class Setters:
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Any:
-        """Sets the basics of training, and `do_train`. `gradient_checkpointing` is an old name."""
+        """Set the basics of training, and `do_train`. `gradient_checkpointing` is an old name."""
         old, new = gradient_checkpointing, activation_checkpointing
         recompute = new if old is None else old
         return self._set(
@@ -55,7 +56,7 @@ class Setters:
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Any:
-        """Sets the arguments of evaluation, and `do_eval` unless the strategy is no."""
+        """Set the arguments of evaluation, and `do_eval` unless the strategy is no."""
         chosen = IntervalStrategy(strategy)
         _need_steps("evaluation", chosen, steps)
         return self._set(
@@ -69,7 +70,7 @@ class Setters:
         )
 
     def set_testing(self, batch_size: int = 8, loss_only: bool = False) -> Any:
-        """Sets the arguments of prediction, and `do_predict`."""
+        """Set the arguments of prediction, and `do_predict`."""
         return self._set(
             do_predict=True,
             per_device_eval_batch_size=batch_size,
@@ -83,7 +84,7 @@ class Setters:
         total_limit: int | None = None,
         on_each_node: bool = False,
     ) -> Any:
-        """Sets the arguments of checkpoints and of their number."""
+        """Set the arguments of checkpoints and of their number."""
         chosen = SaveStrategy(strategy)
         _need_steps("saving", chosen, steps)
         return self._set(
@@ -104,7 +105,7 @@ class Setters:
         on_each_node: bool = False,
         replica_level: str = "passive",
     ) -> Any:
-        """Sets the arguments of logging."""
+        """Set the arguments of logging."""
         chosen = IntervalStrategy(strategy)
         _need_steps("logging", chosen, steps)
         return self._set(
@@ -127,7 +128,7 @@ class Setters:
         always_push: bool = False,
         revision: str | None = None,
     ) -> Any:
-        """Sets the arguments of uploads, and `push_to_hub`."""
+        """Set the arguments of uploads, and `push_to_hub`."""
         return self._set(
             push_to_hub=True,
             hub_model_id=model_id,
@@ -148,7 +149,7 @@ class Setters:
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Any:
-        """Sets the optimizer and its hyper-parameters."""
+        """Set the optimizer and its hyper-parameters."""
         return self._set(
             optim=OptimizerNames(name),
             learning_rate=learning_rate,
@@ -167,7 +168,8 @@ class Setters:
         warmup_steps: float = 0,
         warmup_ratio: float = 0,
     ) -> Any:
-        """Sets the learning rate schedule. `warmup_ratio` is of 4.47; `warmup_steps` wins."""
+        """Set the learning rate schedule. `warmup_ratio` is of 4.47; `warmup_steps` overrides
+        it."""
         return self._set(
             lr_scheduler_type=SchedulerType(name),
             num_train_epochs=num_epochs,
@@ -190,7 +192,7 @@ class Setters:
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Any:
-        """Sets the arguments of loaders; overwrites both batch sizes."""
+        """Set the arguments of loaders; overwrites both batch sizes."""
         return self._set(
             per_device_train_batch_size=train_batch_size,
             per_device_eval_batch_size=eval_batch_size,

@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "profile": tuple(PROFILES),
     "checkpoint_format": ("drivetrain", "hf"),
 }
-"""The words that an argument may be; besides, its default."""
+"""The allowed words of an argument, besides its default."""
 _AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -43,7 +43,7 @@ _AT_LEAST = {
 
 
 def validate(args: Any) -> None:
-    """Raises `ArgumentError` for the first value or combination that cannot be."""
+    """Raises `ArgumentError` for the first invalid value or combination."""
     for name, allowed in CHOICES.items():
         if getattr(args, name) not in (*allowed, getattr(type(args), name)):
             listed = ", ".join(map(repr, allowed))
@@ -71,7 +71,7 @@ def validate(args: Any) -> None:
 
 
 def _intervals(args: Any) -> None:
-    """Steps are whole numbers, or shares below 1; whole ones become integers."""
+    """Check that steps are whole numbers or shares below 1; whole numbers become integers."""
     for what in ("logging", "eval", "save"):
         name, steps = f"{what}_steps", getattr(args, f"{what}_steps")
         if getattr(args, f"{what}_strategy") != "steps":
@@ -85,7 +85,7 @@ def _intervals(args: Any) -> None:
 
 
 def _best_model(args: Any) -> None:
-    """Checkpoints must fall on evaluations for the best of them to be known."""
+    """Check that checkpoints coincide with evaluations, so that the best one is known."""
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
     if str(args.eval_strategy.value) != str(args.save_strategy.value):
@@ -101,7 +101,7 @@ def _best_model(args: Any) -> None:
             f"{pair}: load_best_model_at_end needs both as shares or both as numbers of steps, "
             "or a checkpoint may fall between evaluations"
         )
-    # shares are compared in millionths, as their remainder would be one of rounding
+    # compare shares in millionths: a remainder of floats would be a rounding error
     unit = 1 if args.save_steps >= 1 else 1_000_000
     if round(args.save_steps * unit) % round(args.eval_steps * unit):
         raise ArgumentError(
@@ -123,10 +123,11 @@ def _precisions(args: Any) -> None:
 
 
 def _has_bf16(args: Any) -> bool:
-    """True if bfloat16 was meant: on a device that has it, or on a CPU that was asked for."""
+    """True if bfloat16 can be used: on a device that supports it, or on a CPU that the arguments
+    select."""
     import torch
 
-    told = args.use_cpu or args.backend or os.environ.get("ACCELERATE_USE_CPU", "") == "true"
-    if told or "PJRT_DEVICE" in os.environ or torch.xpu.is_available():
+    is_chosen = args.use_cpu or args.backend or os.environ.get("ACCELERATE_USE_CPU", "") == "true"
+    if is_chosen or "PJRT_DEVICE" in os.environ or torch.xpu.is_available():
         return True
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()

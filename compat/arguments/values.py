@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from ...data.small_files import read_json
 from ..errors import ArgumentError
 
 __all__ = ["as_numbers", "read_mapping", "truth"]
@@ -16,7 +16,8 @@ _TRUTHS |= {"false": False, "no": False, "off": False, "0": False, "none": False
 
 
 def truth(value: Any, name: str) -> bool:
-    """A boolean, or a text that spells one. Raises `ArgumentError`, with the name of what it is."""
+    """Convert a boolean, or a string that spells one. Raises `ArgumentError` with the argument's
+    name."""
     try:
         return value if isinstance(value, bool) else _TRUTHS[str(value).lower()]
     except KeyError:
@@ -24,7 +25,7 @@ def truth(value: Any, name: str) -> bool:
 
 
 def as_numbers(value: Any) -> Any:
-    """Texts in a dict from a command line as the booleans and numbers that they spell."""
+    """Convert strings in a dict from a command line to the booleans and numbers that they spell."""
     if isinstance(value, dict):
         return {key: as_numbers(inner) for key, inner in value.items()}
     if not isinstance(value, str):
@@ -37,7 +38,8 @@ def as_numbers(value: Any) -> Any:
 
 
 def read_mapping(value: Any, name: str) -> dict[str, Any]:
-    """A field that is a dict, or the path of a JSON file, as a new dict; None is an empty one.
+    """Return a field that is a dict or the path of a JSON file as a new dict; None gives an empty
+    one.
 
     Raises `ArgumentError` for a file that cannot be read or holds something else.
     """
@@ -46,12 +48,12 @@ def read_mapping(value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     try:
-        text = value if str(value).startswith("{") else Path(value).read_text(encoding="utf-8")
-        loaded = json.loads(text)
-    except (OSError, TypeError, ValueError) as error:
+        loaded = json.loads(value) if str(value).startswith("{") else read_json(value)
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise ArgumentError(
-            f"{name} is {value!r}, neither a dict nor a readable JSON file: {error}"
+            f"{name} is {value!r:.400}, neither a dict nor a readable JSON file: {error}"
         ) from error
     if not isinstance(loaded, dict):
-        raise ArgumentError(f"{name} holds a {type(loaded).__name__}, not a JSON object: {value}")
+        kind = type(loaded).__name__
+        raise ArgumentError(f"{name} holds a {kind}, not a JSON object: {value!s:.400}")
     return loaded

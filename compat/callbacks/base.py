@@ -1,4 +1,4 @@
-"""Callbacks watch a run, and may ask it to log, evaluate, save or stop.
+"""Callbacks observe a run, and may request a log, an evaluation, a save or a stop.
 
 Every event is called as `event(args, state, control, **kwargs)`, the keywords being `model`,
 `processing_class`, `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`, with
@@ -13,11 +13,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 from .state import TrainerControl, TrainerState
 
-__all__ = ["CallbackHandler", "TrainerCallback", "is_heard"]
+if TYPE_CHECKING:
+    from ...trainer.step_clock import StepClock  # which imports torch
+
+__all__ = ["CallbackHandler", "TrainerCallback", "has_listener"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,68 +36,59 @@ class TrainerCallback:
     def on_init_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """The Trainer is constructed."""
-        return None
+        """Called at the end of the Trainer's construction."""
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """All is built, and restored if the run resumes; the first step follows."""
-        return None
+        """Called before the first step, when everything is built, and restored if the run
+        resumes."""
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """The last figures are logged and the best model is loaded, if asked for."""
-        return None
+        """Called at the end, after the last log and after the best model is loaded, if
+        requested."""
 
     def on_epoch_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """A new pass over the data begins."""
-        return None
+        """Called when a pass over the data begins."""
 
     def on_epoch_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """A pass over the data ended, or was broken off."""
-        return None
+        """Called when a pass over the data ended, or was stopped."""
 
     def on_step_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """Before the first microbatch of an update."""
-        return None
+        """Called before the first microbatch of an update."""
 
     def on_substep_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """After each microbatch but the last of an update."""
-        return None
+        """Called after each microbatch of an update except the last."""
 
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """The gradient is complete, and clipped."""
-        return None
+        """Called before the optimizer's step, when the gradient is complete and clipped."""
 
     def on_optimizer_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """The weights have changed; the gradient is still there."""
-        return None
+        """Called after the optimizer's step; gradients still exist."""
 
     def on_step_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """An update is done and counted."""
-        return None
+        """Called when an update is done and counted."""
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """A data set was evaluated; its figures are in the keyword `metrics`."""
-        return None
+        """Called after a data set was evaluated, with its figures in the keyword `metrics`."""
 
     def on_predict(
         self,
@@ -103,32 +98,27 @@ class TrainerCallback:
         metrics: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Answer:
-        """`predict` is done; its figures are `metrics`."""
-        return None
+        """Called at the end of `predict`, with its figures in `metrics`."""
 
     def on_prediction_step(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """After each batch of an evaluation or prediction."""
-        return None
+        """Called after each batch of an evaluation or prediction."""
 
     def on_save(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """A checkpoint is complete and old ones are retired."""
-        return None
+        """Called when a checkpoint is complete and old ones are removed."""
 
     def on_log(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """Figures were logged; they are in the keyword `logs`."""
-        return None
+        """Called when figures are logged, with them in the keyword `logs`."""
 
     def on_push_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Answer:
-        """A push to the hub is about to begin."""
-        return None
+        """Called before a push to the hub."""
 
 
 _NO_REACTIONS = frozenset(
@@ -139,8 +129,8 @@ _EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_")
 
 
 def _event(name: str, lowers: tuple[str, ...] = (), carries: str = "") -> Callable[..., Any]:
-    """The handler's method of that name: lowers the flags that the event answers, then calls the
-    callbacks. `carries`: the keyword that a fourth positional argument stands for.
+    """Make the handler's method for an event. The method resets the flags that the event answers,
+    then calls the callbacks. `carries`: the keyword for a fourth positional argument.
     """
 
     def fire(
@@ -148,13 +138,13 @@ def _event(name: str, lowers: tuple[str, ...] = (), carries: str = "") -> Callab
         args: Any,
         state: TrainerState,
         control: TrainerControl,
-        *carried: Any,
+        *positional: Any,
         **kwargs: Any,
     ) -> TrainerControl:
         for flag in lowers:
             setattr(control, flag, False)
-        if carried:
-            (kwargs[carries],) = carried
+        if positional:
+            (kwargs[carries],) = positional
         return self.call_event(name, args, state, control, **kwargs)
 
     fire.__name__ = name
@@ -184,6 +174,8 @@ class CallbackHandler(TrainerCallback):
         self.lr_scheduler = lr_scheduler
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
+        self.clock: StepClock | None = None
+        """Clock of the training, if the time of callbacks is measured."""
         if not any(_is_default_flow(callback) for callback in self.callbacks):
             _log.warning(
                 "without a DefaultFlowCallback nothing is logged, evaluated, saved or stopped; "
@@ -211,30 +203,31 @@ class CallbackHandler(TrainerCallback):
     def call_event(
         self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call `event` of every callback; each sees the control that the one before it left."""
+        """Call `event` of every callback; each gets the control that the previous callback left."""
         for callback in self.callbacks:
             react = getattr(callback, event)
             if getattr(react, "__func__", None) in _NO_REACTIONS:
                 continue  # the usual case, several times a step
-            answer = react(
-                args,
-                state,
-                control,
-                model=self.model,
-                processing_class=self.processing_class,
-                optimizer=self.optimizer,
-                lr_scheduler=self.lr_scheduler,
-                train_dataloader=self.train_dataloader,
-                eval_dataloader=self.eval_dataloader,
-                **kwargs,
-            )
+            with self.clock.observing(callback) if self.clock else nullcontext():
+                answer = react(
+                    args,
+                    state,
+                    control,
+                    model=self.model,
+                    processing_class=self.processing_class,
+                    optimizer=self.optimizer,
+                    lr_scheduler=self.lr_scheduler,
+                    train_dataloader=self.train_dataloader,
+                    eval_dataloader=self.eval_dataloader,
+                    **kwargs,
+                )
             if answer is not None and answer is not control:
                 control = _obey(answer, control, f"{type(callback).__name__}.{event}")
         return control
 
     @property
     def callback_list(self) -> str:
-        """The names of the callbacks' classes, one a line."""
+        """The class names of the callbacks, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: Any) -> None:
@@ -254,39 +247,45 @@ class CallbackHandler(TrainerCallback):
         self.callbacks.append(made)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Take out and return the first that is `callback`, or an instance of it; None if none."""
+        """Remove and return the first callback that is `callback` or an instance of it; None if
+        there is none."""
         for index, present in enumerate(self.callbacks):
             if _is_a(present, callback) if isinstance(callback, type) else present == callback:
                 return self.callbacks.pop(index)
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """As `pop_callback`, but an instance that is not there is a ValueError."""
+        """Remove a callback as `pop_callback` does. Raises ValueError for an instance that was not
+        added.
+        """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{callback!r} is not among the callbacks:\n{self.callback_list}")
 
 
 def _is_default_flow(callback: Any) -> bool:
-    """Ours, or transformers' own, which does the same."""
+    """True for the default flow of this package, or of transformers, which does the same."""
     return any(parent.__name__ == "DefaultFlowCallback" for parent in type(callback).__mro__)
 
 
 def _is_a(callback: Any, kind: type) -> bool:
-    """True if it is an instance of that class, or of its namesake: a script that takes out
-    transformers' own ProgressCallback means the one that is here in its place.
+    """True if a callback is an instance of a class, or of the class of the same name in
+    transformers: a script that removes transformers' ProgressCallback means the one that replaces
+    it here.
     """
     return isinstance(callback, kind) or any(_same(each, kind) for each in type(callback).__mro__)
 
 
 def _same(kind: type, other: type) -> bool:
-    """True if the classes are one, or one is transformers' and the other ours, by one name."""
+    """True if the classes are equal, or have the same name and one is transformers' and the other
+    ours."""
     homes = {each.__module__.partition(".")[0] for each in (kind, other)}
     namesakes = kind.__name__ == other.__name__ and homes == {"transformers", "drivetrain"}
     return kind is other or namesakes
 
 
 def _obey(answer: Any, control: TrainerControl, event: str) -> TrainerControl:
-    """The control that `answer` asks for. Raises TypeError for what is no control and no flags."""
+    """Return the control that `answer` requests. Raises TypeError for anything but a control or
+    flags."""
     if isinstance(answer, Mapping):
         if strangers := [flag for flag in answer if flag not in _FLAGS]:
             raise TypeError(
@@ -302,9 +301,9 @@ def _obey(answer: Any, control: TrainerControl, event: str) -> TrainerControl:
     )
 
 
-def is_heard(event: str, handler: Any) -> bool:
-    """True if that event of the handler calls anybody; also of one that is not ours, which may do
-    more than that."""
+def has_listener(event: str, handler: Any) -> bool:
+    """True if a callback of the handler overrides this event. Also true for a handler of another
+    class, which may do more than call callbacks."""
     if type(handler) is not CallbackHandler:
         return True
     for callback in handler.callbacks:

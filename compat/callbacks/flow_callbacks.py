@@ -65,12 +65,12 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def check_metric_value(
         self, args: Any, state: TrainerState, control: TrainerControl, metric_value: float
     ) -> None:
-        """Count one more evaluation without improvement, or begin to count anew."""
+        """Count one more evaluation without improvement, or reset the count."""
         gain = math.inf
         if state.best_metric is not None:
             gain = metric_value - state.best_metric
             gain = gain if args.greater_is_better else -gain
-        improved = gain > max(self.early_stopping_threshold or 0.0, 0.0)  # it is of the distance
+        improved = gain > max(self.early_stopping_threshold or 0.0, 0.0)  # of the distance
         self.early_stopping_patience_counter = (
             0 if improved else self.early_stopping_patience_counter + 1
         )
@@ -108,7 +108,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
             control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
-        """The two arguments, and the count."""
+        """Return the two arguments and the count."""
         names = ("early_stopping_patience", "early_stopping_threshold")
         count = "early_stopping_patience_counter"
         return {

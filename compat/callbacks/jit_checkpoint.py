@@ -1,4 +1,4 @@
-"""The callback that stands in a run's list where it saves a checkpoint when a signal ends it."""
+"""The placeholder callback of a run that saves a checkpoint when a signal ends it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _QUIET = ("on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_epoch_end
 
 
 def jit_checkpoint_callbacks(trainer: Any) -> list[Any]:
-    """With `enable_jit_checkpoint` one of transformers' kind, where that is installed. Its events
-    do nothing: the loop waits for the signal, so that all ranks save at the same update.
+    """Return transformers' callback for `enable_jit_checkpoint`, if transformers is installed. Its
+    events do nothing: the loop handles the signal, so that all ranks save at the same update.
     """
     if not trainer.args.enable_jit_checkpoint:
         return []
@@ -31,5 +31,5 @@ def jit_checkpoint_callbacks(trainer: Any) -> list[Any]:
 
 
 def waits_for_signals(callbacks: Iterable[Any]) -> bool:
-    """That callback is still there."""
+    """Return True if the callback that waits for signals is among `callbacks`."""
     return any(type(each).__name__ == _NAME for each in callbacks)

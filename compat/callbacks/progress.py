@@ -110,11 +110,11 @@ class PrinterCallback(TrainerCallback):
 
 
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
-"""The progress callback, but for notebooks and where bars are off."""
+"""The progress callback outside of notebooks, if bars are on."""
 
 
 def default_progress_callback(disable_tqdm: bool | None) -> type[Any]:
-    """The class that shows progress here: the printer where bars are off or tqdm is missing,
+    """Return the class that shows progress: the printer if bars are off or tqdm is missing,
     transformers' table in a notebook, else the bar.
     """
     if disable_tqdm or importlib.util.find_spec("tqdm") is None:
@@ -140,7 +140,7 @@ def _bar(**options: Any) -> Any:
 
 
 def _length(loader: Any) -> int | None:
-    """The number of batches, None where a stream does not know."""
+    """Return the number of batches; None for a stream of unknown length."""
     try:
         return len(loader)
     except TypeError:
@@ -148,7 +148,7 @@ def _length(loader: Any) -> int | None:
 
 
 def _shown(logs: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
-    """Figures to four digits, without the count of operations; `logs` is left alone."""
+    """Format figures to four digits, without the count of operations; `logs` is not changed."""
     shown = {}
     for name, value in logs.items():
         if isinstance(value, float):

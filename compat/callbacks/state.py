@@ -25,7 +25,7 @@ _Exportable = TypeVar("_Exportable", bound="ExportableState")
 
 
 class ExportableState(ABC):
-    """Mix this into a callback that a checkpoint should carry.
+    """Mixin of a callback whose state checkpoints should hold.
 
     `state()` returns `{"args": ..., "attributes": ...}` of JSON values: the arguments to construct
     the callback with, and the attributes to set on it after. Whatever has both methods, such as
@@ -40,11 +40,11 @@ class ExportableState(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """The state to keep."""
+        """Return the state to save."""
 
     @classmethod
     def from_state(cls: type[_Exportable], state: Mapping[str, Any]) -> _Exportable:
-        """A new instance, as it was when `state` was taken."""
+        """Make a new instance from the result of `state`."""
         made = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(made, name, value)
@@ -53,7 +53,7 @@ class ExportableState(ABC):
 
 @dataclass
 class TrainerControl(ExportableState):
-    """Flags that callbacks raise and the training loop obeys and lowers."""
+    """Flags that callbacks set, and that the training loop obeys and resets."""
 
     should_training_stop: bool = False
     should_epoch_stop: bool = False
@@ -71,7 +71,7 @@ class TrainerControl(ExportableState):
         self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
-        """All flags, to be constructed with."""
+        """Return all flags, as arguments of the constructor."""
         return {"args": dataclasses.asdict(self), "attributes": {}}
 
 
@@ -80,7 +80,7 @@ def _is_any(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    from ...checkpoint.catalog import as_metric  # late: what it needs brings torch
+    from ...checkpoint.catalog import as_metric  # imported here, since it imports torch
 
     return as_metric(value) is not None
 
@@ -107,19 +107,20 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
         _is_number,
     ),
 }
-"""Of the fields of a state that are reckoned with."""
+"""Checks of the state's fields that are used in computations."""
 
 
 @dataclass
 class TrainerState:
     """The progress of a run; saved with every checkpoint as `trainer_state.json`.
 
-    `stateful_callbacks` may be given as callbacks and is kept as what they export, by class name;
-    several of one class become a list. Raises TypeError for a callback that exports nothing.
+    `stateful_callbacks` may be given as callbacks, and is stored as their exported states by class
+    name; several callbacks of one class become a list. Raises TypeError for a callback without an
+    exported state.
     """
 
     epoch: float | None = 0
-    """With the share of the current epoch that is done."""
+    """The epoch, with a fraction for the current one."""
     global_step: int = 0
     max_steps: int = 0
     logging_steps: int = 500
@@ -159,7 +160,7 @@ class TrainerState:
         not know are named in a warning; fields that the file lacks keep their defaults. Raises
         ValueError for a file that holds no state.
         """
-        from ..checkpoints.json_state import read_json
+        from ..common.json_state import read_json
 
         try:
             stored = read_json(Path(json_path))
@@ -194,7 +195,8 @@ class TrainerState:
     def init_training_references(
         self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any
     ) -> None:
-        """Take what a new call of `train` fixes: its length, its rank, its trial of a search."""
+        """Set what a new call of `train` determines: its length, its rank, its trial of a
+        search."""
         if trainer.hp_name is not None and trainer._trial is not None:
             self.trial_name = trainer.hp_name(trainer._trial)
         self.trial_params = None if trial is None else dict(getattr(trial, "params", trial))
@@ -205,7 +207,7 @@ class TrainerState:
 
 
 def _exported(callbacks: Iterable[Any]) -> dict[str, Any]:
-    """The exported states of callbacks, by the names of their classes."""
+    """Return the exported states of callbacks, by the names of their classes."""
     by_class: dict[str, list[Any]] = {}
     for callback in callbacks:
         if not isinstance(callback, ExportableState):
@@ -218,7 +220,7 @@ def _exported(callbacks: Iterable[Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
-    """A Python number for a numpy scalar or a tensor of one element."""
+    """Convert a numpy scalar or a tensor of one element to a Python number."""
     if callable(item := getattr(value, "item", None)):
         return item()
     raise TypeError(f"a trainer state may hold JSON values only, not {type(value).__name__}")

@@ -1,1 +1,1 @@
-"""Folders `checkpoint-N`: written, found, read, and deleted."""
+"""Folders `checkpoint-N`: their files, their order, and reading those of other tools."""

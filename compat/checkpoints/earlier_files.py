@@ -1,4 +1,4 @@
-"""Files that lie in a checkpoint's folder before the checkpoint does: a subclass put them there."""
+"""Files that a subclass wrote into a checkpoint's folder before the checkpoint was written."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...checkpoint.manifest import FILE_NAME, MANIFEST
+from ...checkpoint import MANIFEST
+from ...checkpoint.manifest import FILE_NAME
 from ..names import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCALER_NAME, SCHEDULER_NAME
 
-__all__ = ["take_along"]
+__all__ = ["copy_earlier_files"]
 
 
-def take_along(folder: Path, place: Path) -> None:
-    """Copy them to `place`, which will become `folder`; what is there already stays as it is."""
-    for path in _put_in(folder):
+def copy_earlier_files(folder: Path, place: Path) -> None:
+    """Copy these files to `place`, which will become `folder`; existing files are not
+    overwritten."""
+    for path in _earlier_files(folder):
         target = place / path.relative_to(folder)
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
 
 
-def _put_in(folder: Path) -> Iterator[Path]:
-    """The files in a folder that came without a checkpoint, or after it: where one is replaced,
-    its manifest was written last.
+def _earlier_files(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder without a checkpoint, or those written after the checkpoint that
+    is replaced, whose manifest was written last.
     """
     manifest = folder / MANIFEST
     since = manifest.stat().st_ctime_ns if manifest.is_file() else 0

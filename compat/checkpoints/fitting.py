@@ -1,7 +1,6 @@
-"""Whether what a checkpoint holds beside tensors is of the kinds that this run's parts keep.
+"""Check that the non-tensor state in a checkpoint has the types that this run's parts keep.
 
-Looked at before anything is changed: torch takes over whatever it is given, and fails on it in the
-first step.
+The checks run before anything is changed: torch accepts any state, and fails in the first step.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ __all__ = ["check_groups", "check_schedule", "refuse_part_of_optimizer"]
 
 
 def check_groups(saved: Any, own: Iterable[Mapping[str, Any]], where: str) -> None:
-    """The hyper-parameters of an optimizer's groups. Raises `CheckpointDamaged`, naming `where` and
-    the entry."""
+    """Check the hyper-parameters of an optimizer's groups. Raises `CheckpointDamaged`, naming
+    `where` and the entry."""
     if not (isinstance(saved, list) and all(isinstance(values, Mapping) for values in saved)):
         raise CheckpointDamaged(f"{where}: the groups of its optimizer are {saved!r:.80}")
     for number, (values, group) in enumerate(zip(saved, own, strict=False)):
@@ -33,12 +32,10 @@ def check_groups(saved: Any, own: Iterable[Mapping[str, Any]], where: str) -> No
 
 
 def check_schedule(saved: Any, scheduler: Any, where: str) -> None:
-    """The numbers of a learning rate schedule. Raises `CheckpointDamaged`, naming `where` and the
-    entry."""
+    """Check the numbers of a learning rate schedule. Raises `CheckpointDamaged`, naming `where` and
+    the entry."""
     if not isinstance(saved, Mapping):
         raise CheckpointDamaged(f"{where}: its schedule is {saved!r:.80}")
-    if "num_resting" in saved:  # of the time when drivetrain had its own
-        return
     for name, own in scheduler.state_dict().items():
         if name in saved and not _fits(saved[name], own, as_many=False):
             raise CheckpointDamaged(
@@ -48,8 +45,8 @@ def check_schedule(saved: Any, scheduler: Any, where: str) -> None:
 
 
 def _fits(value: Any, own: Any, as_many: bool = True) -> bool:
-    """Numbers in the place of numbers, words of words, lists (`as_many`: of one length) of lists;
-    of other things nothing is known."""
+    """True if both values are numbers, both strings, or both lists (`as_many`: of the same length).
+    Values of other types are not checked."""
     if _is_number(own):
         return _is_number(value)
     if isinstance(own, str):
@@ -65,10 +62,10 @@ def _is_number(value: Any) -> bool:
 
 
 def refuse_part_of_optimizer(folder: Path, unsaved: list[str] | None) -> None:
-    """Raises `CheckpointMismatch` where something of the optimizer is not in the checkpoint."""
+    """Raises `CheckpointMismatch` if a part of the optimizer's state is not in the checkpoint."""
     if unsaved:
         raise CheckpointMismatch(
             f"{folder} cannot be resumed from: it lacks {', '.join(unsaved)} of its optimizer, and "
-            "training would not go on as it was. Load its weights, by from_pretrained or "
-            "load_state_dict, and train anew, or with an `optim` whose state is saved (adamw_torch)"
+            "training would not continue exactly. Load its weights, by from_pretrained or "
+            "load_state_dict, and start over, or use an `optim` whose state is saved (adamw_torch)"
         )

@@ -1,7 +1,7 @@
-"""Checkpoints as HF Trainer lays them out: read on any driver, and written for other tools.
+"""Checkpoints in HF Trainer's layout: read on any driver, and written for other tools.
 
-Their `.pt` and `.pth` files are read by torch's unpickler for weights alone, which runs no code;
-what it refuses, an old `optimizer.bin` with objects in it, say, is refused here.
+Their `.pt` and `.pth` files are read by torch's weights-only unpickler, which runs no code. Files
+that it refuses, such as an old `optimizer.bin` with objects, are refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _DEVICES = ("cuda", "xpu", "mps")
 
 
 def is_kernels(folder: Path) -> bool:
-    """True if the kernel's part of a checkpoint lies there, its manifest perhaps not yet."""
+    """True if the folder holds the kernel's part of a checkpoint; its manifest may not be written
+    yet."""
     return any(FILE_NAME.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -51,7 +52,7 @@ def is_kernels(folder: Path) -> bool:
 
 
 def saved_optimizer(folder: Path) -> dict[str, Any] | None:
-    """The optimizer's state; None unless it and the schedule's are both there."""
+    """Return the optimizer's state; None unless the files of optimizer and schedule both exist."""
     for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN):
         if (folder / name).is_file() and (folder / SCHEDULER_NAME).is_file():
             return _sound_optimizer(folder / name)
@@ -68,7 +69,7 @@ def _sound_optimizer(path: Path) -> dict[str, Any]:
 
 
 def read_schedule(folder: Path) -> dict[str, Any]:
-    """The state of the learning rate schedule."""
+    """Return the state of the learning rate schedule."""
     state = read_pickled(folder / SCHEDULER_NAME)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise CheckpointDamaged(f"{folder / SCHEDULER_NAME}: holds no schedule's state")
@@ -78,10 +79,10 @@ def read_schedule(folder: Path) -> dict[str, Any]:
 def optimizer_tensors(
     state: Mapping[str, Any], order: Sequence[Sequence[str | None]]
 ) -> dict[str, Tensor]:
-    """A saved optimizer's state by `<fqn>/<state>`, as the kernel's readers name it.
+    """Return a saved optimizer's state by `<fqn>/<state>`, the names of the kernel's readers.
 
-    `order`: the names of the parameters in each group here, by which the file numbers them. Raises
-    `CheckpointMismatch` when the groups are others.
+    `order`: the names of the parameters in each group of this run; the file numbers parameters in
+    this order. Raises `CheckpointMismatch` if the groups differ.
     """
     here = [list(group) for group in order]
     there = [group["params"] for group in state["param_groups"]]
@@ -89,7 +90,7 @@ def optimizer_tensors(
         raise CheckpointMismatch(
             f"the saved optimizer has groups of {[len(g) for g in there]} parameters, this one of "
             f"{[len(g) for g in here]}: resume with the model and the optimizer that wrote it, or "
-            "delete its optimizer.pt to start the optimizer anew"
+            "delete its optimizer.pt to start the optimizer over"
         )
     numbers = list(chain(*there))
     of_nobody = [key for key in state["state"] if isinstance(key, int) and key not in numbers]
@@ -112,19 +113,18 @@ def optimizer_tensors(
 
 
 def save_optimizer(folder: Path, optimizer: dict[str, Any] | None, schedule: Any) -> None:
-    """Write the optimizer's state, and the schedule, as transformers does; of None nothing."""
-    schedules = None if schedule is None else schedule.state_dict()
-    for state, name in ((optimizer, OPTIMIZER_NAME), (schedules, SCHEDULER_NAME)):
+    """Write the states of optimizer and schedule as transformers does; None is not written."""
+    for state, name in ((optimizer, OPTIMIZER_NAME), (schedule, SCHEDULER_NAME)):
         if state is not None:
             torch.save(state, folder / name)
 
 
 _SCALER = {"scale": "loss_scale", "_growth_tracker": "loss_scale_good_steps"}
-"""Their names of a loss scaler's state, and drivers' own."""
+"""The entries of a loss scaler's state in transformers' file, and the drivers' names."""
 
 
 def read_scaler(folder: Path) -> dict[str, Tensor]:
-    """The loss scaler's state as drivers name it; empty where there is none."""
+    """Return the loss scaler's state by the drivers' names; empty if there is none."""
     path = folder / SCALER_NAME
     saved = read_pickled(path) if path.is_file() else {}
     if saved == {}:
@@ -137,7 +137,7 @@ def read_scaler(folder: Path) -> dict[str, Tensor]:
 
 
 def save_scaler(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """Write a driver's loss scaler as transformers does; nothing where there is none."""
+    """Write a driver's loss scaler, if it has one, as transformers does."""
     values = {theirs: state[ours].item() for theirs, ours in _SCALER.items() if ours in state}
     if values:
         factors = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
@@ -145,7 +145,7 @@ def save_scaler(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def progress_at(step: int, epochs: Any) -> Progress:
-    """The progress of a run after `step` updates of these `Epochs`."""
+    """Return the progress of a run after `step` updates of these `Epochs`."""
     epoch, done = divmod(step, epochs.updates_per_epoch)
     samples = done * epochs.accumulation * epochs.global_batch
     batches = epoch * epochs.batches_per_epoch + done * epochs.accumulation
@@ -176,8 +176,8 @@ def save_random_state(folder: Path, rank: int, world_size: int) -> None:
 
 
 def load_random_state(folder: Path, rank: int, world_size: int) -> bool:
-    """Give this rank the random state that it had. False, with a line in the log, where there is
-    none: the run goes on with the state that it has.
+    """Restore this rank's random state. Return False and log a warning if the folder has none: the
+    run continues with its present state.
     """
     path = folder / _random_file(rank, world_size)
     if not path.is_file():
@@ -210,7 +210,7 @@ def _set_device_state(device: str, state: Any) -> None:
             module.set_rng_state_all(state)
         else:
             module.set_rng_state(state)
-    except Exception as error:  # of whatever kind: the run goes on with other random numbers
+    except Exception as error:  # any error: the run continues with other random numbers
         _LOG.error(
             "the random state of %s could not be restored, so its random numbers will not "
             "continue where they were: %s",
@@ -232,7 +232,7 @@ def _random_file(rank: int, world_size: int) -> str:
 
 
 def _numpy_globals() -> list[Any]:
-    """The classes that arrays of numbers are unpickled with."""
+    """Return the classes that pickled NumPy arrays need."""
     import numpy as np
 
     rebuild: Any = np.zeros(0).__reduce__()[0]

@@ -1,7 +1,7 @@
-"""A model's files, as `from_pretrained` knows them: weights whole or in shards, and adapters.
+"""A model's files in the layout of `from_pretrained`: weights, whole or in shards, and adapters.
 
-Weights are written as safetensors. Pickled ones, which older versions wrote, are read with torch's
-unpickler for weights alone.
+Weights are written as safetensors. Pickled weights of older versions are read by torch's
+weights-only unpickler.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ...checkpoint import CheckpointReader
 from ...checkpoint.format.safetensors import Source, read_whole, write
 from ...checkpoint.storage.local import beside
 from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
-from ..trainer.inspection import is_peft_model
-from .json_state import read_json
+from ..common.inspection import is_peft_model
+from ..common.json_state import read_json
 from .unpickling import read_pickled
 
 __all__ = [
@@ -72,13 +72,14 @@ def has_weights(folder: Path) -> bool:
 
 
 def adapters_in(folder: Path) -> list[Path]:
-    """The folder itself, where it holds an adapter, and those of its sub-folders that do."""
+    """Return the folder itself, if it holds an adapter, and its sub-folders that hold one."""
     places = [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
     return [place for place in places if any((place / name).is_file() for name in ADAPTER_FILES)]
 
 
 def unsound(folder: Path) -> str | None:
-    """The first fault in the safetensors of a folder, by headers and sizes, or None."""
+    """Describe the first fault in the safetensors of a folder, by headers and sizes; None if there
+    is none."""
     try:
         for path in sorted(folder.glob("*.safetensors")):
             read_whole(path)
@@ -91,7 +92,8 @@ def unsound(folder: Path) -> str | None:
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    """The shards of an index. Raises `CheckpointError` when it, or one of them, is not as such."""
+    """Return the shards of an index. Raises `CheckpointError` if the index is malformed or a shard
+    is missing."""
     try:
         parts = list(dict.fromkeys(read_json(index)["weight_map"].values()))
     except (TypeError, KeyError, AttributeError) as error:
@@ -123,8 +125,8 @@ def compare_versions(folder: Path) -> None:
 
 
 def read_weights(folder: Path, *besides: str) -> dict[str, Tensor]:
-    """All weights of a model in a folder, on the host; `besides`: other files that may hold them.
-    Raises `CheckpointError`.
+    """Read all weights of a model in a folder, on the host. `besides`: other files that may hold
+    them. Raises `CheckpointError`.
     """
     for name in (*_WHOLE, *besides):
         if (folder / name).is_file():
@@ -150,7 +152,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def loads_itself(model: nn.Module) -> bool:
-    """True if the model, or a part of it, has a way to load of its own, by which it may change."""
+    """True if the model or a part of it overrides loading, which may change the module."""
     plain = nn.Module
     return type(model).load_state_dict is not plain.load_state_dict or any(
         type(part)._load_from_state_dict is not plain._load_from_state_dict
@@ -160,7 +162,7 @@ def loads_itself(model: nn.Module) -> bool:
 
 
 def stored_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, each once, and persistent buffers, by FQN."""
+    """Return parameters, each once, and persistent buffers, by FQN."""
     return {**dict(module.named_parameters()), **_buffers(module)}
 
 
@@ -170,16 +172,16 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 RESHAPED = "reshaped_buffers"
-"""In the state of a checkpoint: the buffers that have another shape than when training began."""
+"""Key of a checkpoint's state: the buffers whose shape has changed since training began."""
 
 
 def buffer_shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Of the persistent ones, by FQN."""
+    """Return the shapes of the persistent buffers, by FQN."""
     return {name: buffer.shape for name, buffer in _buffers(model).items()}
 
 
 def reshape_buffers(model: nn.Module, stored: CheckpointReader) -> None:
-    """Give the buffers that changed their shape in training the one that they are stored in."""
+    """Give buffers whose shape changed in training the shape in which they are stored."""
     reshaped = stored.manifest.state.get(RESHAPED)
     for name, buffer in _buffers(model).items():
         if isinstance(reshaped, list) and name in reshaped and name in stored.names("weights"):
@@ -189,8 +191,8 @@ def reshape_buffers(model: nn.Module, stored: CheckpointReader) -> None:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
-    """Load what is there into the model, on any device; the result names the keys that are
-    missing, and those that are unexpected. A parameter with several names needs one of them.
+    """Load the given weights into the model, on any device. The result lists missing and unexpected
+    keys. A parameter with several names needs only one of them.
     """
     named: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -204,7 +206,8 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
 
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write `model.safetensors`: tensors that share all their memory once, by the first name."""
+    """Write `model.safetensors`. Tensors that share all their memory are written once, under the
+    first name."""
     sources: dict[str, Source] = {}
     seen: set[Any] = set()
     for name, tensor in weights.items():
@@ -223,10 +226,11 @@ _SHARD = re.compile(r"(model|pytorch_model)-\d{5}-of-\d{5}\.(safetensors|bin)")
 
 @contextmanager
 def files_beside(folder: Path) -> Iterator[Path]:
-    """Gives a temporary folder for a writer that overwrites what is there: its files take their
-    places when the block ends, each of them whole, an index last; shards of an earlier model go."""
+    """Yield a temporary folder to a writer that would overwrite existing files. When the block
+    ends, each file atomically replaces its predecessor, an index last, and shards of an earlier
+    model are removed."""
     temporary = folder / ".writing"
-    shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process
     temporary.mkdir()
     try:
         if (folder / _CARD).is_file():
@@ -249,8 +253,8 @@ def files_beside(folder: Path) -> Iterator[Path]:
 
 
 def load_adapters(model: Any, folder: Path) -> None:
-    """Load the adapters in a folder and its sub-folders into a PEFT model; the one that was
-    active, the first of several, is the one that trains on.
+    """Load the adapters in a folder and its sub-folders into a PEFT model. The adapter that was
+    active, or the first of several, stays active.
     """
     active = first_adapter(model)
     places = adapters_in(folder)
@@ -270,7 +274,7 @@ def load_adapters(model: Any, folder: Path) -> None:
 
 
 def first_adapter(model: Any) -> str:
-    """The active adapter; of several the first, with a warning."""
+    """Return the active adapter; the first of several, with a warning."""
     active: list[str] = list(model.active_adapters)
     if len(active) > 1:
         _LOG.warning("of several active adapters (%s) only the first counts", ", ".join(active))
@@ -278,7 +282,7 @@ def first_adapter(model: Any) -> str:
 
 
 def frozen_names(model: nn.Module) -> frozenset[str]:
-    """The weights that a checkpoint of adapters leaves out: those of the model below them."""
+    """Return the names of the base model's weights, which a checkpoint of adapters leaves out."""
     if not is_peft_model(model):
         return frozenset()
     named = model.named_parameters()

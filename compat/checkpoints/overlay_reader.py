@@ -1,4 +1,4 @@
-"""A reader that adds to a checkpoint, or stands in for one; any driver restores from it."""
+"""A reader that adds tensors to a checkpoint, or replaces one; any driver can restore from it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["OverlayReader"]
 
 @dataclass(frozen=True)
 class OverlayReader:
-    """The tensors of a checkpoint, of some kinds, with tensors in memory beside them."""
+    """The tensors of a checkpoint, of some kinds, together with tensors in memory."""
 
     below: CheckpointReader | None
     weights: Mapping[str, Tensor] = field(default_factory=dict)
-    """By FQN; whole. They stand before what the checkpoint has."""
+    """Whole weights by FQN; they take precedence over the checkpoint's."""
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    """By `<fqn>/<state>`."""
+    """Optimizer state by `<fqn>/<state>`."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     kinds: Collection[str] = ("weights", "optimizer", "state")
     """The kinds that are read from the checkpoint."""
 
     def names(self, kind: Kind) -> Sequence[str]:
-        """All names of that kind, sorted."""
+        """Return all names of a kind, sorted."""
         return sorted({*self._stored(kind), *self._at_hand(kind)})
 
     def info(self, kind: Kind, name: str) -> TensorInfo:

@@ -9,15 +9,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import read_manifest
+from ...checkpoint import MANIFEST, read_manifest
 from ...checkpoint.catalog import retire, set_aside
 from ...checkpoint.format.safetensors import TensorFile
-from ...checkpoint.manifest import MANIFEST
 from ...kernel.contract import Session
 from ...kernel.errors import CheckpointError
 from ...trainer.resume import damage
 from ..names import FSDP_MODEL_NAME, PREFIX_CHECKPOINT_DIR, TRAINER_STATE_NAME
 from .model_files import has_weights, unsound
+from .shards import has_shards
 
 __all__ = [
     "altered",
@@ -38,9 +38,9 @@ def sort_checkpoints(
     use_mtime: bool = False,
     best_model_checkpoint: str | None = None,
 ) -> list[str]:
-    """The checkpoint folders, oldest first: by their number, or by the time of their last change,
-    unless all changed within a second, as where a file system keeps no times. The best one is
-    put right before the last.
+    """Return the checkpoint folders, oldest first: by number, or by the time of the last change,
+    unless all changed within a second, as on a file system without times. The best one is moved
+    right before the last.
     """
     numbered = _numbered(Path(output_dir), checkpoint_prefix)
     paths = [path for _, path in numbered]
@@ -62,9 +62,10 @@ def rotate_checkpoints(
     use_mtime: bool = False,
     checkpoint_prefix: str = PREFIX_CHECKPOINT_DIR,
 ) -> None:
-    """Delete the oldest until `save_total_limit` are left; never the newest, nor the best.
+    """Delete the oldest checkpoints until `save_total_limit` are left, but never the newest or the
+    best.
 
-    No limit, or one of 0 or less, keeps all.
+    Without a limit, or with a limit of 0 or less, all are kept.
     """
     if save_total_limit is None or save_total_limit <= 0:
         return
@@ -78,7 +79,7 @@ def rotate_checkpoints(
 
 
 def delete(path: str) -> None:
-    """Delete a checkpoint; one that cannot be deleted is a warning."""
+    """Delete a checkpoint; warn if it cannot be deleted."""
     _LOG.info("deleting the checkpoint %s: save_total_limit", path)
     try:
         retire(Path(path))
@@ -87,8 +88,8 @@ def delete(path: str) -> None:
 
 
 def newest_sound(output_dir: str | os.PathLike[str], besides: Collection[str] = ()) -> str | None:
-    """The checkpoint with the greatest number that is whole, `besides` those. Others are named in a
-    warning, and left where they are.
+    """Return the sound checkpoint with the greatest number, except those in `besides`. Damaged ones
+    are named in a warning, and kept.
     """
     for _, path in reversed(_numbered(Path(output_dir), PREFIX_CHECKPOINT_DIR)):
         if str(path) in besides:
@@ -101,14 +102,14 @@ def newest_sound(output_dir: str | os.PathLike[str], besides: Collection[str] = 
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why a folder cannot be resumed from, whoever wrote it; None when it can."""
+    """Describe why a folder, whoever wrote it, cannot be resumed from; None if it can."""
     if not folder.is_dir():
         return "there is no such folder"
     if (folder / MANIFEST).is_file():
         return _bad_pieces(folder) or _bad_state(folder)
     if any(_OWN_FILES.fullmatch(path.name) for path in folder.iterdir()):
         return f"its {MANIFEST} is missing, so it was never finished"
-    if not has_weights(folder):
+    if not has_weights(folder) and not has_shards(folder):
         return "it holds no weights" + _way_out(folder)
     return unsound(folder) or _bad_state(folder)
 
@@ -123,7 +124,7 @@ def _bad_pieces(folder: Path) -> str | None:
 
 
 def _way_out(folder: Path) -> str:
-    """A hint for the formats of other engines, or nothing."""
+    """Return a hint for the formats of other engines, or an empty string."""
     if any(folder.glob(f"{FSDP_MODEL_NAME}*")):
         return (
             " but those of HF's FSDP, which only that reads: `accelerate merge-weights` makes a "
@@ -160,8 +161,8 @@ def _numbered(folder: Path, prefix: str) -> list[tuple[int, Path]]:
 
 
 def newest_unaltered(session: Session, output_dir: str) -> str:
-    """The newest checkpoint that is as it was written. Newer ones that are not are renamed, so that
-    none takes their place. Raises ValueError when there is none.
+    """Return the newest checkpoint whose files are as they were written. Newer, damaged ones are
+    renamed, so that they are not overwritten. Raises ValueError if there is none.
     """
     left_out: list[str] = []
     while True:
@@ -181,6 +182,7 @@ def newest_unaltered(session: Session, output_dir: str) -> str:
 
 
 def altered(session: Session, folder: str) -> list[str]:
-    """The files that changed since they were written; unknown for folders that HF Trainer wrote."""
+    """Return the files that changed since they were written; unknown for folders that HF Trainer
+    wrote."""
     own = (Path(folder) / MANIFEST).is_file() if session.world.rank == 0 else None
     return damage(session, Path(folder)) if session.exchange(own)[0] else []

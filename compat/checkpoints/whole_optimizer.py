@@ -1,4 +1,4 @@
-"""An optimizer that lies in parts on all ranks, put together as HF Trainer's files hold it."""
+"""Assembles an optimizer that is sharded over ranks to the state in HF Trainer's files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...checkpoint import CheckpointReader, CheckpointStore
 from ...checkpoint.optimizer_entries import is_state, nested
 from ...kernel.contract import Engine, Session
 from ...kernel.shards import Piece
+from .groups import aligned
 
 __all__ = ["whole_optimizer"]
 
@@ -20,30 +21,30 @@ __all__ = ["whole_optimizer"]
 def whole_optimizer(
     engine: Engine, session: Session, order: Sequence[Sequence[str | None]], folder: Path
 ) -> dict[str, Any]:
-    """Its state, as `torch.optim.Optimizer.state_dict` gives it on one process, on the first rank;
-    on others an empty one. All ranks call it, and write their parts to files in `folder`, which is
-    deleted. `order`: the names of the parameters in each group.
+    """Return, on the first rank, the state that `torch.optim.Optimizer.state_dict` returns in one
+    process, and an empty state on the other ranks. All ranks call it, and write their parts to
+    files in `folder`, which is deleted at the end. `order`: the names of the parameters in each
+    group.
     """
     alone: Any = _OptimizerAlone(engine)
     stored = CheckpointStore(folder).save(0, alone, session, {})
     entries = _entries(CheckpointReader(stored)) if session.world.rank == 0 else {}
-    session.exchange(None)  # nobody goes on to files beside those that are being deleted
+    session.exchange(None)  # no rank continues while these files are being deleted
     if session.world.rank == 0:
         shutil.rmtree(folder)
     numbers = dict(zip(chain(*order), count(), strict=False))
+    here = aligned(engine.param_groups, order, len(order))
     state = {numbers[name]: nested(each, f"{name}/") for name, each in entries.items()}
     left = count()
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "params": own}
-        for group, own in zip(
-            engine.param_groups, ([next(left) for _ in names] for names in order), strict=True
-        )
+        for group, own in zip(here, ([next(left) for _ in names] for names in order), strict=True)
     ]
     return {"state": state, "param_groups": groups}
 
 
 def _entries(stored: CheckpointReader) -> dict[str, dict[str, Any]]:
-    """What each parameter has, by its name."""
+    """Return the optimizer state of each parameter, by its name."""
     found: dict[str, dict[str, Any]] = {}
     for name in stored.names("optimizer"):
         parameter, _, key = name.rpartition("/")

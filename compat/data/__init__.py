@@ -1,1 +1,1 @@
-"""Data loaders, samplers and collators with their numbers."""
+"""Data loaders, samplers and collators that give the same batches as HF's."""

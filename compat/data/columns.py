@@ -12,8 +12,8 @@ __all__ = ["RemoveColumnsCollator", "is_arrow_dataset", "without_unused_columns"
 class RemoveColumnsCollator:
     """A collator that drops a sample's unused keys before it calls the one inside.
 
-    Samples that are no dicts pass through as they are. `logger` is told once, by name, what was
-    left out; None tells nobody.
+    Samples that are not dicts are passed unchanged. `logger` logs once the names of dropped keys;
+    None logs nothing.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ def without_unused_columns(
     description: str | None,
     logger: logging.Logger,
 ) -> Any:
-    """A view of a `datasets.Dataset` with the columns that the model takes; it is left as it is.
+    """Return a view of a `datasets.Dataset` with only the columns that the model takes.
 
     Raises ValueError when no column would be left.
     """
@@ -80,16 +80,16 @@ def without_unused_columns(
 def log_unused(
     logger: logging.Logger, unused: Iterable[str], model_name: str, description: str | None
 ) -> None:
-    """Log, at the level info, which columns are left out."""
+    """Log at level info which columns are dropped."""
     message = (
         f"columns of the {description or 'given'} data set that {model_name}.forward does not take "
         f"are left out: {', '.join(sorted(unused))}"
     )
-    logger.info(message)  # nothing but a text: users give the collator loggers of their own
+    logger.info(message)  # log a plain string: users pass their own loggers
 
 
 def is_arrow_dataset(dataset: Any) -> bool:
-    """True if it is a `datasets.Dataset`; that library is not imported for the question."""
+    """True for a `datasets.Dataset`; the library is not imported for this check."""
     import sys
 
     datasets = sys.modules.get("datasets")

@@ -1,4 +1,4 @@
-"""Samplers that look at how long samples are, so that little is padded."""
+"""Lengths of data sets and of their samples, and samplers by length, which reduce padding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ from torch.utils.data import Sampler
 
 from ..theirs import theirs
 
-__all__ = ["LengthsByEpoch", "is_rebalancing", "sample_lengths"]
+__all__ = ["LengthsByEpoch", "has_length", "is_rebalancing", "sample_lengths"]
+
+
+def has_length(dataset: Any) -> bool:
+    """True if a data set has a length."""
+    try:
+        return len(dataset) is not None
+    except (TypeError, AttributeError):  # some data sets without a length raise the latter
+        return False
 
 
 def sample_lengths(
     dataset: Any, column: str | None = None, model_input_name: str | None = None
 ) -> list[int]:
-    """The length of each sample: its length column, or else the length of its first input.
+    """Return the length of each sample: its length column, or else the length of its first input.
 
     Raises ValueError when samples have neither.
     """
@@ -27,15 +35,15 @@ def sample_lengths(
     if not isinstance(sample, Mapping) or name not in sample:
         seen = f"keys {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__
         raise ValueError(
-            f"cannot tell how long samples are: they should be mappings with the key {name!r}, but"
-            f" the first is a sample with {seen}. Add a column of lengths"
-            " (length_column_name), or use another train_sampling_strategy."
+            f"the length of samples is unknown: they should be mappings with the key {name!r}, but "
+            f"the first is a sample with {seen}. Add a column of lengths (length_column_name), or "
+            "use another train_sampling_strategy."
         )
     return [len(dataset[index][name]) for index in range(len(dataset))]
 
 
 class LengthsByEpoch(Sampler[int]):
-    """transformers' `LengthGroupedSampler`, in an order that is a function of seed and epoch."""
+    """The order of transformers' `LengthGroupedSampler` as a function of seed and epoch."""
 
     def __init__(self, batch_size: int, lengths: Sequence[int], seed: int) -> None:
         self.seed, self.epoch = seed, 0
@@ -44,7 +52,7 @@ class LengthsByEpoch(Sampler[int]):
         self._grouped: Any = kind(batch_size, lengths=lengths, generator=self._generator)
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order the next iteration gives."""
+        """Set the epoch whose order the next iteration uses."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -56,5 +64,5 @@ class LengthsByEpoch(Sampler[int]):
 
 
 def is_rebalancing(sampler: Any) -> bool:
-    """True if it is transformers' `BatchRebalanceSampler`, which gives batches of one rank."""
+    """True for transformers' `BatchRebalanceSampler`, which yields the batches of one rank."""
     return any(kind.__name__ == "BatchRebalanceSampler" for kind in type(sampler).__mro__)

@@ -1,4 +1,4 @@
-"""drivetrain's own kinds of data, as a DataLoader takes them."""
+"""Adapters of drivetrain's own kinds of data for a DataLoader."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from ...data.mixed import MixStream
 from ...data.mixture import Joined, Mix
 from ...data.prebatched import Batches
-from ...data.reading import tell_epoch
+from ...data.reading import set_epoch_everywhere
 from ...data.stream import ReadAgain
 from ...data.tar_shards import TarShards
 from ..errors import ArgumentError
@@ -19,7 +19,7 @@ __all__ = ["Draws", "loadable"]
 
 _STREAMS = (ReadAgain, TarShards)
 _AHEAD = 1024
-"""Draws that are looked up at once."""
+"""Number of draws that are looked up at once."""
 
 
 class Draws(Sampler[int]):
@@ -29,7 +29,7 @@ class Draws(Sampler[int]):
         self.mixture, self.seed, self.epoch = mixture, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch comes next."""
+        """Set the epoch of the next iteration."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -42,7 +42,7 @@ class Draws(Sampler[int]):
 
 
 class _Sources(Dataset[Any]):
-    """All samples of a mixture; as many as an epoch has, for those who ask."""
+    """All samples of a mixture; its length is that of an epoch."""
 
     def __init__(self, mixture: Mix) -> None:
         self._length, self._joined = len(mixture), Joined(mixture)
@@ -55,14 +55,14 @@ class _Sources(Dataset[Any]):
 
 
 class _Stream(IterableDataset[Any]):
-    """A stream, or a mixture with streams, from its beginning in each pass."""
+    """A stream, or a mixture with streams, which restarts in each pass."""
 
     def __init__(self, stream: Any, seed: int) -> None:
         self._stream, self._seed = stream, seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, which may have another order in each epoch."""
-        tell_epoch(self._stream, epoch)
+        """Set the epoch of the stream, whose order may depend on it."""
+        set_epoch_everywhere(self._stream, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         mixed = isinstance(self._stream, Mix)
@@ -70,9 +70,10 @@ class _Stream(IterableDataset[Any]):
 
 
 def loadable(dataset: Any, seed: int, num_workers: int = 0, is_training: bool = False) -> Any:
-    """What a DataLoader reads of a data set of ours; any other as it is.
+    """Return the form in which a DataLoader reads one of drivetrain's data sets; any other data set
+    is returned unchanged.
 
-    Raises `ArgumentError` for what it cannot read, or not as it is meant.
+    Raises `ArgumentError` for data that a DataLoader cannot read as intended.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Batches | DataLoader):

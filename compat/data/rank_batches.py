@@ -1,11 +1,11 @@
 """Shards an order of samples over the readers of a run, as accelerate does.
 
-A *round* is one batch for each reader; with `split_batches`, one batch cut into a part for each.
-A reader takes its own of every round. The last round may be short: then it is dropped, left
+A *round* is one batch for each reader; with `split_batches`, one batch split into a part for each.
+A reader takes its own batch of every round. The last round may be short: then it is dropped, left
 ragged, or filled up with samples from the beginning of the epoch (`even_batches`).
 
-Every reader walks through the whole order and keeps its share: nothing is sent between ranks. So
-a stream must give the same samples on all of them.
+Every reader iterates over the whole order and keeps its share: nothing is sent between ranks. So a
+stream must give the same samples on all ranks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler
 
 from ...data.reading import set_epoch
+from ...data.stream import DIGESTED
 
 __all__ = [
     "BatchSharder",
+    "FixedShare",
     "IterableDatasetShard",
     "LaterBatches",
-    "OneOf",
     "RankBatches",
     "RankStream",
     "SeededSampler",
@@ -37,29 +38,31 @@ T = TypeVar("T")
 
 
 class Share(Protocol):
-    """Which reader this process is: `drivetrain.kernel.World` is one."""
+    """The protocol for the reader of this process; `drivetrain.kernel.World` implements it."""
 
     @property
     def reader_index(self) -> int:
-        """From 0."""
+        """The index of this reader, from 0."""
         ...
 
     @property
     def num_readers(self) -> int:
-        """At least 1."""
+        """The number of readers, at least 1."""
         ...
 
 
 @dataclass(frozen=True)
-class OneOf:
-    """A `Share` by its numbers; by default all of it."""
+class FixedShare:
+    """A `Share` with given numbers; by default the only reader."""
 
     reader_index: int = 0
     num_readers: int = 1
 
 
 class SeededSampler(RandomSampler):
-    """torch's random sampler, whose order is a function of seed and epoch and of nothing else."""
+    """torch's random sampler with an order that depends only on seed and epoch."""
+
+    draws_by_epoch = True
 
     def __init__(self, like: RandomSampler, seed: int) -> None:
         super().__init__(
@@ -69,7 +72,7 @@ class SeededSampler(RandomSampler):
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch's order the next iteration gives."""
+        """Set the epoch whose order the next iteration uses."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -78,11 +81,11 @@ class SeededSampler(RandomSampler):
 
 
 class BatchSharder:
-    """Picks one reader's batches out of everybody's.
+    """Selects one reader's batches out of the batches of all readers.
 
-    `batch_size`: of one reader; None where batches have sizes of their own. `spread`: a short last
-    round is shared out evenly, as accelerate does when rank 0 reads for all; else each reader's
-    part of it is filled up to a whole batch.
+    `batch_size`: of one reader; None if batches have sizes of their own. `spread`: a short last
+    round is shared evenly, as accelerate does if rank 0 reads for all; else each reader's part is
+    filled up to a whole batch.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class BatchSharder:
         """Number of real samples in the last round; 0: all of them."""
 
     def own_batches(self, batches: Iterable[list[T]]) -> Iterator[list[T]]:
-        """This reader's batches, out of those of all readers."""
+        """Yield this reader's batches, out of those of all readers."""
         self.remainder = 0
         first: list[list[T]] = []
         for turn in self._rounds(batches):
@@ -134,14 +137,14 @@ class BatchSharder:
 
 
 def chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """The items in lists of `size`; the last may be shorter."""
+    """Yield the items in lists of `size`; the last list may be shorter."""
     items = iter(items)
     while chunk := list(islice(items, size)):
         yield chunk
 
 
 class RankBatches(Sampler[list[int]]):
-    """A batch sampler: one reader's share of another one."""
+    """A batch sampler: one reader's share of another batch sampler."""
 
     def __init__(self, batch_sampler: Any, sharder: BatchSharder) -> None:
         self.batch_sampler = batch_sampler
@@ -163,9 +166,9 @@ class RankBatches(Sampler[list[int]]):
 
 
 class RankStream(IterableDataset[Any]):
-    """A stream: one reader's share of another one.
+    """A stream: one reader's share of another stream.
 
-    A stream that shuffles must do so equally on all ranks: by a `set_epoch` of its own, which is
+    A stream that shuffles must shuffle equally on all ranks: by its own `set_epoch`, which is
     called, or by a `torch.Generator` named `generator`, which is seeded with `seed + epoch`.
     """
 
@@ -177,10 +180,12 @@ class RankStream(IterableDataset[Any]):
         self.seed = seed
         self.epoch = 0
         self.num_examples = 0
-        """Samples that the stream has given in the current pass, for all readers."""
+        """Number of samples of the current pass so far, for all readers."""
+        self.first: list[Any] = []
+        """The first of these samples, which must be equal on all readers."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch comes next; passed on to the stream."""
+        """Set the epoch of the next iteration, and pass it to the stream."""
         self.epoch = epoch
         set_epoch(self.dataset, epoch)
 
@@ -188,24 +193,27 @@ class RankStream(IterableDataset[Any]):
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.seed + self.epoch)
-        self.num_examples = 0
+        self.num_examples, self.first = 0, []
         batches = chunks(self._counted(), self.batch_size)
         yield from chain.from_iterable(self.sharder.own_batches(batches))
 
     def _counted(self) -> Iterator[Any]:
         for sample in self.dataset:
             self.num_examples += 1
+            if len(self.first) < min(self.global_batch, DIGESTED):
+                self.first.append(sample)
             yield sample
 
     def __len__(self) -> int:
-        """Samples of this reader. Raises TypeError when the stream has no length."""
+        """Return the number of samples of this reader. Raises TypeError if the stream has no
+        length."""
         rounds = len(self.dataset) / self.global_batch
         own = self.global_batch // self.sharder.size
         return own * (math.floor(rounds) if self.sharder.drop_last else math.ceil(rounds))
 
 
 class LaterBatches(Sampler[list[int]]):
-    """A batch sampler without its first `num_skipped` batches; none of their samples is read."""
+    """A batch sampler without its first `num_skipped` batches, whose samples are not read."""
 
     def __init__(self, batch_sampler: Any, num_skipped: int) -> None:
         self.batch_sampler = batch_sampler
@@ -217,7 +225,7 @@ class LaterBatches(Sampler[list[int]]):
         inner = self.batch_sampler
         if type(inner) is not BatchSampler:
             return islice(iter(inner), self.num_skipped, None)
-        # its samples are skipped, which is quicker than to make batches of them
+        # skipping samples is faster than making batches of them
         samples = islice(iter(inner.sampler), self.num_skipped * inner.batch_size, None)
         batches = chunks(samples, inner.batch_size)
         return (each for each in batches if len(each) == inner.batch_size or not inner.drop_last)
@@ -227,10 +235,10 @@ class LaterBatches(Sampler[list[int]]):
 
 
 class IterableDatasetShard(RankStream):
-    """Deals a stream out over ranks: of each `batch_size * num_processes` samples, this rank's
-    `batch_size`, so that all ranks yield equally many.
+    """Shards a stream over ranks: of each `batch_size * num_processes` samples, it yields this
+    rank's `batch_size`, so that all ranks yield the same number.
 
-    At the end a group that is not full is dropped, or filled up from the first group.
+    An incomplete last group is dropped, or filled up from the first group.
     """
 
     def __init__(
@@ -242,7 +250,9 @@ class IterableDatasetShard(RankStream):
         process_index: int = 0,
         seed: int = 0,
     ) -> None:
-        sharder = BatchSharder(OneOf(process_index, num_processes), batch_size, drop_last=drop_last)
+        sharder = BatchSharder(
+            FixedShare(process_index, num_processes), batch_size, drop_last=drop_last
+        )
         super().__init__(dataset, sharder, batch_size, seed)
         self.drop_last = drop_last
         self.num_processes = num_processes

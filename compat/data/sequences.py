@@ -1,7 +1,7 @@
-"""Batches of a causal language model, made ready for a driver that cuts their sequences over ranks.
+"""Prepares batches of a causal language model for a driver that partitions sequences over ranks.
 
-A model shifts its labels, counts its positions and looks for padding by itself, which a part of a
-sequence does not allow. All of that is done here, on whole sequences.
+A model shifts labels, counts positions and detects padding itself, which needs whole sequences. So
+all of this is done here, before sequences are partitioned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["DIMENSIONS", "POSITIONS", "WholeSequences"]
 
 POSITIONS = "position_ids"
 DIMENSIONS = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "shift_labels": 1, POSITIONS: 1}
-"""What a batch may hold, and which dimension of it is the sequence."""
+"""The names that a batch may hold, each with its sequence dimension."""
 
 _MASK = "attention_mask"
 _FILLING = {"labels": -100, "shift_labels": -100}
@@ -29,17 +29,18 @@ _REMEDY = "or set parallelism_config's cp_size and sp_size to 1"
 
 @dataclass(frozen=True)
 class WholeSequences:
-    """Called with a batch, gives it with `shift_labels`, `position_ids` and a length that divides.
+    """Returns a batch with `shift_labels`, `position_ids` and a length that can be partitioned.
 
-    Raises `ArgumentError` for what cannot be trained on in parts.
+    Raises `ArgumentError` for batches that cannot be partitioned.
     """
 
     num_parts: int
     reach: int | None = None
-    """Positions that attention goes back to; None: all."""
+    """Number of previous positions that attention reaches; None: all."""
 
     def __call__(self, batch: Any) -> dict[str, Any]:
-        """Tensors of shape (samples, positions, ...), and as many positions more as are missing."""
+        """Return tensors of shape (samples, positions, ...), padded to the next length that
+        divides."""
         found = _known(batch)
         mask: Tensor | None = found.pop(_MASK, None)
         if "shift_labels" not in found:
@@ -55,7 +56,7 @@ class WholeSequences:
             _check_mask(mask, found["shift_labels"])
         device = found["labels"].device
         start = _start(found.pop(POSITIONS, torch.arange(length, device=device)[None]), mask)
-        # a model takes one position for the next word of a generation, where nothing is causal
+        # a model takes a sequence of one position for a step of generation, without a causal mask
         parts = max(2, -(-length // self.num_parts))
         missing = parts * self.num_parts - length
         longer = {
@@ -65,18 +66,19 @@ class WholeSequences:
 
 
 def _known(batch: Any) -> dict[str, Tensor]:
-    """Without what is None. Raises `ArgumentError` for what nobody knows how to cut."""
+    """Return the batch without None. Raises `ArgumentError` for entries that cannot be
+    partitioned."""
     if not isinstance(batch, Mapping):
         raise ArgumentError(
-            f"a batch is a {type(batch).__name__}, and sequences are cut of mappings of tensors: "
-            f"return one from data_collator, {_REMEDY}"
+            f"a batch is a {type(batch).__name__}, and only mappings of tensors can be partitioned "
+            f"along sequences: return one from data_collator, {_REMEDY}"
         )
     found = {name: value for name, value in batch.items() if value is not None}
     known = {*DIMENSIONS, _MASK}
     if unknown := sorted({name for name in found if name not in known}):
         raise ArgumentError(
-            f"batches hold {', '.join(unknown)}, which nobody knows how to cut with their "
-            f"sequences: known are {', '.join(sorted(known))}. Leave them out of the data "
+            f"batches hold {', '.join(unknown)}, which cannot be partitioned with their sequences: "
+            f"known are {', '.join(sorted(known))}. Leave them out of the data "
             f"(remove_unused_columns, or data_collator), {_REMEDY}"
         )
     if "labels" not in found:
@@ -88,7 +90,8 @@ def _known(batch: Any) -> dict[str, Tensor]:
 
 
 def _check_mask(mask: Tensor, targets: Tensor) -> None:
-    """Causal attention sees nothing of what lies behind; so a mask may hide that, and can go."""
+    """Check that a mask hides only padding at the end. Causal attention does not see later
+    positions anyway, so such a mask can be dropped."""
     seen = mask.bool()
     if mask.dim() == 2 and bool(seen.all()):
         return
@@ -105,7 +108,7 @@ def _check_mask(mask: Tensor, targets: Tensor) -> None:
 
 
 def _start(positions: Tensor, mask: Tensor | None) -> Tensor:
-    """The first positions, of shape (1 or samples, 1)."""
+    """Return the first positions, of shape (1 or samples, 1)."""
     counted = positions.dim() == 2
     if counted:
         steps = positions.diff(dim=1) == 1
@@ -120,7 +123,7 @@ def _start(positions: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _longer(tensor: Tensor, more: int, filling: int) -> Tensor:
-    """Along dimension 1."""
+    """Pad along dimension 1."""
     if not more:
         return tensor
     return torch.cat([tensor, tensor.new_full((len(tensor), more, *tensor.shape[2:]), filling)], 1)

@@ -1,1 +1,1 @@
-"""Evaluation and prediction loops, and what they return."""
+"""Results of evaluation, and functions on nested outputs."""

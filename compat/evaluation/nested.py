@@ -1,4 +1,4 @@
-"""Tensors and arrays in lists, tuples and dicts: to map, join, cut and measure as one."""
+"""Functions on tensors and arrays nested in lists, tuples and dicts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "EvalLoopContainer",
     "denumpify_detensorize",
     "find_batch_size",
+    "first_samples",
     "nested_concat",
     "nested_detach",
     "nested_gather",
@@ -28,9 +29,9 @@ __all__ = [
 
 
 def nested_map(function: Callable[..., Any], *nests: Any, list_is_leaf: bool = False) -> Any:
-    """`function` of the leaves of several nests of one shape, leaf by leaf, in containers of the
-    same types. `list_is_leaf`: for lists that hold an item for each sample. Raises TypeError where
-    containers differ, ValueError where lengths do.
+    """Apply `function` to the leaves of several nests of the same structure, in containers of the
+    same types. `list_is_leaf`: for lists that hold one item per sample. Raises TypeError if
+    containers differ, and ValueError if lengths differ.
     """
     first, containers = nests[0], (Mapping, tuple) if list_is_leaf else (Mapping, tuple, list)
     if not any(isinstance(nest, containers) for nest in nests):
@@ -45,12 +46,12 @@ def nested_map(function: Callable[..., Any], *nests: Any, list_is_leaf: bool = F
 
 
 def nested_detach(tensors: Any) -> Any:
-    """The same tensors outside the graph; what is no tensor stays as it is."""
+    """Detach the tensors; other leaves are unchanged."""
     return map_tensors(lambda tensor: tensor.detach() if tensor.requires_grad else tensor, tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:
-    """Arrays on the host; bfloat16, which numpy lacks, becomes float32."""
+    """Convert to arrays on the host; bfloat16, which numpy lacks, becomes float32."""
     return map_tensors(_numpify, tensors)
 
 
@@ -60,19 +61,19 @@ def _numpify(tensor: torch.Tensor) -> Any:
 
 
 def nested_truncate(tensors: Any, limit: int) -> Any:
-    """The first `limit` samples of every leaf."""
+    """Return the first `limit` samples of every leaf."""
     return map_leaves(lambda t: t[:limit], tensors)
 
 
 def nested_concat(tensors: Any, new_tensors: Any, padding_index: float = -100) -> Any:
-    """Both, one after the other along dimension 0; see `pad_and_concatenate`."""
+    """Concatenate both along dimension 0; see `pad_and_concatenate`."""
     return nested_map(
         lambda *leaves: pad_and_concatenate(leaves, padding_index), tensors, new_tensors
     )
 
 
 def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> Any:
-    """All tensors, or all arrays, along dimension 0. Where dimension 1 differs, the narrower are
+    """Concatenate tensors, or arrays, along dimension 0. If dimension 1 differs, narrower ones are
     padded at its end; a number counts as one sample. Raises TypeError for anything else, or a mix.
     """
     join: Callable[..., Any]
@@ -83,7 +84,10 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
         join, filled = np.concatenate, partial(np.full, dtype=parts[0].dtype)
     else:
         kinds = sorted({type(part).__name__ for part in parts})
-        raise TypeError(f"to be joined, all must be tensors or all arrays, not {', '.join(kinds)}")
+        raise TypeError(
+            f"to be joined, all must be tensors or all arrays, not {', '.join(kinds)}: of outputs "
+            "of the model, name those that are neither in ignore_keys of evaluate or predict"
+        )
     parts = [part if part.ndim else part.reshape(1) for part in parts]
     if parts[0].ndim == 1 or len({part.shape[1] for part in parts}) == 1:
         return join(parts)
@@ -96,8 +100,29 @@ def pad_and_concatenate(parts: Sequence[Any], padding_index: float = -100) -> An
     return whole
 
 
+def first_samples(inputs: Any, count: int, size: int) -> Any:
+    """Return the first `count` of the `size` samples of a batch; the whole batch for 0, or if a
+    part of it does not hold one item per sample, as with pairs of answers.
+    """
+    if not 0 < count < size or find_batch_size(inputs) != size or not isinstance(inputs, Mapping):
+        return inputs
+    tensors = [each for each in inputs.values() if isinstance(each, torch.Tensor) and each.dim()]
+    others = [each for each in inputs.values() if isinstance(each, Mapping | tuple)]
+    if others or any(len(each) != size for each in tensors):
+        return inputs
+    return {
+        name: each[:count] if _is_by_sample(each, size) else each for name, each in inputs.items()
+    }
+
+
+def _is_by_sample(value: Any, size: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return isinstance(value, list) and len(value) == size
+
+
 def find_batch_size(tensors: Any) -> int | None:
-    """The first dimension of the first leaf that has one, or None."""
+    """Return the first dimension of the first leaf that has one, or None."""
     if isinstance(tensors, (torch.Tensor, np.ndarray)):
         return int(tensors.shape[0]) if tensors.ndim else None
     parts: Iterable[Any] = ()
@@ -112,10 +137,10 @@ def find_batch_size(tensors: Any) -> int | None:
 
 
 def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = None) -> Any:
-    """Every rank's tensors along dimension 0, on every rank; sizes must agree over ranks.
+    """Gather every rank's tensors along dimension 0 on every rank; sizes must agree over ranks.
 
-    Without a process group, the tensors themselves. `parallel_mode` and `name` are accepted for
-    callers that pass them; whether there are ranks is seen from the process group.
+    Without a process group, return the tensors. `parallel_mode` and `name` are accepted for callers
+    that pass them, and ignored: the process group decides.
     """
     from torch import distributed
 
@@ -132,7 +157,7 @@ def nested_gather(tensors: Any, parallel_mode: Any = None, name: str | None = No
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
-    """numpy scalars and tensors of one element become Python numbers."""
+    """Convert numpy scalars and tensors of one element to Python numbers."""
 
     def number(value: Any) -> Any:
         single = isinstance(value, torch.Tensor) and value.numel() == 1
@@ -142,14 +167,14 @@ def denumpify_detensorize(metrics: Any) -> Any:
 
 
 _JOINED_FIRST = 4 << 20
-"""Bytes of small batches that are joined before they are copied: a copy of few costs its call."""
+"""Bytes of small batches to join before a copy: the call dominates the cost of small copies."""
 
 
 class EvalLoopContainer:
-    """Collects what evaluation yields batch by batch.
+    """Collects the results of evaluation batch by batch.
 
-    `do_nested_concat`: one nest of arrays over all samples, else a list with one nest a batch.
-    `lists_of_samples`: a list holds one item a sample, else one of several outputs.
+    `do_nested_concat`: keep one nest of arrays over all samples, else a list with one nest per
+    batch. `lists_of_samples`: a list holds one item per sample, else one item per output.
     """
 
     def __init__(
@@ -165,11 +190,11 @@ class EvalLoopContainer:
         self._on_host: list[Any] = []
 
     def add(self, tensors: Any) -> None:
-        """Take the tensors of one batch."""
+        """Add the tensors of one batch."""
         self._on_device.append(tensors)
 
     def to_cpu_and_numpy(self) -> None:
-        """Move what was added to the host, as arrays, and free its device memory."""
+        """Move all added tensors to the host as arrays, and free their device memory."""
         waiting, size = self._on_device, 1
         if self.do_nested_concat and waiting:
             num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in leaves(waiting[0]))
@@ -179,7 +204,7 @@ class EvalLoopContainer:
             self._on_host.append(nested_numpify(self._joined(some)))
 
     def get_arrays(self) -> Any:
-        """All that was added, as arrays on the host; None if nothing was."""
+        """Return everything added, as arrays on the host; None if nothing was added."""
         self.to_cpu_and_numpy()
         if not self.do_nested_concat:
             return self._on_host or None

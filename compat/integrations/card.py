@@ -1,4 +1,4 @@
-"""The model card: README.md of a trained model, as transformers writes it."""
+"""Writes the model card, README.md, of a trained model, as transformers does."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint.storage.local import replace_text
+from ..common.inspection import unwrap_peft
+from ..parts import TrainerParts
 from ..theirs import theirs
-from ..trainer.inspection import unwrap_peft
-from ..trainer.parts import TrainerParts
 
 __all__ = ["write_card"]
 
 
 def write_card(trainer: TrainerParts, tags: list[str], **given: Any) -> bool:
-    """Write README.md into the output folder of `trainer`; `given` as `create_model_card` has it.
-    The tags of a card that is there are kept. Returns whether that one was PEFT's.
+    """Write README.md into the output folder of `trainer`; `given`: the arguments of
+    `create_model_card`. The tags of an existing card are kept. Return whether that card was PEFT's.
     """
     from huggingface_hub import ModelCard
 
@@ -30,20 +30,20 @@ def write_card(trainer: TrainerParts, tags: list[str], **given: Any) -> bool:
 
 
 def _seen(trainer: TrainerParts) -> Any:
-    """The trainer as the summary reads it: with transformers' own words, and a model of theirs,
-    without adapters, or one that says nothing of where it came from.
+    """Return the trainer in the form that transformers' summary reads: with transformers' enums,
+    and a transformers model without adapters, or a placeholder without an origin.
     """
     mode = theirs("training_args", "ParallelMode")(trainer.args.parallel_mode.value)
     model = unwrap_peft(trainer.model)
-    return _With(
+    return _Overridden(
         trainer,
-        args=_With(trainer.args, parallel_mode=mode),
-        model=model if hasattr(model, "config") else _With(model, config=None),
+        args=_Overridden(trainer.args, parallel_mode=mode),
+        model=model if hasattr(model, "config") else _Overridden(model, config=None),
     )
 
 
-class _With:
-    """An object, with other values of some of its attributes."""
+class _Overridden:
+    """A proxy of an object with other values of some attributes."""
 
     def __init__(self, other: Any, **values: Any) -> None:
         self._other = other

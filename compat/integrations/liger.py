@@ -10,7 +10,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-from ..trainer.inspection import unwrap_peft
+from ..common.inspection import unwrap_peft
 
 __all__ = ["apply_liger_kernel"]
 
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 
 def apply_liger_kernel(model: nn.Module, kernel_config: Mapping[str, bool] | None = None) -> None:
-    """Replace layers of a transformers model by Liger's; `kernel_config` says which.
+    """Replace layers of a transformers model by Liger's; `kernel_config` selects them.
 
-    Says so and leaves other models as they are. Raises ImportError without the package,
-    RuntimeError without an accelerator, where Triton has nothing to compile for.
+    Other models are not changed, with a warning. Raises ImportError without the package, and
+    RuntimeError without an accelerator, for which Triton could compile.
     """
     try:
         liger = import_module("liger_kernel.transformers")
@@ -38,6 +38,6 @@ def apply_liger_kernel(model: nn.Module, kernel_config: Mapping[str, bool] | Non
     transformers = sys.modules.get("transformers")
     base = unwrap_peft(model)
     if transformers is None or not isinstance(base, transformers.PreTrainedModel):
-        _log.warning("%s is no model of transformers: Liger leaves it as it is", type(base))
+        _log.warning("%s is not a model of transformers: Liger does not change it", type(base))
         return
     liger._apply_liger_kernel_to_instance(model=base, **(kernel_config or {}))

@@ -1,4 +1,4 @@
-"""The libraries that choose hyper-parameters, behind one shape."""
+"""The libraries that search hyper-parameters, behind one protocol."""
 
 from __future__ import annotations
 
@@ -13,44 +13,39 @@ from typing import Any, Protocol
 from ..enums import HPSearchBackend
 from ..errors import ArgumentError
 from ..evaluation.outputs import BestRun
-from ..trainer.parts import TrainerParts
+from ..parts import TrainerParts
 
 __all__ = ["LIBRARIES", "Library"]
 
 _LOG = logging.getLogger(__name__)
 
-_SIZES = [4, 8, 16, 32, 64]
-
 
 class Library(Protocol):
-    """One way to search."""
+    """A library for searches."""
 
     module: str
     package: str
 
-    def default_space(self, trial: Any) -> dict[str, Any]:
-        """Learning rate, epochs, seed and batch size."""
-        ...
-
     def run(self, trainer: TrainerParts, n_trials: int, direction: Any, **options: Any) -> Any:
-        """The whole search; gives the best run or runs."""
+        """Run the whole search; return the best run or runs."""
         ...
 
     def report(
         self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
     ) -> None:
-        """`trainer.objective` at a step of a trial, on every rank. May raise to end the trial."""
+        """Report `trainer.objective` at a step of a trial, on every rank. May raise to end the
+        trial."""
         ...
 
     def run_id(self, trial: Any) -> Any:
-        """The identifier in the name of the trial's folder."""
+        """Return the identifier in the name of the trial's folder."""
         ...
 
 
 def train_once(
     trainer: TrainerParts, trial: Any, checkpoint: str | None = None
 ) -> dict[str, float]:
-    """One trial; its objective is `trainer.objective`. Evaluates where training did not."""
+    """Run one trial, whose objective is `trainer.objective`. Evaluate if training did not."""
     trainer.objective = None
     trainer.train(resume_from_checkpoint=checkpoint, trial=trial)
     metrics: dict[str, float] = {}
@@ -69,16 +64,6 @@ class Optuna:
 
     module = "optuna"
     package = "optuna"
-
-    def default_space(self, trial: Any) -> dict[str, Any]:
-        return {
-            "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
-            "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
-            "seed": trial.suggest_int("seed", 1, 40),
-            "per_device_train_batch_size": trial.suggest_categorical(
-                "per_device_train_batch_size", _SIZES
-            ),
-        }
 
     def run(
         self,
@@ -112,7 +97,7 @@ class Optuna:
             gc_after_trial=gc_after_trial,
             catch=catch,
         )
-        _broadcast(trainer, None)  # there are no more
+        _broadcast(trainer, None)  # no further trials
         best: Any = study.best_trials if several else [study.best_trial]
         runs = [BestRun(str(t.number), t.values if several else t.value, t.params) for t in best]
         return runs if several else runs[0]
@@ -125,7 +110,7 @@ class Optuna:
         prune = False
         if hasattr(trial, "study") and len(trial.study.directions) == 1:
             trial.report(trainer.objective, step)
-            prune = bool(trial.should_prune())  # of numpy, which cannot be broadcast
+            prune = bool(trial.should_prune())  # a numpy scalar, which cannot be broadcast
         if _broadcast(trainer, prune):
             trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
             raise optuna.TrialPruned()
@@ -134,7 +119,7 @@ class Optuna:
         return trial.number
 
     def _lead(self, trainer: TrainerParts, trial: Any) -> Any:
-        """A trial on rank 0: its values are drawn first, and broadcast."""
+        """Run a trial on rank 0, which first draws and broadcasts its values."""
         if trainer.args.world_size > 1:
             trainer.hp_space(trial)
             _broadcast(trainer, {"params": trial.params, "number": trial.number})
@@ -142,7 +127,7 @@ class Optuna:
         return trainer.objective
 
     def _follow(self, trainer: TrainerParts, catch: Any) -> None:
-        """All trials on another rank, as rank 0 broadcasts them, until there are no more."""
+        """Run all trials that rank 0 broadcasts, on another rank."""
         import optuna
 
         expected = (optuna.TrialPruned, *(catch if isinstance(catch, tuple) else (catch,)))
@@ -154,7 +139,7 @@ class Optuna:
 
 
 def _broadcast(trainer: TrainerParts, value: Any) -> Any:
-    """The value of rank 0, on every rank."""
+    """Return the value of rank 0 on every rank."""
     if trainer.args.world_size == 1:
         return value
     return trainer.driver_session.session.exchange(value)[0]
@@ -168,16 +153,6 @@ class Ray:
 
     module = "ray"
     package = "'ray[tune]'"
-
-    def default_space(self, trial: Any) -> dict[str, Any]:
-        from ray import tune
-
-        return {
-            "learning_rate": tune.loguniform(1e-6, 1e-4),
-            "num_train_epochs": tune.choice([1, 2, 3, 4, 5]),
-            "seed": tune.randint(1, 41),
-            "per_device_train_batch_size": tune.choice(_SIZES),
-        }
 
     def run(self, trainer: TrainerParts, n_trials: int, direction: Any, **options: Any) -> BestRun:
         from ray import tune
@@ -215,7 +190,7 @@ class Ray:
         return tune.get_context().get_trial_id()
 
     def _trial(self, trial: dict[str, Any], local_trainer: TrainerParts) -> None:
-        """Runs in a worker."""
+        """Run a trial in a worker."""
         from ray import tune
 
         if (stored := tune.get_checkpoint()) is None:
@@ -246,18 +221,6 @@ class Wandb:
 
     module = "wandb"
     package = "wandb"
-
-    def default_space(self, trial: Any) -> dict[str, Any]:
-        return {
-            "method": "random",
-            "metric": {"name": "objective", "goal": "minimize"},
-            "parameters": {
-                "learning_rate": {"distribution": "uniform", "min": 1e-6, "max": 1e-4},
-                "num_train_epochs": {"distribution": "int_uniform", "min": 1, "max": 6},
-                "seed": {"distribution": "int_uniform", "min": 1, "max": 40},
-                "per_device_train_batch_size": {"values": _SIZES},
-            },
-        }
 
     def run(
         self,
@@ -301,7 +264,7 @@ class Wandb:
     def report(
         self, trainer: TrainerParts, trial: Any, step: int, metrics: dict[str, float]
     ) -> None:
-        """The tracker's callback has told the server already."""
+        """Do nothing: the tracker's callback reports to the server already."""
 
     def run_id(self, trial: Any) -> Any:
         import wandb
@@ -315,4 +278,4 @@ LIBRARIES: dict[HPSearchBackend, Library] = {
     HPSearchBackend.RAY: Ray(),
     HPSearchBackend.WANDB: Wandb(),
 }
-"""In the order of preference where none is asked for."""
+"""The libraries in order of preference."""

@@ -1,4 +1,4 @@
-"""The optimizers that `optim=` names: which class, with which keywords; each its library's own."""
+"""The optimizers that `optim=` names: the class of each, from its own library, and its keywords."""
 
 from .table import OPTIMIZERS, optimizer_class_and_kwargs
 

@@ -1,6 +1,7 @@
-"""Optimizers that step inside the backward pass, one a parameter, so that gradients never pile up.
+"""Optimizers that step inside the backward pass, one per parameter, so that gradients do not
+accumulate.
 
-The trainer gets a stand-in for them that does nothing by itself.
+The trainer gets a placeholder for them that does nothing itself.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ __all__ = ["LayerWiseDummyOptimizer", "LayerWiseDummyScheduler"]
 
 
 class LayerWiseDummyOptimizer(Optimizer):
-    """Stands for one optimizer a parameter, each of which steps once its gradient is there.
+    """A placeholder for one optimizer per parameter, each of which steps once its gradient is
+    computed.
 
-    `optimizer_dict`: which one serves which parameter. Each gradient is dropped when it was used.
+    `optimizer_dict`: the optimizer of each parameter. Each gradient is dropped after use.
     """
 
     def __init__(
@@ -41,16 +43,16 @@ class LayerWiseDummyOptimizer(Optimizer):
             optimizer.zero_grad()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing is left to do."""
+        """Do nothing: the steps are done in backward."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """No gradient is left."""
+        """Do nothing: no gradient is left."""
 
 
 class LayerWiseDummyScheduler(LRScheduler):
-    """Steps a scheduler for each of the optimizers, once their parameter was updated.
+    """Steps a scheduler for each optimizer after the update of its parameter.
 
-    `make` builds the scheduler of one optimizer. What the trainer calls does nothing more.
+    `make` builds the scheduler of one optimizer. The trainer's own calls do nothing.
     """
 
     def __init__(
@@ -71,19 +73,19 @@ class LayerWiseDummyScheduler(LRScheduler):
         self.schedulers[parameter].step()  # type: ignore[index]
 
     def step(self, epoch: int | None = None) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the schedulers step in backward."""
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The rates in use, one a parameter."""
+        """Return the present rates, one per parameter."""
         lists = [inner.get_last_lr() for inner in self.schedulers.values()]
         return [lr for rates in lists for lr in rates] or list(self.base_lrs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all schedulers, in the order of the parameters."""
+        """Return the states of all schedulers, in the order of the parameters."""
         return {"schedulers": [inner.state_dict() for inner in self.schedulers.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         inner = self.schedulers.values()
         for scheduler, state in zip(inner, state_dict["schedulers"], strict=True):
             scheduler.load_state_dict(state)

@@ -1,52 +1,29 @@
-"""Optimizers that look into the model: of low rank (GaLore, Apollo), or inside backward (LOMO)."""
+"""Optimizers that need the model: low-rank ones (GaLore, Apollo), and those inside backward
+(LOMO)."""
 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..theirs import theirs
 from .layerwise import LayerWiseDummyOptimizer
 from .request import Request, library
 
-__all__ = ["LOW_RANK", "check_target_module_exists"]
+__all__ = ["LOW_RANK"]
 
 _log = logging.getLogger(__name__)
 
 Built = tuple[Any, dict[str, Any]]
 
 
-def check_target_module_exists(
-    optim_target_modules: str | Iterable[str], key: str
-) -> tuple[bool, bool]:
-    """Two answers: a module's name is wanted, and a pattern said so.
-
-    A string is a regular expression for the whole name; in a list stand names, parts of names,
-    or regular expressions.
-    """
-    if isinstance(optim_target_modules, str):
-        wanted = re.fullmatch(optim_target_modules, key) is not None
-        return wanted, optim_target_modules != key
-    targets = list(optim_target_modules)
-    if any(target in key for target in targets):
-        return True, False
-    by_pattern = any(re.fullmatch(target, key) for target in targets)
-    return by_pattern, by_pattern
-
-
 def _galore(request: Request) -> Built:
     module = library("galore_torch", request.name, "galore-torch")
-    given = request.options
-    low_rank = {
-        "rank": given.integer("rank", 128),
-        "update_proj_gap": given.integer("update_proj_gap", 200),
-        "scale": given.number("scale", 0.25),
-        "proj_type": given.text("proj_type", "std"),
-    }
+    low_rank = request.options.filled(rank=128, update_proj_gap=200, scale=0.25, proj_type="std")
     if "adafactor" in request.name:
         fixed = {"scale_parameter": False, "relative_step": False}
         return _low_rank(request, module.GaLoreAdafactor, low_rank, fixed)
@@ -57,24 +34,22 @@ def _galore(request: Request) -> Built:
 
 def _apollo(request: Request) -> Built:
     module = library("apollo_torch", request.name, "apollo-torch")
-    given = request.options
-    low_rank = {
-        "rank": given.integer("rank", 128),
-        "proj": given.text("proj", "random"),
-        "scale_type": given.text("scale_type", "channel"),
-        "update_proj_gap": given.integer("update_proj_gap", 200),
-        "scale": given.number("scale", 1.0),
-        "proj_type": given.text("proj_type", "std"),
-        "betas": request.betas,
-        "eps": request.args.adam_epsilon,
-    }
+    given = request.options.filled(
+        rank=128,
+        proj="random",
+        scale_type="channel",
+        update_proj_gap=200,
+        scale=1.0,
+        proj_type="std",
+    )
+    low_rank = {**given, "betas": request.betas, "eps": request.args.adam_epsilon}
     return _low_rank(request, module.APOLLOAdamW, low_rank, {})
 
 
 def _low_rank(
     request: Request, optimizer_class: Any, low_rank: dict[str, Any], fixed: dict[str, Any]
 ) -> Built:
-    """The class and keywords with two groups, of which the second is projected."""
+    """Return the class and keywords with two groups; the second group is projected."""
     layerwise = request.name.endswith("_layerwise")
     if layerwise:
         _check_in_backward(request)
@@ -96,7 +71,7 @@ def _low_rank(
 
 
 def _check_in_backward(request: Request) -> None:
-    """Refuse what cannot hold for updates that are made before all gradients are there."""
+    """Refuse arguments that need all gradients before an update."""
     args, name = request.args, f"optim={request.name!r} updates inside backward"
     if args.world_size > 1:
         raise NotImplementedError(
@@ -125,15 +100,16 @@ def _target_weights(request: Request, model: nn.Module) -> set[str]:
         raise TypeError(
             f"optim_target_modules is a list of strings, a pattern or 'all-linear', not {targets!r}"
         )
+    matches = theirs("trainer_utils", "check_target_module_exists")
     every = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
     found = set()
     for name, module in model.named_modules():
-        wanted, by_pattern = check_target_module_exists(targets, name)
+        wanted, by_pattern = matches(targets, name, return_is_regex=True)
         if isinstance(module, nn.Linear):
             if wanted or every:
                 found.add(f"{name}.weight")
         elif wanted and not by_pattern:
-            _log.warning("%s is no linear layer; %s leaves it as it is", name, request.name)
+            _log.warning("%s is not a linear layer; %s does not change it", name, request.name)
     if not found:
         raise ValueError(
             f"optim_target_modules={targets!r} names no linear layer of {type(model).__name__}"
@@ -142,7 +118,7 @@ def _target_weights(request: Request, model: nn.Module) -> set[str]:
 
 
 class InBackward:
-    """Makes LOMO's optimizers work with any backward, at the rate of their parameter group."""
+    """Adapts LOMO's optimizers to any backward, at the rate of their parameter group."""
 
     param_groups: list[dict[str, Any]]
     grad_func: Callable[[Any], Any]
@@ -154,11 +130,11 @@ class InBackward:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        if hasattr(self, "param_groups"):  # before there are groups, the constructor keeps it
+        if hasattr(self, "param_groups"):  # the constructor stores it before groups exist
             self.param_groups[0]["lr"] = value
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameter whose gradient came last; no hook came after it."""
+        """Update the parameter of the last gradient, after which no hook is called."""
         self.grad_func(None)
 
 

@@ -18,7 +18,8 @@ __all__ = [
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
-    """Elements of all parameters, each counted once; under ZeRO-3 of the whole ones."""
+    """Count the elements of all parameters, each once; under ZeRO-3 those of the whole
+    parameters."""
     return sum(
         int(getattr(parameter, "ds_numel", parameter.numel()))
         for parameter in model.parameters()
@@ -31,7 +32,8 @@ def get_parameter_names(
     forbidden_layer_types: Iterable[type[nn.Module]],
     forbidden_layer_names: Iterable[str] | None = None,
 ) -> list[str]:
-    """Names of the parameters that lie in no submodule of these types, and match no such pattern.
+    """Return the names of the parameters outside of submodules of these types whose names match no
+    pattern.
 
     `forbidden_layer_names`: regular expressions, searched for in the lower-case name at each
     level from the parameter's own up to the full one. Tied parameters appear by each name.
@@ -59,10 +61,10 @@ _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.|_)norm(?:$|\.)"]
 
 
 def decayed_names(model: nn.Module, by_name: bool = True) -> list[str]:
-    """The names of the parameters that weight decay applies to, frozen ones too.
+    """Return the names of the parameters that weight decay applies to, including frozen ones.
 
-    Left out are those of `nn.LayerNorm`, and those whose name speaks of a bias or a norm. Unless
-    `by_name`, names do not count but for "bias", and classes called RMSNorm do.
+    Parameters of `nn.LayerNorm` are left out, and parameters whose name contains a bias or a norm.
+    Without `by_name`, only "bias" counts among names, and classes called RMSNorm are left out, too.
     """
     if not by_name:
         kinds = {type(module) for module in model.modules()}
@@ -72,7 +74,7 @@ def decayed_names(model: nn.Module, by_name: bool = True) -> list[str]:
 
 
 def decay_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups of what is trained: with decay, and without."""
+    """Return two groups of the trained parameters: with decay, and without."""
     names = set(decayed)
     trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
     return [
@@ -82,11 +84,11 @@ def decay_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> l
 
 
 _HOW = ("capturable", "differentiable", "foreach", "fused")
-"""Entries of an optimizer's group that say how to compute, which is the driver's business."""
+"""Entries of an optimizer's group about how to compute, which the driver decides."""
 
 
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers and words in an optimizer's group."""
+    """Return the numbers and strings in an optimizer's group."""
     found = {}
     for name, value in group.items():
         value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -21,9 +21,7 @@ def _bitsandbytes(request: Request) -> Built:
     name = request.name
     bits: dict[str, Any] = {"optim_bits": 8 if "8bit" in name else 32}
     if "rmsprop" in name:
-        given = request.options
-        numbers = given.numbers("alpha", "eps", "weight_decay", "momentum")
-        return module.RMSprop, {**request.lr, **numbers, **given.flags("centered"), **bits}
+        return module.RMSprop, {**request.rmsprop, **bits}
     bits["is_paged"] = "paged" in name
     if "lion" in name:
         return module.Lion, {**request.lr, "betas": request.betas, **bits}
@@ -33,30 +31,27 @@ def _bitsandbytes(request: Request) -> Built:
 
 
 def _ademamix(request: Request) -> dict[str, Any]:
-    args, given = request.args, request.options
-    betas = (
-        given.number("beta1", args.adam_beta1),
-        given.number("beta2", args.adam_beta2),
-        given.number("beta3", 0.9999),
-    )
-    ramps = {name: given.integer(name, 0) for name in ("t_alpha", "t_beta3") if name in given}
-    alpha, eps = given.number("alpha", 5.0), given.number("eps", args.adam_epsilon)
-    return {"betas": betas, "alpha": alpha, "eps": eps, **ramps}
+    options = request.options
+    beta1, beta2 = map(float, request.betas)
+    betas = options.filled(beta1=beta1, beta2=beta2, beta3=0.9999)
+    return {
+        "betas": tuple(betas.values()),
+        **options.filled(alpha=5.0, eps=float(request.args.adam_epsilon)),
+        **options.given(t_alpha=int, t_beta3=int),
+    }
 
 
 def _torchao(request: Request) -> Built:
     module = library("torchao.optim", request.name, "torchao")
     cls = module.AdamW4bit if request.name.endswith("4bit") else module.AdamW8bit
-    given = request.options
     return cls, {
         **request.adam,
-        "block_size": given.integer("block_size", 256),
-        "bf16_stochastic_round": given.flag("bf16_stochastic_round"),
+        **request.options.filled(block_size=256, bf16_stochastic_round=False),
     }
 
 
 def keep_embeddings_whole(model: nn.Module, optimizer_class: Any, kwargs: dict[str, Any]) -> None:
-    """Give embeddings states of 32 bits where an optimizer of bitsandbytes would use 8.
+    """Use 32-bit optimizer states for embeddings if an optimizer of bitsandbytes would use 8 bits.
 
     Their gradients are too uneven for fewer: https://arxiv.org/abs/2110.02861, section 2.3.
     """

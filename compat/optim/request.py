@@ -1,4 +1,4 @@
-"""The training arguments and `optim_args` as an optimizer needs them."""
+"""Reads the training arguments and `optim_args` for an optimizer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["OptimArgs", "Request", "library"]
 
 
 class OptimArgs:
-    """The values of `optim_args`, "name=value,name=value", read one by one.
+    """The values of `optim_args`, "name=value,name=value".
 
-    Each reader converts, or raises ValueError with the value seen; `unread` names what nobody
-    asked for.
+    Methods that read a malformed value raise ValueError with the value; `unread` lists names that
+    were not read. A boolean is "true", "yes", "on", "1" or one of their opposites.
     """
 
     def __init__(self, text: str | None) -> None:
@@ -30,44 +30,22 @@ class OptimArgs:
                 self._values[name] = value
         self.unread = set(self._values)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
+    def given(self, **kinds: type) -> dict[str, Any]:
+        """Return the arguments of these names that are given, converted to these types."""
+        return {name: self._read(name, kinds[name]) for name in kinds if name in self._values}
 
-    def text(self, name: str, default: str) -> str:
-        """A word."""
+    def filled(self, **defaults: Any) -> dict[str, Any]:
+        """Return the arguments of these names, of the types of these defaults, which fill in."""
+        return defaults | self.given(**{name: type(value) for name, value in defaults.items()})
+
+    def _read(self, name: str, kind: type) -> Any:
         self.unread.discard(name)
-        return self._values.get(name, default)
-
-    def number(self, name: str, default: float) -> float:
-        """A number with a fraction."""
-        return float(self._read(name, float, default))
-
-    def integer(self, name: str, default: int) -> int:
-        """A whole number."""
-        return int(self._read(name, int, default))
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """True or False: "true", "yes", "on", "1" and their opposites."""
-        text = self.text(name, str(default)).lower()
-        if text not in _FLAGS:
-            raise ValueError(f"optim_args {name} is {text!r}; it is true or false")
-        return _FLAGS[text]
-
-    def numbers(self, *names: str) -> dict[str, float]:
-        """Those of the names that were given, as numbers with a fraction."""
-        return {name: self.number(name, 0.0) for name in names if name in self}
-
-    def flags(self, *names: str) -> dict[str, bool]:
-        """Those of the names that were given, as True or False."""
-        return {name: self.flag(name) for name in names if name in self}
-
-    def _read(self, name: str, convert: Any, default: float) -> Any:
-        text = self.text(name, str(default))
+        text = self._values[name]
         try:
-            return convert(text)
-        except ValueError:
-            kind = "a whole number" if convert is int else "a number"
-            raise ValueError(f"optim_args {name} is {text!r}; it is {kind}") from None
+            return _FLAGS[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            words = {bool: "true or false", float: "a number", int: "a whole number"}[kind]
+            raise ValueError(f"optim_args {name} is {text!r}; it is {words}") from None
 
 
 _FLAGS = {
@@ -78,7 +56,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Request:
-    """An optimizer by name, the arguments around it, and the model for those that look into it."""
+    """An optimizer by name, its arguments, and the model for optimizers that need it."""
 
     name: str
     args: Any
@@ -87,7 +65,7 @@ class Request:
 
     @property
     def lr(self) -> dict[str, Any]:
-        """The keyword that every optimizer takes."""
+        """The keyword of every optimizer."""
         return {"lr": self.args.learning_rate}
 
     @property
@@ -96,19 +74,26 @@ class Request:
         return self.args.adam_beta1, self.args.adam_beta2
 
     @property
+    def rmsprop(self) -> dict[str, Any]:
+        """The keywords of every RMSprop."""
+        return self.lr | self.options.given(
+            alpha=float, eps=float, weight_decay=float, momentum=float, centered=bool
+        )
+
+    @property
     def adam(self) -> dict[str, Any]:
         """The keywords of everything in Adam's family, the rate included."""
         return {**self.lr, "betas": self.betas, "eps": self.args.adam_epsilon}
 
     def wanted_model(self) -> nn.Module:
-        """The model. Raises ValueError where none was given."""
+        """Return the model. Raises ValueError if none was given."""
         if self.model is None:
-            raise ValueError(f"optim={self.name!r} looks into the model; pass model= as well")
+            raise ValueError(f"optim={self.name!r} needs the model; pass model= as well")
         return self.model
 
 
 def library(module: str, optim: str, package: str) -> Any:
-    """The module of an optional library; ImportError with the command that installs it."""
+    """Import an optional library. Raises ImportError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

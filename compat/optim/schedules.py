@@ -1,6 +1,6 @@
 """The learning rate schedules by name.
 
-The usual ones are here; the others, and those that follow a metric, are transformers' own.
+The usual ones are here; the others, including those that follow a metric, are transformers' own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from ..enums import SchedulerType
+from ..errors import ArgumentError
 from ..theirs import theirs
 from .layerwise import LayerWiseDummyOptimizer, LayerWiseDummyScheduler
 
-__all__ = ["follows_a_metric", "get_scheduler", "restore_schedule"]
+__all__ = ["follow_groups", "follows_a_metric", "get_scheduler"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ _SPAN = ("num_warmup_steps", "num_training_steps")
 
 
 class OneFactorLR(LambdaLR):
-    """A `LambdaLR` of one factor for all groups, which is asked for once a step: what torch looks
-    at in the first steps, such as the order of calls, is left out of those that follow."""
+    """A `LambdaLR` with one factor for all groups, computed once per step. Checks that torch makes
+    in the first steps, such as the order of calls, are skipped in later steps."""
 
     def step(self, epoch: int | None = None) -> None:
         groups = self.optimizer.param_groups
@@ -78,30 +79,35 @@ class OneFactorLR(LambdaLR):
 
 
 def _are_floats(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """False where a rate is a tensor, which is written in place, and not replaced."""
+    """False if a rate is a tensor, which must be written in place."""
     return all(type(group["lr"]) is float for group in groups)
 
 
 def follows_a_metric(scheduler: Any) -> bool:
-    """True if evaluations step it, and not updates."""
+    """True if evaluations step the schedule, and not updates."""
     return hasattr(scheduler, "patience")
 
 
-def restore_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
-    """Take over a state, also of a greedy schedule from the time when drivetrain had its own."""
-    if "num_resting" in state:
-        worst = math.inf if state["mode"] == "min" else -math.inf
-        state = {
-            **state,
-            "best": worst if state["best"] is None else state["best"],
-            "num_good_epochs": state["num_good"],
-            "num_bad_epochs": state["num_bad"],
-            "cooldown_counter": state["num_resting"],
-            "reset_start": state["resets_in"],
-            "reset_start_original": state["reset_start"],
-            "_init_lrs": state["first_lrs"],
-        }
-    scheduler.load_state_dict(dict(state))
+def follow_groups(scheduler: Any, groups: Sequence[dict[str, Any]]) -> None:
+    """Add groups that were added to the optimizer to a schedule of factors (`LambdaLR`): their
+    rates follow the common factor from now on. Other schedules are not changed. Raises
+    `ArgumentError` if each group has its own factor.
+    """
+    if not isinstance(scheduler, LambdaLR) or len(scheduler.base_lrs) >= len(groups):
+        return
+    first, *others = scheduler.lr_lambdas
+    if any(each is not first for each in others):
+        raise ArgumentError(
+            f"a group was added to the optimizer, which has {len(groups)} by now, and the schedule "
+            f"{type(scheduler).__name__} has factors for {len(scheduler.base_lrs)}, one for each: "
+            "nothing says which the new one follows. Give the Trainer a schedule of one factor, or "
+            "an optimizer that has all groups from the start"
+        )
+    for group in groups[len(scheduler.base_lrs) :]:
+        base = group.setdefault("initial_lr", group["lr"])
+        scheduler.base_lrs.append(base)
+        scheduler.lr_lambdas.append(first)
+        group["lr"] = base * first(scheduler.last_epoch)
 
 
 def get_scheduler(
@@ -111,12 +117,12 @@ def get_scheduler(
     num_training_steps: int | None = None,
     scheduler_specific_kwargs: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
-    """The scheduler of that name for an optimizer; steps are updates of the weights.
+    """Return the scheduler of a name for an optimizer; steps are updates of the weights.
 
-    `scheduler_specific_kwargs`: what `lr_scheduler_kwargs` holds; the constant schedules take
-    none, and say so. Raises ValueError for an unknown name, a missing number of steps, or values
-    that do not fit; TypeError for a keyword that the schedule does not have; ImportError where
-    transformers is missing, which has all but the linear, cosine and constant ones.
+    `scheduler_specific_kwargs`: the value of `lr_scheduler_kwargs`; the constant schedules accept
+    none, and warn. Raises ValueError for an unknown name, a missing number of steps, or invalid
+    values; TypeError for a keyword that the schedule does not have; ImportError if transformers is
+    missing, which has all schedules except the linear, cosine and constant ones.
     """
     name = str(getattr(name, "value", name))
     if name not in [each.value for each in SchedulerType]:
@@ -146,7 +152,7 @@ def get_scheduler(
 
 
 def _their_maker(name: str) -> Callable[..., Any]:
-    """The function of transformers that makes that schedule."""
+    """Return the function of transformers that makes a schedule."""
     if name == SchedulerType.REDUCE_ON_PLATEAU:
         return ReduceLROnPlateau
     if name == SchedulerType.GREEDY:
@@ -156,7 +162,7 @@ def _their_maker(name: str) -> Callable[..., Any]:
 
 
 def _check_options(name: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(maker).parameters.values())[1:]  # the step or optimizer
+    parameters = list(inspect.signature(maker).parameters.values())[1:]  # the step or the optimizer
     parameters = [each for each in parameters if each.name not in _SPAN]
     known = [each.name for each in parameters]
     wrong = [option for option in options if option not in (*known, "last_epoch")]

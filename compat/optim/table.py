@@ -23,12 +23,12 @@ _GONE = {
 
 
 def optimizer_class_and_kwargs(args: Any, model: nn.Module | None) -> tuple[Any, dict[str, Any]]:
-    """The class that `args.optim` names, and its keywords.
+    """Return the class that `args.optim` names, and its keywords.
 
-    The keywords may hold the parameters as well: as `params` (groups), as `model`, or as
-    `optimizer_dict` (see `layerwise`). Raises ValueError for an unknown name, for `optim_args`
-    that do not read or that the optimizer does not have, and for a model that does not fit;
-    ImportError, with the command that installs it, for a library that is not here.
+    The keywords may also hold the parameters: as `params` (groups), as `model`, or as
+    `optimizer_dict` (see `layerwise`). Raises ValueError for an unknown name, for `optim_args` that
+    are malformed or that the optimizer does not have, and for an unsuitable model; ImportError,
+    with the command that installs it, for a missing library.
     """
     name = str(getattr(args.optim, "value", args.optim))
     if name in _GONE:

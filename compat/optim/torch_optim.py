@@ -1,4 +1,4 @@
-"""Optimizers that need nothing but their numbers: torch's, and those of small libraries."""
+"""Optimizers that need no model: torch's, and those of small libraries."""
 
 from __future__ import annotations
 
@@ -33,32 +33,30 @@ def _npu_adamw(request: Request) -> Built:
 
 def _anyprecision_adamw(request: Request) -> Built:
     module = library("torchdistx.optimizers", request.name, "torchdistx")  # built from source
-    given = request.options
-    dtypes = {
-        name: getattr(torch, given.text(name, default))
-        for name, default in (
-            ("momentum_dtype", "float32"),
-            ("variance_dtype", "float32"),
-            ("compensation_buffer_dtype", "bfloat16"),
-        )
+    dtypes = request.options.filled(
+        momentum_dtype="float32", variance_dtype="float32", compensation_buffer_dtype="bfloat16"
+    )
+    return module.AnyPrecisionAdamW, {
+        **request.adam,
+        **request.options.filled(use_kahan_summation=False),
+        **{name: getattr(torch, dtype) for name, dtype in dtypes.items()},
     }
-    kahan = given.flag("use_kahan_summation")
-    return module.AnyPrecisionAdamW, {**request.adam, "use_kahan_summation": kahan, **dtypes}
 
 
 def _sgd(request: Request) -> Built:
-    numbers = request.options.numbers("momentum", "dampening", "weight_decay")
-    return torch.optim.SGD, {**request.lr, **numbers, **request.options.flags("nesterov")}
+    given = request.options.given(
+        momentum=float, dampening=float, weight_decay=float, nesterov=bool
+    )
+    return torch.optim.SGD, {**request.lr, **given}
 
 
 def _adagrad(request: Request) -> Built:
-    numbers = request.options.numbers("lr_decay", "weight_decay", "eps")
-    return torch.optim.Adagrad, {**request.lr, **numbers}
+    given = request.options.given(lr_decay=float, weight_decay=float, eps=float)
+    return torch.optim.Adagrad, {**request.lr, **given}
 
 
 def _rmsprop(request: Request) -> Built:
-    numbers = request.options.numbers("momentum", "alpha", "eps", "weight_decay")
-    return torch.optim.RMSprop, {**request.lr, **numbers, **request.options.flags("centered")}
+    return torch.optim.RMSprop, request.rmsprop
 
 
 def _adafactor(request: Request) -> Built:
@@ -68,26 +66,25 @@ def _adafactor(request: Request) -> Built:
 
 def _grokadamw(request: Request) -> Built:
     module = library("grokadamw", request.name, "grokadamw")
-    defaults = {
-        "alpha_init": 0.98,
-        "lamb": 2.0,
-        "gamma": 0.1,
-        "grokking_signal_decay_rate": 0.1,
-        "gradient_clipping": 1.0,
-    }
-    numbers = {name: request.options.number(name, value) for name, value in defaults.items()}
+    numbers = request.options.filled(
+        alpha_init=0.98,
+        lamb=2.0,
+        gamma=0.1,
+        grokking_signal_decay_rate=0.1,
+        gradient_clipping=1.0,
+    )
     return module.GrokAdamW, {**request.lr, **numbers}
 
 
 def _stable_adamw(request: Request) -> Built:
     module = library("optimi", request.name, "torch-optimi")
-    given = request.options
     return module.StableAdamW, {
         **request.adam,
         "weight_decay": request.args.weight_decay,
-        "decouple_lr": given.flag("decouple_lr"),
-        "max_lr": given.number("max_lr", 0.0) if "max_lr" in given else None,
-        "kahan_sum": given.flag("kahan_sum") if "kahan_sum" in given else None,
+        **request.options.filled(decouple_lr=False),
+        "max_lr": None,
+        "kahan_sum": None,
+        **request.options.given(max_lr=float, kahan_sum=bool),
     }
 
 
@@ -95,7 +92,7 @@ def _schedule_free(request: Request) -> Built:
     module = library("schedulefree", request.name, "schedulefree")
     kind = request.name.removeprefix("schedule_free_")
     numbers = {"sgd": request.lr}.get(kind, request.adam)
-    if kind != "radam":  # which warms up by itself
+    if kind != "radam":  # which has its own warm-up
         numbers = {**numbers, "warmup_steps": _warmup_steps(request)}
     cls = {
         "adamw": "AdamWScheduleFree",
@@ -105,8 +102,7 @@ def _schedule_free(request: Request) -> Built:
     return getattr(module, cls), {
         **numbers,
         "weight_decay": request.args.weight_decay,
-        "weight_lr_power": request.options.number("weight_lr_power", 2.0),
-        "r": request.options.number("r", 0.0),
+        **request.options.filled(weight_lr_power=2.0, r=0.0),
     }
 
 

@@ -1,1 +1,1 @@
-"""`Trainer` and its parts, around the kernel's loop."""
+"""`Trainer`, which uses the kernel's loop, and its mixins."""

@@ -1,21 +1,24 @@
-"""Between steps: logs, evaluations and checkpoints as the flags ask, and which metric is best."""
+"""Actions between steps: logs, evaluations and checkpoints by the flags, and the best metric."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...kernel.errors import SaveFailed, ran_out
+from ...trainer.step_clock import COMPUTE, EVALUATION, SAVING
 from ..enums import SaveStrategy
-from ..evaluation.loop import EvaluationMixin
-from ..integrations.search import SearchMixin
 from ..names import PREFIX_CHECKPOINT_DIR
 from ..optim.schedules import follows_a_metric
 from ..profile import profile_of
+from .evaluation import EvaluationMixin
+from .search import SearchMixin
+from .time_parts import TimeParts
 
 __all__ = ["BetweenStepsMixin"]
 
@@ -24,6 +27,9 @@ _LOG = logging.getLogger(__name__)
 
 class BetweenStepsMixin(EvaluationMixin, SearchMixin):
     """HF Trainer's methods that run between the steps of the training loop."""
+
+    _times: TimeParts | None = None
+    """The account of the time of the current call of `train`."""
 
     def _maybe_log_save_evaluate(
         self,
@@ -36,32 +42,61 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        """Log, evaluate and save where the control flags ask for it, in this order."""
+        """Log, evaluate and save, in this order, if the control flags request it."""
         state = self.state
         if self.control.should_log and state.global_step > self._globalstep_last_logged:
-            self._log_steps(tr_loss, grad_norm, learning_rate, start_time)
+            with self._timed(COMPUTE):  # for which a log waits
+                self._log_steps(tr_loss, grad_norm, learning_rate, start_time)
         if self.control.should_evaluate:
-            metrics = self._evaluate(trial, ignore_keys_for_eval)
+            with self._timed(EVALUATION):
+                metrics = self._evaluate(trial, ignore_keys_for_eval)
             improved = self._determine_best_metric(metrics=metrics, trial=trial)
             if self.args.save_strategy == SaveStrategy.BEST:
                 self.control.should_save = improved
-        if self.control.should_save and self._is_saved(model, trial):
+        if not self.control.should_save:
+            return
+        with self._timed(SAVING):
+            saved = self._try_to_save(model, trial)
+        if saved:
             self.control = self.callback_handler.on_save(self.args, state, self.control)
 
-    def _is_saved(self, model: nn.Module, trial: Any) -> bool:
-        """Save a checkpoint. One that cannot be written is told; training goes on with the last."""
+    def _timed(self, part: str) -> AbstractContextManager[None]:
+        """Let the time of the block belong to a part of the time, if `time_parts` is set."""
+        if self._times is None:
+            return nullcontext()
+        self._times.evaluations += part == EVALUATION
+        self._times.saves += part == SAVING
+        return self._times.clock.within(part)
+
+    def _try_to_save(self, model: nn.Module, trial: Any) -> bool:
+        """Save a checkpoint, and return whether it was saved. A failure is logged, and training
+        continues."""
         best = self.state.best_model_checkpoint
         try:
             self._save_checkpoint(model, trial)
         except SaveFailed as error:
             self.state.best_model_checkpoint = best
-            _LOG.error("%s. Training goes on", error)
+            self._save_error = error
+            _LOG.error("%s. Training continues", error)
             return False
+        self._num_saved += 1
         return True
+
+    def _refuse_unsaved(self) -> None:
+        """Raises `SaveFailed` at the end of a run that should have saved checkpoints but could save
+        none."""
+        if self._save_error is not None and not self._num_saved:
+            raise SaveFailed(
+                f"the training ended at step {self.state.global_step}, and none of its checkpoints "
+                f"could be saved; of the last: {self._save_error}. trainer.model has the trained "
+                "weights: catch SaveFailed and call save_model() to keep them"
+            ) from self._save_error
 
     def _log_steps(
         self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: float
     ) -> None:
+        if self._training is not None:
+            self._training.audit()
         state, profile = self.state, profile_of(self.args)
         total = self._mean_over_ranks(tr_loss)
         loss = total / (state.global_step - self._globalstep_last_logged)
@@ -77,12 +112,14 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         if self._training is not None:
             self._training.start_window()
         else:
-            tr_loss -= tr_loss  # which a loop of a subclass's own goes on to add to
+            tr_loss -= tr_loss  # a subclass's own loop continues to add to it
         self.store_flos()
+        if self._times is not None and self._training is not None:
+            logs |= self._times.logs(self._training.progress)
         self.log(logs, start_time)
 
     def _mean_over_ranks(self, losses: Tensor) -> float:
-        """The losses since the last log, added up over steps; averaged over ranks."""
+        """Return the sum of the losses since the last log, averaged over ranks."""
         session = self.driver_session.session
         total = session.reduce(losses.detach().to(session.world.device))
         return float(total) / session.world.num_feeders
@@ -90,7 +127,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate, tell a search, and step a schedule that follows a metric."""
+        """Evaluate, report to a search, and step a schedule that follows a metric."""
         try:
             metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
         except RuntimeError as error:
@@ -99,11 +136,11 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
             args, step = self.args, self.state.global_step
             to_do = f"reduce per_device_eval_batch_size ({args.per_device_eval_batch_size})"
             found = f"rank {args.process_index} ran out of memory in the evaluation after step"
-            self.driver_session.give_up(f"{found} {step}: {to_do}", retry=False)
+            self.driver_session.abort_ranks(f"{found} {step}: {to_do}", retry=False)
             if not args.auto_find_batch_size:
                 raise
             raise RuntimeError(
-                # in words by which nobody takes it for one of training's
+                # worded so that it is not taken for an error of training
                 "evaluation met an out-of-memory error, and auto_find_batch_size changes the batch "
                 f"size of training only: {to_do}"
             ) from error
@@ -114,7 +151,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
         return metrics
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """True if `metric_for_best_model` is better than ever before; if so it is noted."""
+        """Return whether `metric_for_best_model` is better than ever before; if so, record it."""
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return False
@@ -133,7 +170,7 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
 
 
 def _watched(args: Any, metrics: Mapping[str, float]) -> float:
-    """The value of `metric_for_best_model`. Raises KeyError that lists what there is."""
+    """Return the value of `metric_for_best_model`. Raises KeyError that lists the metrics."""
     name = args.metric_for_best_model
     name = name if name.startswith("eval_") else f"eval_{name}"
     if name not in metrics:

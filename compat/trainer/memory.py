@@ -1,5 +1,5 @@
-"""The memory of each phase of a Trainer, which transformers measures where it is asked for; and
-what to do where it runs out."""
+"""Memory of a Trainer: measurement of each phase by transformers, if requested, and handling of
+out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["lacks_memory", "memory_tracker", "smaller_batch", "what_to_do"]
 
 
 class _Nothing:
-    """Measures nothing."""
+    """A memory tracker that measures nothing."""
 
     def start(self) -> None: ...
 
@@ -21,8 +21,8 @@ class _Nothing:
 
 
 def memory_tracker(skip_memory_metrics: bool) -> Any:
-    """transformers' `TrainerMemoryTracker`, which knows phases by the names of the methods that
-    call it. Raises ImportError where psutil is missing, with which it measures.
+    """Return transformers' `TrainerMemoryTracker`, which identifies phases by the names of the
+    calling methods. Raises ImportError if psutil is missing, which the tracker needs.
     """
     if skip_memory_metrics:
         return _Nothing()
@@ -32,12 +32,12 @@ def memory_tracker(skip_memory_metrics: bool) -> Any:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """True for an error of memory that ran out, in the update too."""
+    """True for an out-of-memory error, also in the update."""
     return ran_out(error) or isinstance(error, OutOfMemory)
 
 
 def what_to_do(args: Any, batch_size: int) -> str:
-    """Where a step on batches of that size did not fit into memory."""
+    """Suggest remedies for a step on batches of this size that did not fit into memory."""
     to_do = [
         "recompute activations (gradient_checkpointing=True)",
         "shard the model (backend='fsdp')",
@@ -55,9 +55,9 @@ def what_to_do(args: Any, batch_size: int) -> str:
 
 
 def smaller_batch(batch_size: int, error: BaseException) -> int:
-    """The largest batch of at most half the size that divides it.
+    """Return the largest batch size of at most half the size that divides it.
 
-    Raises RuntimeError when even one sample does not fit.
+    Raises RuntimeError if not even one sample fits.
     """
     less = _largest_part(batch_size)
     if less is None:

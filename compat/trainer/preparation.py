@@ -7,19 +7,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...data.parallel import Parallel
 from ..arguments.options import refuse_kernels
+from ..common.debugging import is_debugged
+from ..common.overrides import is_overridden
+from ..common.placement import generates_in_step
 from ..integrations.liger import apply_liger_kernel
-from ..integrations.neftune import NeftuneMixin
-from ..optim.build import OptimizationMixin
 from ..profile import profile_of
 from ..theirs import theirs
-from .cutting import how_to_cut
-from .debugging import is_debugged
-from .overrides import is_overridden
-from .placement import generates_in_step
+from .neftune import NeftuneMixin
+from .optimization import OptimizationMixin
+from .partitioning import partition_plan
 from .recompute import enable_recompute
 
 __all__ = ["PreparationMixin"]
@@ -28,8 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 
 def align_special_tokens(model: Any, processing_class: Any) -> None:
-    """Give a model's configurations the tokenizer's ids of the padding, begin and end tokens,
-    where they differ: they may have been added for this training.
+    """Set the tokenizer's ids of the padding, begin and end tokens in a model's configurations, if
+    they differ: they may have been added for this training.
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     config = getattr(model, "config", None)
@@ -53,7 +53,7 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
     """The model as the driver wraps it, with its optimizer and schedule."""
 
     def _make_ready(self) -> None:
-        """Kernels, recomputed activations, noise, watches: what the arguments ask for."""
+        """Apply kernels, activation checkpointing, noise and debug hooks of the arguments."""
         args, model = self.args, self.model
         if (args.fp16_full_eval or args.bf16_full_eval) and not self.is_model_parallel:
             self._move_model_to_device(model, args.device)
@@ -66,13 +66,14 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         align_special_tokens(model, self.processing_class)
         self._activate_neftune(model)
         if is_debugged(args, "underflow_overflow"):
-            # its hooks hold it: at the first nan or infinity it prints what led there, and raises
+            # kept alive by its hooks; at the first nan or infinity it prints the previous
+            # operations, and raises
             theirs("debug_utils", "DebugUnderflowOverflow")(model)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """The model wrapped, with optimizer and schedule; it, and the loader to train on."""
+        """Wrap the model, with optimizer and schedule. Return it, and the loader to train on."""
         if self._created_lr_scheduler and self._interrupted is None:
             self.lr_scheduler, self._created_lr_scheduler = None, False
         self._max_steps = max_steps
@@ -86,17 +87,29 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, train_dataloader
         return self.model_wrapped, train_dataloader
 
+    def _forget_optimizer_of_others(self) -> None:
+        """Drop the optimizer if another Trainer has trained the model since: this optimizer holds
+        parameters that the model no longer has."""
+        session = self.driver_session
+        if session.has_given_back and self.optimizer is not None:
+            _LOG.warning("another Trainer has trained this model since: the optimizer starts over")
+            self.optimizer = self.lr_scheduler = None
+        session.has_given_back = False
+
     def _wrap_model(
         self, model: nn.Module, training: bool = True, dataloader: Any = None
     ) -> nn.Module:
-        """The module to call: the driver's wrapper once there is one. Idempotent."""
+        """Return the module to call: the driver's wrapper once it exists. Idempotent."""
         sharded = self.driver_session.is_sharded()
         if sharded:
             generates_in_step(model)
+        self._forget_optimizer_of_others()
         self._names = self._names_in_optimizer(model)
         if training or sharded:
-            parallel = self._cut_by()
-            engine = self.driver_session.prepare(model, self._build_optimizer, parallel=parallel)
+            parallel = self._partition_plan()
+            engine = self.driver_session.prepare(
+                model, self._build_optimizer, parallel=parallel, **self._changes_of_weights()
+            )
             return engine.module
         prepared = self.driver_session.prepared
         if prepared is not None and prepared.model is model:
@@ -105,22 +118,36 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             self._move_model_to_device(model, self.args.device)
         return model
 
-    def _cut_by(self) -> Parallel | None:
-        """How a driver may cut the model, and a loss by which it compares parts with the whole;
-        subclasses may compute theirs of other batches.
+    def after_update(self, weights: Mapping[str, Tensor], number: int) -> None:
+        """Change weights in place after an applied update, by its number from 1: for a moving
+        teacher, clipping, projections. Called on every driver if a subclass overrides it, as
+        `Recipe.after_update` is. `weights` holds all parameters of the model by name, each as a
+        flat tensor of the elements that this rank holds. Each element must be changed by itself,
+        from elements at the same place in other weights. Keep nothing between calls: the method may
+        be called again.
         """
-        if (parallel := how_to_cut(self)) is None:
+
+    def _changes_of_weights(self) -> dict[str, Any]:
+        changes = is_overridden(type(self), "after_update")
+        return {"after_update": self.after_update} if changes else {}
+
+    def _partition_plan(self) -> Parallel | None:
+        """Return the partition plan of the model, with a loss by which drivers compare parts with
+        the whole, since subclasses may compute their loss from other batches.
+        """
+        if (parallel := partition_plan(self)) is None:
             return None
         prepares = any(is_overridden(type(self), n) for n in ("training_step", "_prepare_inputs"))
         return replace(parallel, compare=False if prepares else self._loss_to_compare)
 
     def _loss_to_compare(self, module: nn.Module, batch: Any) -> Any:
-        """A sum, where a loss is divided by the items that it is told."""
+        """Return the loss as a sum, if the loss is divided by a given number of items."""
         counted = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         return self.compute_loss(module, dict(batch), num_items_in_batch=1 if counted else None)
 
     def _build_optimizer(self, named: Iterable[tuple[str, nn.Parameter]]) -> Any:
-        """Called by the driver, when the parameters are where they will be trained."""
+        """Build the optimizer. The driver calls this when the parameters are in their final
+        place."""
         steps = getattr(self, "_max_steps", 0)
         if self.optimizer is None and steps and self._builds_both():
             self.create_optimizer_and_scheduler(num_training_steps=steps)
@@ -130,16 +157,16 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         return self.optimizer
 
     def _names_in_optimizer(self, model: nn.Module) -> dict[int, str]:
-        """Of the parameters that an optimizer holds already, by `id`: no new one takes,
-        meanwhile, the place of one of them in memory.
+        """Return the names of the parameters that the optimizer holds already, by `id`. The
+        optimizer keeps them alive, so no new parameter can get the same `id`.
         """
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         held = {id(each) for group in groups for each in group["params"]}
         return {id(each): name for name, each in model.named_parameters() if id(each) in held}
 
     def _follow(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Where the optimizer is older than the driver's parameters, as in loops that are copies of
-        HF's, have it hold these in the place of those of the same names.
+        """Put the driver's parameters into an existing optimizer, in place of those of the same
+        names. Copies of HF's training loop build the optimizer first.
         """
         for group in self._optimizer_there_is().param_groups:
             names = [self._names.get(id(each)) for each in group["params"]]
@@ -149,7 +176,8 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
             ]
 
     def _builds_both(self) -> bool:
-        """True if a subclass overrides `create_optimizer_and_scheduler`, or a profile asks."""
+        """True if a subclass overrides `create_optimizer_and_scheduler`, or the profile requires
+        it."""
         usual = OptimizationMixin.create_optimizer_and_scheduler
         overridden = type(self).create_optimizer_and_scheduler is not usual
         return overridden or profile_of(self.args).builds_optimizer_and_schedule_at_once

@@ -18,13 +18,13 @@ _SWITCHES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
 
 
 def enable_recompute(model: nn.Module, kwargs: Mapping[str, Any] | None = None) -> None:
-    """Let backward compute the model's activations again instead of keeping them.
+    """Recompute the model's activations in backward instead of keeping them.
 
-    `kwargs`: `every_n_layers` (1: every layer), `offload` (keep what is needed for it on the
-    host), the rest for `torch.utils.checkpoint.checkpoint`. A model with a switch of its own is
-    switched; in another one the members of its outermost `nn.ModuleList`s and `nn.Sequential`s
-    are wrapped. Raises ValueError for a model that has neither, or whose switch cannot do what is
-    asked.
+    `kwargs`: `every_n_layers` (1: every layer), `offload` (keep the inputs of recomputation on the
+    host), and arguments of `torch.utils.checkpoint.checkpoint`. A model with its own method for it
+    uses that; in other models the members of the outermost `nn.ModuleList`s and `nn.Sequential`s
+    are wrapped. Raises ValueError for a model that has neither, or whose method does not support
+    the arguments.
     """
     options = dict(kwargs or {})
     every_n_layers = int(options.pop("every_n_layers", 1))
@@ -68,7 +68,7 @@ def _switch(
 
 
 def _repeated_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The members, with weights, of the outermost lists of modules."""
+    """Return the members with weights of the outermost lists of modules."""
     for child in module.children() if not isinstance(module, _LISTS) else [module]:
         if isinstance(child, _LISTS):
             yield from (layer for layer in child if any(True for _ in layer.parameters()))

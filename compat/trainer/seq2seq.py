@@ -1,4 +1,4 @@
-"""The Trainer that generates text to evaluate: predictions are generated tokens."""
+"""The Trainer whose predictions are generated tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Seq2SeqTrainer"]
 
 
 class Seq2SeqTrainer(Trainer):
-    """With `predict_with_generate`, `compute_metrics` gets the tokens that the model generates.
+    """A Trainer that, with `predict_with_generate`, passes generated tokens to `compute_metrics`.
 
     `args.generation_config`: a GenerationConfig, its path or its id; it replaces the model's.
     """
@@ -61,8 +61,8 @@ class Seq2SeqTrainer(Trainer):
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """A GenerationConfig out of one, a file, a folder, or an id. Raises ValueError for one
-        that transformers would warn of, since it could not be saved with the model.
+        """Load a GenerationConfig from an instance, a file, a folder, or an id. Raises ValueError
+        for a config that transformers would warn about, since it could not be saved with the model.
         """
         from transformers import GenerationConfig
 
@@ -89,7 +89,9 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "eval",
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """As of `Trainer`; `gen_kwargs` (`max_length`, `num_beams` ...) go to `generate`."""
+        """Evaluate as `Trainer` does; `gen_kwargs` (`max_length`, `num_beams` ...) are passed to
+        `generate`.
+        """
         self._generate_with(gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
@@ -100,13 +102,15 @@ class Seq2SeqTrainer(Trainer):
         metric_key_prefix: str = "test",
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """As of `Trainer`; `gen_kwargs` (`max_length`, `num_beams` ...) go to `generate`."""
+        """Predict as `Trainer` does; `gen_kwargs` (`max_length`, `num_beams` ...) are passed to
+        `generate`.
+        """
         self._generate_with(gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _generate_with(self, gen_kwargs: dict[str, Any]) -> None:
-        """Fill in the lengths and beams of the arguments, and gather without leaving samples out:
-        what ranks have twice stays, as in transformers.
+        """Fill in the lengths and beams of the arguments, and gather without dropping repeated
+        samples, as transformers does.
         """
         args, given = self.args, dict(gen_kwargs)
         if given.get("max_length") is None and given.get("max_new_tokens") is None:
@@ -114,7 +118,7 @@ class Seq2SeqTrainer(Trainer):
         if given.get("num_beams") is None:
             given["num_beams"] = args.generation_num_beams
         self.gather_function = self.accelerator.gather
-        self._gen_kwargs = _asked(given)
+        self._gen_kwargs = _requested(given)
 
     def prediction_step(
         self,
@@ -124,15 +128,15 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The loss of a forward, the tokens that the model generates, and the labels, both filled
-        up with the padding token to the length of the model's generation config.
+        """Return the loss of a forward, the generated tokens, and the labels. Tokens and labels are
+        padded to the length of the model's generation config.
         """
         if not self.args.predict_with_generate or prediction_loss_only:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         has_labels = "labels" in inputs
         inputs = self._prepare_inputs(inputs)
         given = gen_kwargs or getattr(self, "_gen_kwargs", {})
-        tokens = self._generated(inputs, _asked(given))
+        tokens = self._generated(inputs, _requested(given))
         config = self._filling_config()
         loss = self._loss_beside(model, inputs) if has_labels else None
         if self.args.prediction_loss_only:
@@ -147,7 +151,7 @@ class Seq2SeqTrainer(Trainer):
         made = given.get("decoder_input_ids")
         labels = given.get("labels")
         if made is not None and labels is not None and made.shape == labels.shape:
-            # made out of the labels: the model is to begin by itself
+            # made from the labels, but the model must generate from the start
             given = {
                 name: value
                 for name, value in given.items()
@@ -159,16 +163,16 @@ class Seq2SeqTrainer(Trainer):
         return tokens
 
     def _whole_to_generate(self) -> AbstractContextManager[Any]:
-        """The model, whole: ranks may generate for more or fewer steps than others."""
-        if self.driver_session.has_cut(self.model):
+        """Gather the whole model, since ranks may generate for different numbers of steps."""
+        if self.driver_session.is_partitioned(self.model):
             return self.driver_session.engine.full_params()
         return nullcontext(self.model)
 
     def _filling_config(self) -> Any:
-        """The model's generation config, with defaults: it says how wide texts are to be."""
+        """Return the model's generation config with defaults, which sets the width of texts."""
         config = self.model.generation_config
         if config._from_model_config:
-            config._from_model_config = False  # else each call would derive it from the model anew
+            config._from_model_config = False  # else each call would derive it from the model again
         config.update(**config._get_default_generation_params(), defaults_only=True)
         return config
 
@@ -190,9 +194,9 @@ class Seq2SeqTrainer(Trainer):
         return tokens
 
     def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
-        """Rows of `max_length` tokens, filled up with the padding token, or else the last one.
+        """Pad rows to `max_length` tokens with the padding token, or else the end token.
 
-        Raises ValueError where neither the processing class nor the model has any.
+        Raises ValueError if neither the processing class nor the model has one.
         """
         source = self.processing_class
         padding = getattr(source, "pad_token_id", None)
@@ -210,6 +214,6 @@ class Seq2SeqTrainer(Trainer):
         return filled
 
 
-def _asked(gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """None asks for nothing: the generation config of the model says it."""
+def _requested(gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop None values, for which the model's generation config applies."""
     return {name: value for name, value in gen_kwargs.items() if value is not None}

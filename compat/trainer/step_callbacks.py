@@ -1,9 +1,10 @@
-"""Between the kernel's steps: HF Trainer's events and flags, in its order."""
+"""HF Trainer's events and flags between the kernel's steps, in HF's order."""
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +17,28 @@ from ...kernel.events import Request, StepSkipped
 from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
-from ..callbacks.base import is_heard
-from ..optim.schedules import follows_a_metric
+from ...trainer.after_update import AfterUpdate
+from ...trainer.step_clock import UPDATE
+from ..callbacks.base import has_listener
+from ..common.debugging import print_xla_metrics
+from ..optim.schedules import follow_groups, follows_a_metric
 from .between_steps import BetweenStepsMixin
-from .debugging import print_xla_metrics
 from .epochs import Epochs
+from .time_parts import TimeParts
 
 __all__ = ["TrainerPolicy"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class _AllLeave(Exception):
-    """Every rank wanted to leave the epoch after the last step: the one that has begun is left
-    out."""
+class _AllRanksLeave(Exception):
+    """Raised when every rank requested to leave the epoch after the last step: the step that has
+    begun is abandoned."""
 
 
 class TrainerPolicy:
-    """`Recipe.step` and `LoopPolicy` of the kernel, told in callbacks, for one call of `train`."""
+    """The kernel's `Recipe.step` and `LoopPolicy` for one call of `train`, which call the
+    callbacks."""
 
     def __init__(
         self,
@@ -50,44 +55,59 @@ class TrainerPolicy:
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
-        self._asked: tuple[bool, bool] | None = None
-        """To leave the epoch and training, by callbacks of this rank; None: nothing was asked."""
+        self._leave_requested: tuple[bool, bool] | None = None
+        """Requests by callbacks to leave the epoch and training; None: no request."""
         self._measures_gradients = trainer._measures_gradients()
         self.optimizer = trainer._optimizer_there_is()
+        self._num_groups = len(self.optimizer.param_groups)
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
-        """Of the last update, for a schedule that is not torch's or ours: it may read them."""
+        """Gradients of the last update, for a custom schedule that reads them."""
         prepared = trainer.driver_session.wrapped()
         self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
         self._scheduler: Any = None
         self._follows_a_metric = self._reads_gradients = False
         self._hooks: list[RemovableHandle] = []
+        recipe = trainer.driver_session.recipe(trainer.model, **trainer._changes_of_weights())
+        driver = trainer.driver_session.driver.name
+        self._after_update = AfterUpdate(recipe, self._engine, driver)
+        times = TimeParts(trainer) if getattr(trainer.args, "time_parts", False) else None
+        self.times = trainer._times = times
+        self.mark: Callable[[str], object] = bool if times is None else times.clock.mark
+        trainer.callback_handler.clock = None if times is None else times.clock
 
     def close(self) -> None:
-        """Take the hooks off the optimizer."""
+        """Remove the hooks from the optimizer, and stop the clock."""
+        self._remove_hooks()
+        self.trainer._times = self.trainer.callback_handler.clock = None
+
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def run(self, loop: TrainLoop) -> None:
-        """All steps, to the end or until ranks agree to stop."""
+        """Make all steps, to the end or until ranks agree to stop."""
+        self._after_update.restored(loop)
         while True:
             try:
                 loop.run()
-                return
-            except _AllLeave:
+                break
+            except _AllRanksLeave:
                 epoch = loop.progress.position.epoch
             if self._leave_epoch(loop, epoch) is not NextAction.NEXT_EPOCH:
-                return
+                break
             loop.progress.position = Position(epoch + 1)
+        if self.times is not None:
+            self.times.finish(loop.progress)
 
     # --- inside a step ----------------------------------------------------------------------
 
     def step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
-        """One microbatch by the Trainer's own `training_step`."""
+        """Run one microbatch by the Trainer's `training_step`."""
         trainer = self.trainer
         if microstep.index == 0:
-            if self._asked:
-                self._hear_who_leaves()
+            if self._leave_requested:
+                self._raise_if_all_leave()
             trainer.current_gradient_accumulation_steps = microstep.num_microbatches
             self.num_items = self._count(microstep)
             trainer.control = trainer.callback_handler.on_step_begin(
@@ -109,7 +129,7 @@ class TrainerPolicy:
         return loss
 
     def _count(self, microstep: Microstep) -> Tensor | None:
-        """The items of the update, as `training_step` is given them; None where nobody counts."""
+        """Return the items of the update for `training_step`; None if items are not counted."""
         args = self.trainer.args
         local: Tensor | None = self.epochs.counts.popleft()
         if local is None or not args.average_tokens_across_devices:
@@ -117,7 +137,7 @@ class TrainerPolicy:
         return torch.tensor(int(microstep.num_items()), device=args.device)
 
     def _filtered(self, loss: Tensor) -> Tensor:
-        """The loss; where it is not finite, the mean of those since the last log."""
+        """Return the loss, or the mean loss since the last log if it is not finite."""
         if loss.is_cpu and math.isfinite(loss.item()):
             return loss
         training, state = self.trainer._running(), self.trainer.state
@@ -128,14 +148,14 @@ class TrainerPolicy:
     # --- around the optimizer's step ----------------------------------------------------------
 
     def _hook(self) -> None:
-        """Have the optimizer tell of its step while anybody wants to know, which takes longer than
-        to ask in each step who does."""
+        """Hook the optimizer's step while a callback listens to it. Hooks cost more than this check
+        in each step."""
         handler = self.trainer.callback_handler
         wanted = (
             self._measures_gradients
             or self._reads_gradients
-            or is_heard("on_pre_optimizer_step", handler)
-            or is_heard("on_optimizer_step", handler)
+            or has_listener("on_pre_optimizer_step", handler)
+            or has_listener("on_optimizer_step", handler)
         )
         if wanted and not self._hooks:
             optimizer, clips = self.optimizer, self.trainer.driver_session.clips
@@ -146,7 +166,7 @@ class TrainerPolicy:
                 optimizer.register_step_post_hook(self._after_optimizer_step),
             ]
         elif self._hooks and not wanted:
-            self.close()
+            self._remove_hooks()
 
     def _measure(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.grad_norm = self.trainer._own_grad_norm()
@@ -173,11 +193,16 @@ class TrainerPolicy:
         trainer._last_outcome = None
         if trainer.lr_scheduler is not self._scheduler:
             self._look_at(trainer.lr_scheduler)
+        groups = self.optimizer.param_groups
+        if len(groups) != self._num_groups:
+            self._num_groups = len(groups)
+            trainer.driver_session.follow_groups()
+            follow_groups(trainer.lr_scheduler, groups)
         self._hook()
         self.learning_rate = trainer._get_learning_rate()
-        groups = self.optimizer.param_groups
         for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
-            theirs["lr"] = ours["lr"]  # where a driver keeps groups of its own
+            theirs["lr"] = ours["lr"]  # if a driver has its own groups
+        self.mark(UPDATE)
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
         trainer, state = self.trainer, self.trainer.state
@@ -185,11 +210,14 @@ class TrainerPolicy:
             trainer._lock.check()
         if not (self._measures_gradients and self._stepped):
             self.grad_norm = result.outcome.grad_norm
-        elif trainer.driver_session.clips:  # by itself, and tells the norm afterwards
+        elif trainer.driver_session.clips:  # the driver clips, and the norm is read afterwards
             self.grad_norm = trainer._own_grad_norm()
-        if self._hooks and not self._stepped:  # a step that was left out is told like any other
+        if self._hooks and not self._stepped:  # a skipped step calls the callbacks like any other
             self._before_optimizer_step(self.optimizer, (), {})
             self._after_optimizer_step(self.optimizer, (), {})
+        self._after_update.run(loop)
+        if self.times is not None and not self.times.has_begun:
+            self.times.begin(loop.progress)
         trainer._last_outcome = result.outcome
         self._advance_schedule(result.outcome)
         state.global_step = loop.progress.step
@@ -206,54 +234,56 @@ class TrainerPolicy:
         ended = group.next.epoch > group.position.epoch
         if not (ended or agreed[Request.STOP]):
             if not any(wanted):
-                return NextAction.GO_ON
+                return NextAction.CONTINUE
             if not self._decides_alone(loop):
-                self._asked = wanted
-                loop.requests.ask(Request.STOP)  # the next step's tally tells who wants to leave
-                return NextAction.GO_ON
+                self._leave_requested = wanted
+                loop.requests.ask(Request.STOP)  # counted by the next tally
+                return NextAction.CONTINUE
         then = self._leave_epoch(loop, group.position.epoch)
-        return NextAction.GO_ON if ended and then is NextAction.NEXT_EPOCH else then
+        return NextAction.CONTINUE if ended and then is NextAction.NEXT_EPOCH else then
 
     # --- the end of an epoch, on which ranks agree ---------------------------------------------
 
     def _wanted(self) -> tuple[bool, bool]:
-        """To leave the epoch, and training, by the flags that callbacks set."""
+        """Return whether callbacks set the flags to leave the epoch and training."""
         control = self.trainer.control
         return bool(control.should_epoch_stop), bool(control.should_training_stop)
 
     def _decides_alone(self, loop: TrainLoop) -> bool:
-        """There is nobody to agree with, or all know already."""
+        """True if this rank is alone, or all ranks know the decision already."""
         last = loop.progress.step >= loop.total_steps
         return loop.session.world.size == 1 or last or self.preempted
 
-    def _hear_who_leaves(self) -> None:
-        """Before the forward of the step after which this rank wanted to leave the epoch: it cannot
-        alone, since others wait for it in this step. Raises `_AllLeave`."""
+    def _raise_if_all_leave(self) -> None:
+        """Raise `_AllRanksLeave` if every rank requested to leave the epoch. Called before the
+        forward of the next step: one rank cannot leave alone, since others wait for it in this
+        step."""
         loop = self.trainer._running()
         if loop.stepper.sums()[1 + Request.STOP] == loop.session.world.size:
-            raise _AllLeave
+            raise _AllRanksLeave
 
     def _leave_epoch(self, loop: TrainLoop, epoch: int) -> NextAction:
-        """Its end, on all ranks; whether another one follows."""
+        """End the epoch on all ranks, and return what follows."""
         self._end_epoch(loop, epoch)
         if not self._decides_alone(loop):
             self._agree(loop)
-        self.epochs.counts.clear()  # of a group that was read ahead
+        self.epochs.counts.clear()  # drop the counts of a group that was read ahead
         if self.trainer.control.should_training_stop:
             return NextAction.PREEMPTED if self.preempted else NextAction.STOPPED
         return NextAction.NEXT_EPOCH
 
     def _agree(self, loop: TrainLoop) -> None:
-        """Training stops where one rank wants it. Warns where not all wanted what all then do."""
-        asked, self._asked = self._asked or (False, False), None
+        """Stop training if one rank requested it. Warn if not all ranks requested what all then
+        do."""
+        asked, self._leave_requested = self._leave_requested or (False, False), None
         mine = [now or before for now, before in zip(self._wanted(), asked, strict=True)]
         ranks = loop.session.exchange(mine)
         for flag, wanted in zip(("epoch", "training"), zip(*ranks, strict=True), strict=True):
             if any(wanted) and not all(wanted):
                 which = ", ".join(str(rank) for rank, each in enumerate(wanted) if each)
                 _LOG.warning(
-                    "callbacks told rank %s of %s alone to stop %s: it ends on all ranks, after "
-                    "step %s. Set control.should_%s_stop on every rank alike",
+                    "callbacks of rank %s of %s alone stopped %s: it ends on all ranks, after step "
+                    "%s. Set control.should_%s_stop on every rank alike",
                     which,
                     len(wanted),
                     "the epoch" if flag == "epoch" else flag,
@@ -271,7 +301,7 @@ class TrainerPolicy:
         print_xla_metrics(trainer.args, trainer.driver_session)
 
     def act(self, loop: TrainLoop, epoch: int) -> None:
-        """Log, evaluate and save, as the flags say."""
+        """Log, evaluate and save by the flags."""
         trainer = self.trainer
         trainer._maybe_log_save_evaluate(
             torch.as_tensor(loop.window.loss_sum),
@@ -295,7 +325,7 @@ class TrainerPolicy:
         )
 
     def _look_at(self, scheduler: Any) -> None:
-        """Once for each schedule, and not in each step."""
+        """Inspect a schedule once, and not in each step."""
         self._scheduler, self._follows_a_metric = scheduler, follows_a_metric(scheduler)
         library = type(scheduler).__module__.partition(".")[0]
         self._reads_gradients = library not in ("torch", "drivetrain")

@@ -1,4 +1,4 @@
-"""Models that cannot be trained as they are, or not where the arguments put them."""
+"""Refuses models that cannot be trained in their present form, or not on the selected driver."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from typing import Any
 from torch import nn
 
 from ..arguments.driver_session import DriverSession
+from ..common.inspection import is_peft_model
 from ..errors import ArgumentError, ArgumentRefused
-from .inspection import is_peft_model
 
 __all__ = ["refuse_untrainable"]
 
 
 def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
-    """Raises `ArgumentError` for a quantized model that nothing can train, and `ArgumentRefused`
+    """Raises `ArgumentError` for a quantized model that cannot be trained, and `ArgumentRefused`
     for a model whose weights this driver cannot hold.
     """
-    parts = sys.modules.get("torch.distributed.tensor")  # where nobody imported it, there are none
+    parts = sys.modules.get("torch.distributed.tensor")  # else no such models exist
     if parts and any(isinstance(each, parts.DTensor) for each in model.parameters()):
         raise ArgumentRefused(
-            "a model that was cut into parts when it was loaded",
+            "a model whose weights lie in parts already",
             session.driver.name,
-            "its driver deals out weights by itself: load the model without tp_plan and "
+            "its driver partitions weights itself. If another Trainer has cut this model, call "
+            "save_model there, and load it again for this one. Else load it without tp_plan and "
             "distributed_config, and choose backend='fsdp' or 'deepspeed' to cut weights, "
             "parallelism_config for layers (tp_size) and sequences (cp_size), and backend='mesh' "
             "with backend_options={'expert': 2} for experts",
@@ -40,8 +41,9 @@ def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
 
 
 def _refuse_quantized(model: Any) -> None:
-    """The weights are whole numbers: what is trained are adapters beside them, or, for a method
-    made for it, the weights that the numbers are rounded from.
+    """Refuse quantized models that cannot be trained. Quantized weights are integers, so only
+    adapters can be trained, or, for methods that support it, the weights from which the integers
+    are rounded.
     """
     quantizer = getattr(model, "hf_quantizer", None)
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -53,12 +55,12 @@ def _refuse_quantized(model: Any) -> None:
         )
     if not is_peft_model(model) and not getattr(quantizer, "is_qat_trainable", False):
         raise ArgumentError(
-            "the model is quantized, and its weights cannot be trained: add adapters to it, by "
-            "peft.get_peft_model(model, peft.LoraConfig(...)) say"
+            "the model is quantized, and its weights cannot be trained: add adapters to it, for "
+            "example by peft.get_peft_model(model, peft.LoraConfig(...))"
         )
     if not getattr(quantizer, "is_trainable", False):
         method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
         raise ArgumentError(
             f"the model is quantized by {method}, which gives no gradients even to adapters: load "
-            "it unquantized, or by another method (bitsandbytes, say)"
+            "it unquantized, or by another method, such as bitsandbytes"
         )

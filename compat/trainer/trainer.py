@@ -1,4 +1,4 @@
-"""The Trainer: its parts, and its construction."""
+"""The Trainer: its parts and its construction."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from torch import nn
 from ..accelerate.accelerator import Accelerator
 from ..accelerate.library_state import start_library_state
 from ..arguments import TrainingArguments
-from ..arguments.driver_session import DriverSession
+from ..arguments.driver_session import DriverSession, take_back
 from ..callbacks.base import CallbackHandler
 from ..callbacks.jit_checkpoint import jit_checkpoint_callbacks
-from ..callbacks.reporting import set_verbosity
 from ..callbacks.state import ExportableState, TrainerControl, TrainerState
+from ..common.inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
+from ..common.loss import LabelSmoother, loss_shifts_labels
+from ..common.overrides import is_overridden, refuse_replaced, refuse_uncalled
+from ..common.placement import move_model
+from ..common.seeding import enable_full_determinism, set_seed
 from ..data.collators import collator_for
-from ..data.loading import has_length
+from ..data.lengths import has_length
 from ..enums import SaveStrategy
 from ..errors import ArgumentError
 from ..integrations.trackers import all_callbacks
+from ..logs import set_verbosity
 from ..profile import profile_of
-from .cutting import how_to_cut
-from .inspection import can_return_loss, find_labels, model_accepts_loss_kwargs, unwrap_peft
-from .loss import LabelSmoother, loss_shifts_labels
 from .memory import memory_tracker
-from .overrides import is_overridden, refuse_replaced, refuse_uncalled
-from .placement import move_model
-from .seeding import enable_full_determinism, set_seed
+from .partitioning import partition_plan
 from .trainable import refuse_untrainable
 from .training import TrainingMixin
 
@@ -44,8 +44,9 @@ _LOG = logging.getLogger(__name__)
 class Trainer(TrainingMixin):
     """Hugging Face's Trainer on drivetrain's kernel and drivers; same names, same numbers.
 
-    `args.backend` (or what it is inferred from) chooses the driver. Raises what HF's raises for
-    arguments that contradict each other: ValueError, RuntimeError or TypeError.
+    `args.backend`, or the arguments from which it is inferred, selects the driver. For
+    contradicting arguments it raises the errors that HF raises: ValueError, RuntimeError or
+    TypeError.
     """
 
     def __init__(
@@ -106,7 +107,10 @@ class Trainer(TrainingMixin):
         (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The session that the arguments ask for, and the `accelerator` that others look at."""
+        """Create the session for the arguments, and the `accelerator` for other libraries."""
+        earlier = getattr(self.args, "_driver_session", None)
+        if earlier is not None and earlier.of_arguments:
+            self._session_of_arguments = earlier
         self.driver_session = self.args._driver_session = DriverSession(
             self.args, self.model, clips=not self._measures_gradients()
         )
@@ -130,6 +134,7 @@ class Trainer(TrainingMixin):
             _LOG.warning("model and model_init are given: train() starts from model_init's")
         if model is None:
             model = self.call_model_init()
+        take_back(model, self.driver_session)
         refuse_untrainable(model, self.driver_session)
         refuse_replaced(type(self), self.driver_session)
         devices = {d for d in getattr(model, "hf_device_map", {}).values() if d not in _NO_DEVICE}
@@ -150,8 +155,8 @@ class Trainer(TrainingMixin):
         return not (self.is_model_parallel or half or self.driver_session.is_sharded())
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Move a model; one that lies where its map of devices has put it stays, and one that
-        bitsandbytes has quantized, which cannot be moved.
+        """Move a model. A model with a device map is not moved, nor one that bitsandbytes has
+        quantized, which cannot be moved.
         """
         if getattr(model, "hf_device_map", None) is not None:
             _LOG.warning(
@@ -188,7 +193,7 @@ class Trainer(TrainingMixin):
         return LabelSmoother(epsilon) if epsilon else None
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A model of `model_init`, which takes nothing, or the trial of a search."""
+        """Make a model by `model_init`, which takes no argument, or the trial of a search."""
         assert self.model_init is not None
         count = len(inspect.signature(self.model_init).parameters)
         if count > 1:
@@ -234,12 +239,20 @@ class Trainer(TrainingMixin):
             )
         if not callable(self.data_collator):
             raise TypeError(f"data_collator is {self.data_collator!r}; it must be callable")
+        if getattr(args, "checkpoint_format", "") == "hf" and (
+            self.is_deepspeed_enabled or self.is_fsdp_enabled
+        ):
+            _LOG.warning(
+                "checkpoint_format='hf' writes the whole model and optimizer: HF's Trainer resumes "
+                "them on one process and under DDP, and not under FSDP or DeepSpeed, which want "
+                "files of their own. drivetrain resumes them on any driver"
+            )
         self._refuse_unloadable()
-        how_to_cut(self)  # or why not, before anything is started
+        partition_plan(self)  # raises before anything is started
         data = self.train_dataset
         if args.max_steps <= 0 and data is not None and not has_length(data):
             raise ValueError(
-                "the train_dataset has no length, so max_steps has to say how long to train"
+                "the train_dataset has no length, so max_steps has to set the length of training"
             )
 
     def _start_callbacks(self, callbacks: list[Any] | None) -> None:
@@ -280,7 +293,7 @@ class Trainer(TrainingMixin):
 
     @property
     def tokenizer(self) -> Any:
-        """The old name of `processing_class`, which may be set by it, too."""
+        """The old name of `processing_class`; can also be set."""
         return self.processing_class
 
     @tokenizer.setter
@@ -292,7 +305,7 @@ class Trainer(TrainingMixin):
         self.callback_handler.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, by itself or by its class, and return it; None where there is none."""
+        """Remove a callback, by itself or by its class, and return it; None if there is none."""
         return self.callback_handler.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -308,20 +321,26 @@ class Trainer(TrainingMixin):
         return bool(self.args.process_index == 0)
 
     def get_tp_size(self) -> int:
-        """Ranks that share one layer."""
+        """Return the number of ranks that share one layer."""
         return self.driver_session.ranks_along("tensor")
 
     def get_cp_size(self) -> int:
-        """Ranks that share one sequence, unless they were asked for by `sp_size`."""
+        """Return the number of ranks that share one sequence, unless `sp_size` requested them."""
         return self.driver_session.ranks_along("context") // self.get_sp_size()
 
     def get_sp_size(self) -> int:
-        """Likewise where they were."""
+        """Return the number of ranks that share one sequence, if `sp_size` requested them; else
+        1."""
         return int(getattr(self.accelerator.parallelism_config, "sp_size", None) or 1)
 
     def end(self) -> None:
-        """Leave the process group; the Trainer cannot be used after it."""
-        self.driver_session.close()
+        """Leave the process group; the Trainer cannot be used afterwards. A model that the driver
+        has partitioned becomes whole again, in host memory, and another Trainer can train it,
+        unless training ended by an error.
+        """
+        self.driver_session.close(gives_back=self._training is None)
+        if self._session_of_arguments is not None:
+            self._session_of_arguments.close()
 
 
 _NO_DEVICE = ("cpu", "disk")
@@ -337,11 +356,13 @@ def _one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
 
 
 def _check_best(args: Any) -> None:
-    """Raises ValueError where nothing says what is best; warns where nothing asks for it."""
+    """Raises ValueError if no metric decides which checkpoint is best; warns if nothing evaluates
+    it."""
     if args.metric_for_best_model is None:
         raise ValueError(
             "`args.metric_for_best_model` must be provided where save_strategy is 'best': it is "
-            "None, so nothing says what is best, and nothing is saved. Name a metric ('loss', say)"
+            "None, so nothing says what is best, and nothing is saved. Name a metric, such as "
+            "'loss'"
         )
     if args.eval_strategy in (None, "no"):
         _LOG.warning(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.catalog import tidy
 from ...kernel.batches import Position
 from ...kernel.errors import CollectiveFailed, OutOfMemory
 from ...kernel.events import Requests
@@ -21,19 +22,20 @@ from ...trainer.late_ranks import ended_by, flight_records_kept
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.jit_checkpoint import waits_for_signals
-from ..callbacks.reporting import speed_metrics
 from ..callbacks.state import ExportableState, TrainerState
 from ..checkpoints.model_files import buffer_shapes
-from ..data.loading import has_length
+from ..checkpoints.read_ahead import read_again
+from ..common.metrics import speed_metrics
+from ..common.overrides import refuse_uncalled
+from ..data.lengths import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
 from .between_steps import BetweenStepsMixin
-from .cutting import whole_sequences
-from .epochs import Epochs, RunLength
+from .epochs import Epochs, RunLength, no_batches
 from .memory import lacks_memory, smaller_batch, what_to_do
-from .overrides import refuse_uncalled
+from .partitioning import whole_sequences
 from .step_callbacks import TrainerPolicy
 
 __all__ = ["TrainingMixin"]
@@ -42,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class TrainingMixin(BetweenStepsMixin):
-    """`train` and what it calls through self."""
+    """`train` and the methods that it calls."""
 
     # --- train ------------------------------------------------------------------------------
 
@@ -53,10 +55,11 @@ class TrainingMixin(BetweenStepsMixin):
         ignore_keys_for_eval: list[str] | None = None,
         **kwargs: Any,
     ) -> TrainOutput:
-        """Train to the end, or from a checkpoint on: a path, or True for the newest in
+        """Train to the end. `resume_from_checkpoint`: a path, or True for the newest in
         `output_dir`.
 
-        Raises ValueError where there is no such checkpoint.
+        Raises ValueError if the checkpoint does not exist, and `SaveFailed` at the end if
+        checkpoints should have been saved but none could be.
         """
         resume_from_checkpoint = _old_model_path(resume_from_checkpoint, kwargs)
         refuse_uncalled(type(self), vars(self))
@@ -64,7 +67,8 @@ class TrainingMixin(BetweenStepsMixin):
         self.is_in_train = True
         self._hp_search_setup(trial)  # first: a trial may change the seed
         if self.model_init is not None:
-            self._build_anew(trial)
+            self._rebuild(trial)
+        self._num_saved, self._save_error = 0, None
         self._make_ready()
         self._buffer_shapes = buffer_shapes(self.model)
         quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
@@ -72,17 +76,19 @@ class TrainingMixin(BetweenStepsMixin):
             checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
             if checkpoint is not None:
                 self._load_from_checkpoint(checkpoint)
-            return self._within_memory(
+            output = self._within_memory(
                 args=self.args,
                 resume_from_checkpoint=checkpoint,
                 trial=trial,
                 ignore_keys_for_eval=ignore_keys_for_eval,
             )
+        self._refuse_unsaved()
+        return output
 
     @contextlib.contextmanager
     def _locked_output(self, trial: Any) -> Iterator[None]:
-        """While it is open, no other process trains with checkpoints in the same folder; other
-        Trainers of this one may. Raises `OutputError`, with the process that does.
+        """Lock the output folder: no other process may train with checkpoints in it, but other
+        Trainers of this process may. Raises `OutputError`, naming the holder of the lock.
         """
         if self.args.save_strategy == SaveStrategy.NO:
             yield
@@ -90,6 +96,8 @@ class TrainingMixin(BetweenStepsMixin):
         lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
         try:
             lock.take(self.driver_session.session, _LOG.warning)
+            if self.driver_session.world.rank == 0:
+                tidy(lock.folder)  # left by a killed process
             with flight_records_kept(lock.folder):
                 yield
         finally:
@@ -97,8 +105,8 @@ class TrainingMixin(BetweenStepsMixin):
             self._lock = None
 
     def _within_memory(self, args: Any, **kwargs: Any) -> TrainOutput:
-        """The training loop; with `auto_find_batch_size`, again with a smaller batch, and more of
-        them an update, each time that memory runs out. What was trained stays.
+        """Run the training loop. With `auto_find_batch_size`, continue with a smaller batch, and
+        more batches per update, each time that memory runs out.
         """
         batch_size, accumulation = self._train_batch_size, args.gradient_accumulation_steps
         self._training = None
@@ -125,33 +133,33 @@ class TrainingMixin(BetweenStepsMixin):
                 self._train_batch_size = batch_size
 
     def _batch_size_after(self, error: Exception) -> int:
-        """With what to go on after this error, which is raised again unless memory ran out on all
-        ranks: the others would wait for this one in vain, and say so when they give up."""
+        """Return the batch size to continue with after this error. The error is raised again unless
+        memory ran out on all ranks: otherwise the other ranks wait for this one, and abort."""
         args, size, step = self.args, self._train_batch_size, self.state.global_step + 1
         if isinstance(error, CollectiveFailed):
-            raise error  # another rank's error is behind it
+            raise error  # caused by another rank's error
         if not lacks_memory(error):
-            self.driver_session.give_up(ended_by(args.process_index, error), retry=False)
+            self.driver_session.abort_ranks(ended_by(args.process_index, error), retry=False)
             raise error
         found = f"rank {args.process_index} ran out of memory in step {step} with batches of {size}"
         cause = str(error).partition("\n")[0]
-        told = f"{found} ({cause}): {what_to_do(args, size)}"
-        together = self.driver_session.give_up(told, retry=args.auto_find_batch_size)
+        message = f"{found} ({cause}): {what_to_do(args, size)}"
+        together = self.driver_session.abort_ranks(message, retry=args.auto_find_batch_size)
         if not args.auto_find_batch_size or isinstance(error, OutOfMemory):
             raise error
         if not together:
-            raise OutOfMemory(told) from error
+            raise OutOfMemory(message) from error
         less = smaller_batch(size, error)
         _LOG.warning(
-            "%s: going on with %s, and %s times as many an update, so that the global batch stays",
+            "%s: continuing with %s, and %s times as many per update: the global batch stays",
             found,
             less,
             size // less,
         )
         return less
 
-    def _build_anew(self, trial: Any) -> None:
-        """A model that has seen nothing, and no optimizer or schedule."""
+    def _rebuild(self, trial: Any) -> None:
+        """Make a new model, and drop optimizer and schedule."""
         self._seed()
         self.model = self.call_model_init(trial)
         self.optimizer = self.lr_scheduler = None
@@ -167,7 +175,7 @@ class TrainingMixin(BetweenStepsMixin):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train with batches of that size: everything is made ready, and the kernel runs it."""
+        """Prepare everything, and train with batches of this size by the kernel's loop."""
         self._train_batch_size = batch_size or self._train_batch_size
         loader = self.get_train_dataloader()
         length = RunLength(*self.set_initial_training_values(args, loader))
@@ -189,7 +197,6 @@ class TrainingMixin(BetweenStepsMixin):
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
         )
-        requests = Requests()
         training = self._training = TrainLoop(
             self._recipe(policy),
             self.driver_session.session,
@@ -197,7 +204,8 @@ class TrainingMixin(BetweenStepsMixin):
             epochs,
             length.max_steps,
             policy,
-            requests,
+            Requests(),
+            policy.mark,
         )
         try:
             self._resume(training, epochs, resume_from_checkpoint, begun)
@@ -205,8 +213,8 @@ class TrainingMixin(BetweenStepsMixin):
             self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
             if args.eval_on_start:
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
-            callbacks = self.callback_handler.callbacks
-            signals = preempt_on_signals(requests) if waits_for_signals(callbacks) else None
+            waits = waits_for_signals(self.callback_handler.callbacks)
+            signals = preempt_on_signals(training.requests) if waits else None
             with signals or contextlib.nullcontext():
                 policy.run(training)
             training.resolve_pending_outcome()
@@ -226,8 +234,8 @@ class TrainingMixin(BetweenStepsMixin):
             updates_per_epoch=length.updates_per_epoch,
             num_epochs=length.num_epochs,
             global_batch=length.total_batch // self.args.gradient_accumulation_steps,
-            start_anew=self.args.ignore_data_skip,
-            before_cut=whole_sequences(self),
+            start_over=self.args.ignore_data_skip,
+            before_partition=whole_sequences(self),
         )
 
     def _init_training_state(
@@ -238,13 +246,13 @@ class TrainingMixin(BetweenStepsMixin):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """The state at the start, or a checkpoint's. Returns the epochs that were trained, and the
-        batches of the next one.
+        """Set the state at the start, or from a checkpoint. Return the epochs that were trained,
+        and the batches of the next epoch.
         """
         if self._interrupted is not None:
             self.state.train_batch_size = self._train_batch_size
         else:
-            self._start_state_anew(trial, max_steps)
+            self._reset_state(trial, max_steps)
             if resume_from_checkpoint is not None:
                 self._load_trainer_state(Path(resume_from_checkpoint))
         self.state.init_training_references(self, max_steps, num_train_epochs, trial)
@@ -255,7 +263,7 @@ class TrainingMixin(BetweenStepsMixin):
         skipped = 0 if self.args.ignore_data_skip else updates
         return epochs, skipped * self.args.gradient_accumulation_steps
 
-    def _start_state_anew(self, trial: Any, max_steps: int) -> None:
+    def _reset_state(self, trial: Any, max_steps: int) -> None:
         stateful = [*self.callback_handler.callbacks, self.control]
         self.state = TrainerState(
             stateful_callbacks=[each for each in stateful if isinstance(each, ExportableState)]
@@ -275,28 +283,27 @@ class TrainingMixin(BetweenStepsMixin):
     def _resume(
         self, training: TrainLoop, epochs: Epochs, checkpoint: str | None, begun: tuple[int, int]
     ) -> None:
-        """Take over a checkpoint, or what an out-of-memory error left. `begun`: the epochs, and the
-        batches of the next, that count as trained: a subclass may have changed them.
+        """Restore a checkpoint, or the state after an out-of-memory error. `begun`: the epochs, and
+        the batches of the next epoch, that count as trained; a subclass may have changed them.
         """
         left = self._interrupted
         if left is not None:
             training.progress, training.window = left.progress, left.window
         elif checkpoint is not None:
             self._resume_training(training, checkpoint)
-        if begun != self._trained(epochs.updates_per_epoch):
+        moved = begun != self._trained(epochs.updates_per_epoch)
+        if moved:
             epoch, batches = begun
             training.progress.position = Position(epoch, batches * epochs.global_batch)
         if training.progress.position.samples:
-            session = training.session
-            before = session.rng_state()
-            epochs.after_first_fetch = lambda: session.set_rng_state(before)
+            epochs.around_first = read_again(training.session, None if moved else checkpoint)
         self.state.global_step = training.progress.step
         if left is not None:
             return
         self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
         self._initial_global_step = self.state.global_step
         self._globalstep_last_logged = training.window.first_step
-        self._total_loss_scalar = -self._loss_since_last_log()  # of the run that is resumed
+        self._total_loss_scalar = -self._loss_since_last_log()  # from the resumed run
 
     def _announce(self, length: RunLength) -> None:
         args = self.args
@@ -314,21 +321,23 @@ class TrainingMixin(BetweenStepsMixin):
             _LOG.info("  %s = %s", name, f"{value:,}")
         if step := self.state.global_step:
             at = self._running().progress.position
-            _LOG.info("  going on after step %s, sample %s of epoch %s", step, at.samples, at.epoch)
+            _LOG.info("  resuming after step %s, sample %s of epoch %s", step, at.samples, at.epoch)
 
     def set_initial_training_values(
         self, args: Any, dataloader: Any, total_train_batch_size: int | None = None
     ) -> tuple[Any, ...]:
-        """Epochs, updates an epoch, examples, samples in all, samples an update, batches an epoch
-        and updates in all. Raises ValueError when nothing says how long to train.
+        """Return epochs, updates per epoch, examples, total samples, samples per update, batches
+        per epoch and total updates. Raises ValueError if nothing sets the length of training.
         """
         accumulation, max_steps = args.gradient_accumulation_steps, args.max_steps
         total = self.get_total_train_batch_size(args)
         length = len(dataloader) if has_length(dataloader) else None
+        if length == 0:
+            raise no_batches(self.num_examples(dataloader))
         if not length and max_steps <= 0:
             raise ValueError(
-                "the training data has no length, so max_steps has to say how many updates to "
-                f"make; it is {max_steps}"
+                "the training data has no length, so max_steps has to set the number of updates; "
+                f"it is {max_steps}"
             )
         if not length:
             samples, batches = max_steps * total, max_steps * accumulation
@@ -347,7 +356,7 @@ class TrainingMixin(BetweenStepsMixin):
     def _finalize_training(
         self, trial: Any, num_train_samples: float, start_time: float
     ) -> TrainOutput:
-        """The summary, the best model, and the last events."""
+        """Log the summary, load the best model, and call the last events."""
         state = self.state
         self._total_loss_scalar += self._loss_since_last_log()
         steps = state.global_step - self._initial_global_step
@@ -375,10 +384,10 @@ class TrainingMixin(BetweenStepsMixin):
 
     def _loss_since_last_log(self) -> float:
         training = self._training
-        if training is None:  # a subclass runs a loop of its own
+        if training is None:  # a subclass runs its own loop
             return self._mean_over_ranks(getattr(self, "_tr_loss", torch.zeros(())))
         window = training.window
-        grown = training.progress.step > window.first_step  # also by steps before a resume
+        grown = training.progress.step > window.first_step  # including steps before a resume
         return self._mean_over_ranks(torch.as_tensor(window.loss_sum)) if grown else 0.0
 
 

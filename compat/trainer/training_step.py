@@ -1,4 +1,4 @@
-"""One microbatch of training: its loss, what that is divided by, and the backward pass."""
+"""One microbatch of training: its loss, the divisor of the loss, and the backward pass."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..data.loading import LoadingMixin
-from .loss import count_items, is_causal_lm, loss_of
-from .overrides import is_overridden
+from ..common.loss import count_items, is_causal_lm, loss_of, require_names
+from ..common.overrides import is_overridden
+from .loading import LoadingMixin
 
 __all__ = ["StepMixin"]
 
@@ -25,21 +25,23 @@ _LOG = logging.getLogger(__name__)
 
 
 class StepMixin(LoadingMixin):
-    """`training_step` and what it calls through self."""
+    """`training_step` and the methods that it calls."""
 
     loss_is_scaled_for_ga: bool | None = None
-    """Of a subclass with a `compute_loss` of its own: whether that already divides by the number
-    of batches, or of items, of the whole update. None: as the model and the arguments imply."""
+    """True if the `compute_loss` of a subclass already divides by the number of batches, or of
+    items, of the whole update. None: inferred from the model and the arguments.
+    """
 
     _mode: TrainMode | None = None
     _splits_sequences = False
-    """A subclass has a `_prepare_context_parallel_inputs` of its own."""
+    """True if a subclass overrides `_prepare_context_parallel_inputs`."""
     current_gradient_accumulation_steps = 1
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Forward and backward of one microbatch; its loss, detached, as part of the update's."""
+        """Run forward and backward of one microbatch. Return its detached loss, as its part of the
+        update's loss."""
         if self._splits_sequences:
             return self._step_in_context(model, inputs, num_items_in_batch)
         if self._mode is None or self._mode.model is not model:
@@ -61,7 +63,7 @@ class StepMixin(LoadingMixin):
 
     def _step_in_context(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> Tensor:
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
-        self._splits_sequences = False  # what follows is split
+        self._splits_sequences = False  # the following code runs on split sequences
         try:
             with context():
                 return StepMixin.training_step(self, model, inputs, num_items_in_batch)
@@ -71,8 +73,8 @@ class StepMixin(LoadingMixin):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: Any
     ) -> tuple[Callable[[], AbstractContextManager[Any]], Any]:
-        """The contexts in which a microbatch is trained; called where a subclass overrides it. A
-        driver that splits sequences over ranks has done so.
+        """Return the contexts in which a microbatch is trained; called if a subclass overrides it.
+        Here sequences are split already, if a driver splits them.
         """
         return contextlib.nullcontext, inputs
 
@@ -84,7 +86,7 @@ class StepMixin(LoadingMixin):
         return counted or self.compute_loss_func is not None
 
     def _backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
-        """Add the gradient of `weight * loss`; outside of `train` it is plain `backward`."""
+        """Add the gradient of `weight * loss`; outside of `train`, call plain `backward`."""
         if self._microstep is None:
             loss = loss * weight
             loss.backward()  # type: ignore[no-untyped-call]
@@ -94,13 +96,14 @@ class StepMixin(LoadingMixin):
     # --- clipping ---------------------------------------------------------------------------
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Limit the gradients, and return their norm before; called where a subclass overrides it,
-        and else the driver's matter. Under DeepSpeed it is the driver's in any case.
+        """Clip the gradients, and return their norm before. Called if a subclass overrides it;
+        otherwise, and always under DeepSpeed, the driver clips.
         """
         return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm that is logged; called where a subclass overrides this or the above."""
+        """Return the norm to log; called if a subclass overrides this method or
+        `_clip_grad_norm`."""
         if grad_norm is None:
             grad_norm = self.accelerator.clip_grad_norm_(model.parameters(), math.inf)
         return grad_norm
@@ -109,7 +112,8 @@ class StepMixin(LoadingMixin):
         return any(is_overridden(type(self), f"_{what}_grad_norm") for what in ("clip", "get"))
 
     def _own_grad_norm(self) -> Any:
-        """By these two, once the gradients are there and before the optimizer's step."""
+        """Clip and measure by these two methods, after the backward and before the optimizer's
+        step."""
         clips = (self.args.max_grad_norm or 0) > 0
         norm = self._clip_grad_norm(self.model_wrapped) if clips else None
         return self._get_grad_norm(self.model_wrapped, grad_norm=norm)
@@ -123,10 +127,11 @@ class StepMixin(LoadingMixin):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The loss of a batch, and the model's outputs when asked for. Labels are popped from
+        """Return the loss of a batch, and the model's outputs if requested. Labels are popped from
         `inputs` for a `compute_loss_func` or label smoothing.
         """
         elsewhere = self.label_smoother is not None or self.compute_loss_func is not None
+        require_names(inputs, "compute_loss")
         labels = inputs.pop("labels") if elsewhere and "labels" in inputs else None
         if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
@@ -152,7 +157,7 @@ class StepMixin(LoadingMixin):
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Around the forward, and around `compute_loss`."""
+        """Return the context of the forward and of `compute_loss`."""
         stack, precision = contextlib.ExitStack(), self.autocast_smart_context_manager()
         if type(precision) is not contextlib.nullcontext:
             stack.enter_context(precision)
@@ -161,33 +166,34 @@ class StepMixin(LoadingMixin):
     def autocast_smart_context_manager(
         self, cache_enabled: bool | None = True
     ) -> AbstractContextManager[Any]:
-        """The precision of the arguments, around a forward."""
+        """Return the autocast context for the precision of the arguments."""
         return self.driver_session.autocast()
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any = None
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The batches of an update, fewer at the end, and the items in them on this rank."""
+        """Return the batches of an update, fewer at the end, and their number of items on this
+        rank."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """This rank's labels in these batches; None where the loss is not told of them."""
-        told = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        if not told or not batch_samples or not isinstance(batch_samples[0], Mapping):
+        """Count this rank's labels in these batches; None if the loss does not use the number."""
+        uses_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if not uses_count or not batch_samples or not isinstance(batch_samples[0], Mapping):
             return None
         return count_items(batch_samples, self._loss_shifts_labels)
 
 
 _PLAIN = (nn.Module.train, DistributedDataParallel.train)
-"""DDP's own calls the other, and does nothing else."""
+"""DDP's own `train` only calls the other."""
 _is_training = operator.attrgetter("training")
 
 
 class TrainMode:
-    """`model.train()`, which walks through all modules and sets each: here they are looked at, and
-    it is called where one is in another mode. A model with a `train` of its own has it called
-    always. Modules that are added later are not looked at; new ones are in training mode.
+    """A faster `model.train()`, which would set the mode of every module: it is called only if a
+    module is in another mode. A model that overrides `train` always has it called. Modules that are
+    added later are not checked; new modules are in training mode.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -196,6 +202,6 @@ class TrainMode:
         self._plain = all(type(part).train in _PLAIN for part in self._modules)
 
     def enter(self) -> None:
-        """Put every module into training mode."""
+        """Set every module to training mode."""
         if not self._plain or not all(map(_is_training, self._modules)):
             self.model.train()

@@ -1,5 +1,5 @@
 """A loader that makes batches itself, such as torch's: each rank's loader brings that rank's, and
-resuming goes on at the batch where it was."""
+a resumed run continues at the batch where it stopped."""
 
 from dataclasses import replace
 

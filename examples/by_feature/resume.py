@@ -1,5 +1,5 @@
-"""Resuming: `resume="auto"` begins where there is nothing yet, and goes on where there is. The bits
-are those of a run that was never interrupted."""
+"""Resuming: `resume="auto"` starts a run if the folder is empty, and otherwise continues from
+its newest checkpoint. The bits are those of a run that was never interrupted."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Resuming on another driver: what `cpu` saved is gone on with by `ddp`. The same holds for any two
-drivers, at any number of processes."""
+"""Resuming on another driver: `ddp` continues from a checkpoint of `cpu`. The same holds for any
+two drivers, at any number of processes."""
 
 from dataclasses import replace
 

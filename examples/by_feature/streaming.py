@@ -9,7 +9,9 @@ from drivetrain import fit
 
 
 def samples():
-    """As it might read lines of files, or messages of a queue."""
+    """Yield samples, here from memory; a stream could also read lines of files or messages of a
+    queue.
+    """
     yield from zip(inputs, labels, strict=True)
 
 

@@ -1,5 +1,5 @@
 """Experiment trackers: `--track tensorboard` on the command line; wandb, mlflow and trackio go the
-same way. A run that is resumed goes on with its curve.
+same way. A resumed run continues its curve.
 
 ::
 

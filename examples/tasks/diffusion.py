@@ -1,5 +1,5 @@
-"""Diffusion on the digits that scikit-learn carries: a small network learns to tell the noise in an
-image, and then draws digits from nothing but noise.
+"""Diffusion on the digits that scikit-learn carries: a small network learns to predict the noise in
+an image, and then draws digits from nothing but noise.
 
 ::
 
@@ -58,13 +58,13 @@ def error(module, images, steps, noise):
 
 
 def loss(module, images):
-    """At steps, and with noise, that are drawn anew each time."""
+    """Return the error at steps and with noise that are drawn again each time."""
     steps = torch.randint(1, STEPS + 1, (len(images),), device=images.device)
     return error(module, images, steps, torch.randn_like(images))
 
 
 def measure(module, images):
-    """At all steps, with noise that is always the same."""
+    """Measure the error at all steps, with noise that is always the same."""
     noise = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(images.device)
     steps = 1 + torch.arange(len(images), device=images.device) % STEPS
     return {"loss": error(module, images, steps, noise.expand_as(images))}

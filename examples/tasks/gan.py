@@ -1,5 +1,5 @@
 """A generative adversarial network on the digits that scikit-learn carries: one network draws, the
-other tells what was drawn from what is a digit, and their updates take turns.
+other distinguishes drawings from digits, and their updates take turns.
 
 ::
 
@@ -60,12 +60,12 @@ def critic_loss(models, images):
 
 
 def artist_loss(models, images):
-    """What is drawn is to pass for a digit. The critic is a constant here."""
+    """Reward drawings that the critic takes for digits. The critic is a constant here."""
     return F.softplus(-models["critic"](draw(models, len(images)))).sum()
 
 
 def predict(module, images):
-    """How well each image passes for a digit."""
+    """Return how well each image passes for a digit."""
     return module(lambda models, images: models["critic"](images), images)
 
 

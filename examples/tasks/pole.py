@@ -94,7 +94,7 @@ def loss(module, starts):
 
 
 def measure(module, starts):
-    """Of the pushes that the actor finds best."""
+    """Count the steps for which the pole stands, with the pushes that the actor rates best."""
     standing = module(lambda models, s: tried(models, s, lambda x: x.argmax(-1))[2], starts)
     return {"balanced": standing[1:].float().mean(0).sum()}
 

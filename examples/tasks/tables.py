@@ -30,7 +30,9 @@ def loss(module, batch):
 
 
 def measure(module, batch):
-    """What the variance is made of is added up, too: no pass over the data before."""
+    """Sum the squared errors, and the targets and their squares, from which `summarise` computes
+    the variance without another pass over the data.
+    """
     return {
         "squares": loss(module, batch),
         "targets": batch[1].sum(),
@@ -46,7 +48,7 @@ def summarise(sums):
 
 
 def standardised(table, training):
-    """By the mean and deviation of the rows to train on."""
+    """Standardise by the mean and deviation of the rows to train on."""
     return (table - table[training].mean(0)) / table[training].std(0)
 
 

@@ -45,7 +45,7 @@ def hashed(line):
 
 
 def collate(samples):
-    """All groups in one tensor, and where each line begins: no padding."""
+    """Join all groups in one tensor, with the beginning of each line: no padding."""
     lengths = torch.tensor([len(groups) for groups, _ in samples])
     return {
         "groups": torch.cat([groups for groups, _ in samples]),

@@ -9,27 +9,31 @@ from __future__ import annotations
 
 from .catalog import (
     CHECKPOINTS,
+    Best,
     Found,
     Listing,
     Rejected,
+    best_of,
     checkpoint_path,
     checkpoints_of,
     is_checkpoint,
     list_checkpoints,
+    named,
     newest,
 )
 from .export import export_weights, import_weights
-from .manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from .manifest import FileEntry, Manifest, read_manifest
 from .mean import average_weights
 from .random_state import load_rng, own_random_state
 from .reader import CheckpointReader, WithoutOptimizer
-from .storage.protocol import OpenFile, Storage, read_small, storage_of
+from .storage.protocol import MANIFEST, OpenFile, Storage, read_small, storage_of
 from .store import BackgroundSave, CheckpointStore, save_folder
 
 __all__ = [
     "CHECKPOINTS",
     "MANIFEST",
     "BackgroundSave",
+    "Best",
     "CheckpointReader",
     "CheckpointStore",
     "FileEntry",
@@ -41,6 +45,7 @@ __all__ = [
     "Storage",
     "WithoutOptimizer",
     "average_weights",
+    "best_of",
     "checkpoint_path",
     "checkpoints_of",
     "export_weights",
@@ -48,6 +53,7 @@ __all__ = [
     "is_checkpoint",
     "list_checkpoints",
     "load_rng",
+    "named",
     "newest",
     "own_random_state",
     "read_manifest",

@@ -11,7 +11,7 @@ from ..kernel.errors import CheckpointMismatch
 from ..kernel.paths import Url
 from ..kernel.shards import Kind, Region
 from .optimizer_entries import AVERAGE
-from .reader import CheckpointReader
+from .reader import CheckpointReader, WithoutOptimizer
 
 __all__ = [
     "AveragedWeights",
@@ -27,34 +27,30 @@ def has_averages(reader: CheckpointReader) -> bool:
 
 
 def averaged_reader(checkpoint: str | os.PathLike[str] | Url) -> AveragedWeights:
-    """Raises `CheckpointMismatch` where the checkpoint holds no averages."""
+    """Return a reader of a checkpoint's averages. Raises `CheckpointMismatch` if it holds none."""
     if not has_averages(CheckpointReader(checkpoint)):
         raise CheckpointMismatch(
             f"{checkpoint} holds no averages of weights: the run that wrote it kept none "
-            "(average.decay), or had not begun to (average.start). Take its weights as they are, "
+            "(average.decay), or had not started to (average.start). Use its weights as they are, "
             "or the mean of several checkpoints: `drivetrain checkpoint average`"
         )
     return AveragedWeights(checkpoint)
 
 
 class WithoutAverages(CheckpointReader):
-    """A checkpoint as if it held no averages of its weights."""
+    """A view of a checkpoint without the averages of its weights."""
 
     def names(self, kind: Kind) -> Sequence[str]:
-        """As of any, but for the averages."""
+        """Return the names of the wrapped reader, without the averages."""
         names = super().names(kind)
         if kind != "optimizer":
             return names
         return [name for name in names if not name.endswith(f"/{AVERAGE}")]
 
 
-class AveragedWeights(CheckpointReader):
-    """A checkpoint as if its weights were their averages, where it holds some, rounded to the dtype
-    of the weights; and as if it held nothing of the optimizer."""
-
-    def names(self, kind: Kind) -> Sequence[str]:
-        """As of any, but for the optimizer's."""
-        return () if kind == "optimizer" else super().names(kind)
+class AveragedWeights(WithoutOptimizer):
+    """A view of a checkpoint whose weights are replaced by their averages where it holds them,
+    rounded to the dtype of the weights. The view holds nothing of the optimizer."""
 
     def read(
         self, kind: Kind, name: str, region: Region | None = None, out: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Writing and removing checkpoints while training goes on: one thread of a process, in order."""
+"""Writes and removes checkpoints in the background: in one thread of the process, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["background_finished", "remove_in_background", "removed", "write_in_b
 
 class _Background:
     def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
+        self.thread = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.removal: Future[None] | None = None
         self.newest: list[Future[Any]] = []
 
@@ -24,14 +24,14 @@ class _Background:
         return self.newest[0]
 
 
-def _give_way() -> None:
-    """Lower this thread's priority, where the system lets threads differ in that."""
+def _lower_priority() -> None:
+    """Lower this thread's priority, on systems where threads have their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 _BACKGROUND = _Background()
-if hasattr(os, "register_at_fork"):  # a thread is not forked, and its work would not be done
+if hasattr(os, "register_at_fork"):  # a fork has no copy of the thread
     os.register_at_fork(after_in_child=_BACKGROUND.__init__)  # type: ignore[misc]
 
 
@@ -46,7 +46,7 @@ def remove_in_background(act: Callable[[], None]) -> None:
 
 
 def removed() -> None:
-    """Wait until nothing is being removed: a sweep must not meet it."""
+    """Wait until nothing is being removed: a sweep must not run at the same time."""
     if _BACKGROUND.removal is not None:
         try:
             _BACKGROUND.removal.result()
@@ -56,8 +56,7 @@ def removed() -> None:
 
 @contextmanager
 def background_finished() -> Iterator[None]:
-    """Around a run: when the block ends, by an error too, wait for all that it began in the
-    background."""
+    """Wait, when the block ends or raises, for all background work that it started."""
     try:
         yield
     finally:

@@ -18,7 +18,8 @@ __all__ = ["HostCopies", "host_bytes", "memory", "num_bytes"]
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, not a copy; valid as long as the tensor is."""
+    """Return the bytes of a contiguous host tensor without a copy; valid as long as the tensor
+    is."""
     if not tensor.numel():
         return memoryview(b"")
     if not tensor.is_cpu or not tensor.is_contiguous():
@@ -28,18 +29,19 @@ def memory(tensor: Tensor) -> memoryview:
 
 
 def host_bytes(size: int) -> Tensor:
-    """New host memory, uint8, whatever the default device is, which `torch.empty` would follow."""
+    """Allocate host memory, uint8, also if torch's default device is another one."""
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
 def num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The size of a tensor's data."""
+    """Return the size of a tensor's data."""
     return math.prod(shape) * dtype.itemsize
 
 
 class HostCopies:
-    """Copies of pieces in host memory that the next ones overwrite: the n-th takes the place of
-    the n-th before, where it fits. It is never less than the largest share that was copied.
+    """Copies of pieces in host memory, which the next copies overwrite: the n-th piece reuses the
+    memory of the previous n-th piece if it fits. The memory never shrinks below the largest share
+    that was copied.
     """
 
     def __init__(self) -> None:
@@ -52,8 +54,8 @@ class HostCopies:
         return sum(place.nbytes for place in self._places)
 
     def get_ready(self, sizes: Sequence[int]) -> None:
-        """Begin to make memory for pieces of so many bytes, in the background: new memory is slow
-        when it is first written."""
+        """Begin to allocate memory for pieces of these sizes in bytes, in the background: new
+        memory is slow when it is first written."""
 
         def make() -> None:
             for number, size in enumerate(sizes):
@@ -62,9 +64,9 @@ class HostCopies:
         self._getting_ready = write_in_background(make)
 
     def of(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        """The same pieces; their tensors no longer change with those of the run."""
+        """Return copies of the pieces, whose tensors no longer change with those of the run."""
         if self._getting_ready is not None:
-            wait([self._getting_ready])  # where there is too little of it, what follows says so
+            wait([self._getting_ready])  # if memory is short, the code below raises the error
             self._getting_ready = None
         for number, piece in enumerate(pieces):
             tensor = piece.tensor.detach()

@@ -13,6 +13,7 @@ manifest last, and deleted manifest first: without a manifest it does not count.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -21,17 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..kernel.errors import CheckpointError, SettingError
+from ..kernel.errors import CheckpointError, CheckpointNotFound, SettingError
 from ..kernel.paths import Place, Url, place
-from .manifest import FILE_NAME, MANIFEST, Manifest, read_manifest
-from .storage.protocol import storage_of
+from .manifest import FILE_NAME, Manifest, read_manifest
+from .storage.protocol import MANIFEST, storage_of
 
 __all__ = [
     "CHECKPOINTS",
+    "Best",
     "Found",
     "Listing",
     "Rejected",
     "as_metric",
+    "best_of",
     "checkpoint_path",
     "checkpoints_of",
     "is_checkpoint",
@@ -43,6 +46,8 @@ __all__ = [
 CHECKPOINTS = "checkpoints"
 """The folder of checkpoints in a run folder."""
 _FINAL = re.compile(r"checkpoint-([0-9]{1,18})")
+_MOST_NAMED = 20
+"""Most names of metrics in an error."""
 _HIDDEN = re.compile(r"\.(checkpoint-[0-9]{1,18})\.(writing|removing|replaced)")
 
 
@@ -72,26 +77,28 @@ class Listing:
 
 
 def checkpoint_path(root: Place, step: int, digits: int = 6) -> Place:
-    """The folder of the checkpoint of that step. `digits`: the step is padded to that many."""
+    """Return the folder of a step's checkpoint. `digits`: the step is padded to this many
+    digits."""
     if not 0 <= step < 10**18:
         raise SettingError(f"step is {step}: must be from 0 to 10**18 - 1")
     return root / f"checkpoint-{step:0{digits}d}"
 
 
 def hidden_path(folder: Place, role: Literal["writing", "removing", "replaced"]) -> Place:
-    """The temporary sibling of a checkpoint folder."""
+    """Return the temporary sibling of a checkpoint folder."""
     return folder.with_name(f".{folder.name}.{role}")
 
 
 def step_of(folder: Place) -> int | None:
-    """The step that its name says; None for another name."""
+    """Return the step in a checkpoint folder's name; None for any other name."""
     final = _FINAL.fullmatch(folder.name)
     return int(final[1]) if final else None
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Url) -> Listing:
-    """Look at manifests and file sizes, not at contents (`CheckpointReader.verify` does).
-    Changes nothing. A folder that does not exist is empty."""
+    """List the checkpoints in a folder by manifests and file sizes, without reading contents
+    (`CheckpointReader.verify` reads them). Changes nothing. A folder that does not exist counts as
+    empty."""
     root = place(root)
     complete, rejected = [], []
     for name in storage_of(root).names(root):
@@ -110,7 +117,7 @@ def list_checkpoints(root: str | os.PathLike[str] | Url) -> Listing:
 
 
 def newest(root: str | os.PathLike[str] | Url) -> Place | None:
-    """The complete checkpoint with the highest step; None when there is none."""
+    """Return the complete checkpoint with the highest step; None if there is none."""
     complete = list_checkpoints(root).complete
     return complete[-1].folder if complete else None
 
@@ -120,15 +127,72 @@ def is_checkpoint(folder: Place) -> bool:
     return storage_of(folder).is_file(folder / MANIFEST)
 
 
+def named(folder: Place) -> Place:
+    """Resolve `RUN@best` to the best checkpoint of that run by its setting
+    `checkpoint.best_metric`; return any other folder unchanged. Raises `CheckpointNotFound` if no
+    checkpoint has that metric."""
+    name, at, which = folder.name.rpartition("@")
+    if not at or which != "best" or storage_of(folder).is_folder(folder):
+        return folder
+    run = folder.with_name(name)
+    complete = list_checkpoints(checkpoints_of(run)).complete
+    retention = _recorded_retention(complete)
+    if best := retention.best(complete):
+        return best[0].folder
+    recorded = [found.manifest.state.get("metrics") for found in complete]
+    names = sorted({name for each in recorded if isinstance(each, dict) for name in each})
+    others = f"; they have {', '.join(names[:_MOST_NAMED])}" if names else ""
+    raise CheckpointNotFound(
+        f"{folder}: no complete checkpoint of {run} has the metric {retention.best_metric!r}, "
+        f"which checkpoint.best_metric names (complete checkpoints: {len(complete)}{others}); "
+        "name a checkpoint, or the run for its newest, and set checkpoint.best_metric in the next "
+        "run"
+    )
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run, by its setting `checkpoint.best_metric`."""
+
+    step: int
+    metric: str
+    value: float
+    folder: Place
+    name: str
+    """The name `RUN@best`, which commands accept."""
+
+
+def best_of(run: Place) -> Best | None:
+    """Return the best checkpoint in a run folder; None if no checkpoint has the metric. Raises
+    `OSError` and `CheckpointError`."""
+    folder = checkpoints_of(run)
+    complete = list_checkpoints(folder).complete if storage_of(folder).is_folder(folder) else ()
+    retention = _recorded_retention(complete)
+    for found in retention.best(complete)[:1]:
+        metric = retention.best_metric or ""
+        value = float(found.manifest.state["metrics"][metric])
+        return Best(found.step, metric, value, found.folder, f"{run}@best")
+    return None
+
+
+def _recorded_retention(complete: Sequence[Found]) -> Retention:
+    """Return the rule for the best checkpoint, as recorded in the newest checkpoint."""
+    settings = complete[-1].manifest.settings if complete else {}
+    metric, mode = (settings.get(f"checkpoint.best_{key}") for key in ("metric", "mode"))
+    return Retention(best_metric=str(metric), best_mode="max" if mode == "max" else "min")
+
+
 def checkpoints_of(folder: Place) -> Place:
-    """The folder of all checkpoints of a run folder; any other folder may hold them itself."""
+    """Return the checkpoints folder of a run folder. Any other folder is returned: it may hold
+    checkpoints itself."""
     nested = folder / CHECKPOINTS
     return nested if storage_of(folder).is_folder(nested) else folder
 
 
 def sweep(root: Place) -> None:
-    """Finish what a dead run left half done: put a replaced checkpoint back if nothing took its
-    place, and delete other temporary folders. For one process, while nobody saves."""
+    """Clean up after a run that was killed: put a replaced checkpoint back if nothing took its
+    place, and delete other temporary folders. Call it in one process, while no checkpoint is
+    saved."""
     storage = storage_of(root)
     for name in storage.names(root):
         if hidden := _HIDDEN.fullmatch(name):
@@ -140,8 +204,15 @@ def sweep(root: Place) -> None:
             storage.remove(root / name)
 
 
+def tidy(root: Place) -> None:
+    """Call `sweep`, and ignore errors of the storage."""
+    with contextlib.suppress(OSError):
+        sweep(root)
+
+
 def begin(folder: Place) -> None:
-    """Make way for a checkpoint; it is then written to `writing_place` and published."""
+    """Prepare the folder for a new checkpoint, which is then written to `writing_place` and
+    published."""
     storage = storage_of(folder)
     if storage.renames:
         storage.make_folder(writing_place(folder))
@@ -150,16 +221,16 @@ def begin(folder: Place) -> None:
 
 
 def writing_place(folder: Place) -> Place:
-    """The folder that the files of a checkpoint are written to before it is committed."""
+    """Return the folder to which the files of a checkpoint are written before the commit."""
     return hidden_path(folder, "writing") if storage_of(folder).renames else folder
 
 
 def publish(folder: Place) -> None:
-    """Give the finished `.writing` sibling its name: the commit. An older checkpoint of that name
-    stays readable, as `.replaced`, until a `sweep` after this."""
+    """Rename the finished `.writing` sibling to the checkpoint's name: this is the commit. An older
+    checkpoint of that name stays readable, as `.replaced`, until a `sweep` after this."""
     storage = storage_of(folder)
     if not storage.renames:
-        return  # the manifest did it
+        return  # the manifest was the commit
     if storage.exists(folder):
         storage.rename(folder, hidden_path(folder, "replaced"))
     storage.rename(writing_place(folder), folder)
@@ -167,7 +238,7 @@ def publish(folder: Place) -> None:
 
 
 def set_aside(folder: Place) -> None:
-    """Rename a damaged checkpoint, so that it stays, whatever is saved or retired from here on."""
+    """Rename a damaged checkpoint, so that later saves and clean-ups keep it."""
     storage, numbers = storage_of(folder), itertools.count(2)
     aside = folder.with_name(f"{folder.name}.damaged")
     while storage.exists(aside):
@@ -177,13 +248,14 @@ def set_aside(folder: Place) -> None:
 
 
 def retire(folder: Place) -> None:
-    """Delete a checkpoint so that a kill leaves it whole or not listed."""
-    storage_of(folder).remove(put_away(folder))
+    """Delete a checkpoint. If the process is killed meanwhile, the checkpoint is whole or no longer
+    listed."""
+    storage_of(folder).remove(unlist(folder))
 
 
-def put_away(folder: Place) -> Place:
-    """Take a checkpoint off the list; returns what is left to be removed. Where folders cannot be
-    renamed, it is listed until its removal begins."""
+def unlist(folder: Place) -> Place:
+    """Rename a checkpoint so that it is no longer listed, and return the folder that is left to
+    remove. If folders cannot be renamed, the checkpoint is listed until its removal begins."""
     storage, removing = storage_of(folder), hidden_path(folder, "removing")
     if not storage.renames:
         return folder
@@ -205,11 +277,12 @@ def _is_torn(folder: Place) -> bool:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which complete checkpoints stay. The newest always does, and the best if there is a metric.
+    """The rule for which complete checkpoints are kept. The newest is always kept, and the best if
+    a metric exists.
 
-    `keep_last`: so many of the newest; None keeps all. `keep_best`: so many by `best_metric`, a
-    number in the manifest's `state["metrics"]`; the earlier wins a tie, and NaN never wins.
-    `keep_every`: steps divisible by it stay for ever.
+    `keep_last`: number of the newest to keep; None keeps all. `keep_best`: number of the best to
+    keep by `best_metric`, a number in the manifest's `state["metrics"]`; the earlier one wins a
+    tie, and NaN never wins. `keep_every`: checkpoints of steps divisible by it are never deleted.
     """
 
     keep_last: int | None = None
@@ -227,12 +300,12 @@ class Retention:
             raise SettingError(f"best_mode is {self.best_mode!r}: must be 'min' or 'max'")
 
     def best(self, complete: Sequence[Found]) -> list[Found]:
-        """Those with the metric, best first."""
+        """Return the checkpoints that have the metric, best first."""
         scored = [(score, f.step, f) for f in complete if (score := self._score(f)) is not None]
         return [found for *_, found in sorted(scored, key=lambda item: item[:2])]
 
     def surplus(self, complete: Sequence[Found]) -> list[Found]:
-        """Those that may go, oldest first."""
+        """Return the checkpoints that may be deleted, oldest first."""
         if self.keep_last is None:
             return []
         by_step = sorted(complete, key=lambda found: found.step)
@@ -254,7 +327,8 @@ class Retention:
 
 
 def as_metric(value: Any) -> float | None:
-    """A stored number; None for what is none, or none that a float can be."""
+    """Return a stored metric as a float; None if it is not a number, or does not fit into a
+    float."""
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError:

@@ -1,12 +1,12 @@
-"""Weights to and from the folder layout that `from_pretrained` and others read.
+"""Export and import of weights in the folder layout that `from_pretrained` and others read.
 
-Whole tensors in `model.safetensors`, or in several files with an index beside them.
+Whole tensors are in `model.safetensors`, or in several files with an index.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,13 @@ from .averages import averaged_reader
 from .buffers import num_bytes
 from .format import safetensors, strict_json
 from .format.safetensors import Source, read_whole
-from .low_rank import Merged
+from .low_rank import MergedWeights
 from .manifest import FileEntry, Manifest, file_name, write_manifest
 from .reader import CheckpointReader
 from .storage.local import LOCAL
 from .storage.protocol import read_small, storage_of
 
-__all__ = ["building", "export_weights", "import_weights"]
+__all__ = ["export_weights", "import_weights", "write_weights"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -49,19 +49,19 @@ def export_weights(
     max_shard_bytes: int = 5_000_000_000,
     weights: Literal["present", "average"] = "present",
 ) -> Path:
-    """Write the weights of a checkpoint of any driver as whole tensors, or their averages that it
-    holds (`weights="average"`); returns `folder`.
+    """Write the weights of a checkpoint of any driver, or their averages (`weights="average"`), as
+    whole tensors. Return `folder`.
 
     Tied weights are written once; changes of low rank (`drivetrain.lora`) are added to the weights
     that they change. One tensor at a time is in memory (one that is larger than `max_shard_bytes`
-    gets a file of its own). The folder appears complete or not at all. Raises `OutputError` when it
-    exists and is not empty, or cannot be written, and `CheckpointMismatch` where there are no
-    averages.
+    gets a file of its own). The folder appears complete or not at all. Raises `OutputError` if the
+    folder exists and is not empty, or cannot be written, and `CheckpointMismatch` if the checkpoint
+    has no averages.
     """
     if max_shard_bytes < 1:
         raise SettingError(f"max_shard_bytes is {max_shard_bytes}: must be at least 1")
     opened = averaged_reader if weights == "average" else CheckpointReader
-    reader, folder = Merged(opened(checkpoint)), Path(folder).absolute()
+    reader, folder = MergedWeights(opened(checkpoint)), Path(folder).absolute()
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise OutputError(f"{folder}: exists and is not an empty folder; choose another")
     if not reader.names("weights"):
@@ -98,15 +98,26 @@ def import_weights(
     holds pickles only, `OutputError` when `root` has a step 0 already or cannot be written.
     """
     found = _find_weights(Path(folder))
+    files = [{key: Source.of(tensor) for key, tensor in tensors.items()} for tensors in found]
+    return write_weights(root, files, tied)
+
+
+def write_weights(
+    root: str | os.PathLike[str] | Url,
+    files: Sequence[Mapping[str, Source]],
+    tied: Sequence[Sequence[str]],
+) -> Place:
+    """Write a checkpoint of step 0 in `root` with nothing but weights. Raises `OutputError` when
+    `root` has a step 0 already or cannot be written.
+    """
     target = catalog.checkpoint_path(place(root), 0)
     if storage_of(target).exists(target):
         raise OutputError(f"{target}: exists; choose another folder than {root}")
     temporary = catalog.writing_place(target)
     with building(temporary, target):
         entries = []
-        for number, tensors in enumerate(found):
-            name = file_name("weights", number, len(found))
-            sources = {key: Source.of(tensor) for key, tensor in tensors.items()}
+        for number, sources in enumerate(files):
+            name = file_name("weights", number, len(files))
             written = safetensors.write(temporary / name, sources, _METADATA)
             entries.append(FileEntry(name, *written))
         groups = tuple(tuple(group) for group in tied)
@@ -117,7 +128,8 @@ def import_weights(
 
 @contextmanager
 def building(temporary: Place, target: Place) -> Iterator[None]:
-    """An empty folder `temporary`, which the block renames to `target`, or which is deleted."""
+    """Create the empty folder `temporary` for the block, which renames it to `target`; delete it if
+    the block fails."""
     storage = storage_of(temporary)
     try:
         if storage.exists(temporary):
@@ -132,12 +144,12 @@ def building(temporary: Place, target: Place) -> Iterator[None]:
         raise OutputError(f"{target}: cannot be written: {error}") from error
 
 
-def _num_bytes(reader: Merged, name: str) -> int:
+def _num_bytes(reader: MergedWeights, name: str) -> int:
     info = reader.info("weights", name)
     return num_bytes(info.dtype, info.shape)
 
 
-def _shards(reader: Merged, max_bytes: int) -> list[list[str]]:
+def _shards(reader: MergedWeights, max_bytes: int) -> list[list[str]]:
     shards: list[list[str]] = [[]]
     filled = 0
     for name in reader.names("weights"):
@@ -150,13 +162,13 @@ def _shards(reader: Merged, max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def _source(reader: Merged, name: str) -> Source:
+def _source(reader: MergedWeights, name: str) -> Source:
     info = reader.info("weights", name)
     return Source(info.dtype, info.shape, partial(reader.read, "weights", name))
 
 
 def _find_weights(folder: Path) -> list[dict[str, Tensor]]:
-    """The tensors of a folder, file by file."""
+    """Find the tensors of a folder, file by file."""
     if (single := folder / _SINGLE).exists():
         return [read_whole(single)]
     if (index := folder / _INDEX).exists():
@@ -168,11 +180,11 @@ def _find_weights(folder: Path) -> list[dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {}
         for name, part in weight_map.items():
             if not isinstance(part, str) or os.path.basename(part) != part or part in ("", ".."):
-                raise CheckpointDamaged(f"{index}: {name!r} is said to be in {part!r:.200}")
+                raise CheckpointDamaged(f"{index}: {name!r:.200} is said to be in {part!r:.200}")
             if part not in whole:
                 whole[part], found[part] = read_whole(folder / part), {}
             if name not in whole[part]:
-                raise CheckpointDamaged(f"{index}: {name!r} is not in {part}")
+                raise CheckpointDamaged(f"{index}: {name!r:.200} is not in {part}")
             found[part][name] = whole[part][name]
         return list(found.values())
     names = sorted(os.listdir(folder)) if folder.is_dir() else []

@@ -1,9 +1,10 @@
-"""Weights that do not learn: in files of their own, which the checkpoints of a run share.
+"""Frozen weights: kept in separate files, which the checkpoints of a run share.
 
-Where an earlier checkpoint's file is the same, a save gives it a second name (a hard link) instead
-of writing it: its bytes lie on the disk once, each folder is whole, and deleting one leaves the
-others. A checkpoint shares nothing with the one before it that stays: where a block of the disk is
-bad, that one can be gone back to. So two saves write, and then two files take turns.
+If an earlier checkpoint has the same file, a save creates a hard link to it instead of writing it.
+The bytes are on the disk once, each folder is complete, and deleting one folder leaves the others
+intact. A checkpoint shares no file with the checkpoint kept before it, which remains a fallback if
+a block of the disk is bad. So the first two saves write files, and later saves link to these two
+files in turn.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from .format.safetensors import Source
 from .manifest import FileEntry, Manifest
 from .storage.local import LOCAL
 
-__all__ = ["FrozenFile", "Sums", "shared_bytes"]
+__all__ = ["Checksums", "FrozenFile", "shared_bytes"]
 
 _LOG = logging.getLogger(__name__)
 _FEW = 3
-"""Checkpoints that are looked at. With two files that take turns, the newest two hold both."""
+"""Number of checkpoints that are searched. Since two files take turns, the newest two checkpoints
+hold both."""
 
 
 def shared_bytes(folder: Place, files: Iterable[FileEntry]) -> int:
-    """The size of those of a checkpoint's files that have other names, too."""
+    """Return the total size of a checkpoint's files that have further hard links."""
     if not isinstance(folder, Path):
         return 0
     return sum(file.num_bytes for file in files if os.lstat(folder / file.name).st_nlink > 1)
 
 
 class _Inode(NamedTuple):
-    """Another one where a file was written to."""
+    """The identity of a file's content; it changes when the file is written to."""
 
     device: int
     number: int
@@ -47,54 +49,57 @@ class _Inode(NamedTuple):
     changed: int
 
 
-class Sums:
+class Checksums:
     """The checksums of the files that this process wrote or read."""
 
     def __init__(self) -> None:
         self._known: dict[_Inode, int | None] = {}
-        self._told = False
+        self._warned = False
 
     def of(self, path: Path, inode: _Inode) -> int | None:
-        """Of a file that lies there; it is read unless that was done. None for a damaged one."""
+        """Return the checksum of an existing file, which is read at most once; None if it is
+        damaged.
+        """
         if inode not in self._known:
             self._known[inode] = _read(path)
         return self._known[inode]
 
     def note(self, path: Path, crc: int) -> None:
-        """Of a file that was just written."""
+        """Record the checksum of a file that was just written."""
         if inode := _inode(path):
             self._known[inode] = crc
 
-    def tell(self, why: object) -> None:
-        """That files are not shared: once."""
-        if not self._told:
-            self._told = True
+    def warn_once(self, why: object) -> None:
+        """Warn once that files are not shared."""
+        if not self._warned:
+            self._warned = True
             _LOG.warning("frozen weights are written again, and not linked to: %s", why)
 
 
 class FrozenFile:
     """One rank's file of frozen weights, in one save."""
 
-    def __init__(self, root: Place, names: Collection[str], sums: Sums) -> None:
-        """`root`: where checkpoints lie. `names`: FQNs of weights that are not expected to change;
-        in an object store, which has no links, they are written with the others."""
+    def __init__(self, root: Place, names: Collection[str], sums: Checksums) -> None:
+        """`root`: the folder of checkpoints. `names`: FQNs of weights that are not expected to
+        change. In an object store, which has no links, they are written with the other weights."""
         self.root, self.names, self.sums = root, names, sums
         self.before: list[str] = []
-        """The checkpoint, if one stays, that is gone back to where this one is damaged."""
+        """The kept checkpoint, if any, that serves as the fallback if this one is damaged."""
         self.earlier: list[str] = []
-        """Others, whose files this one may share, the best first."""
+        """Other checkpoints whose files this one may share, the best first."""
 
     def holds(self, piece: Piece) -> bool:
-        """True for a piece that lies in this file."""
+        """True for a piece that belongs into this file."""
         of_these = piece.kind == "weights" and piece.name in self.names
         return of_these and isinstance(self.root, Path)
 
-    def look(self, retention: Retention, new: Manifest) -> tuple[list[str], list[str]]:
-        """`before` and `earlier`, which one rank finds and all are told. `new`: what is saved."""
+    def find_earlier(self, retention: Retention, new: Manifest) -> tuple[list[str], list[str]]:
+        """Return `before` and `earlier`. One rank calls this, and sends the result to all ranks.
+        `new`: the manifest of the checkpoint to save."""
         if not self.names:
             return [], []
         if not isinstance(self.root, Path):
-            self.sums.tell(f"{self.root} is in an object store, which has no links")
+            self.sums.warn_once(f"{self.root} is in an object store, which has no links")
             return [], []
         found = [each for each in list_checkpoints(self.root).complete if each.step != new.step]
         gone = retention.surplus([*found, Found(new.step, self.root, new)])
@@ -105,7 +110,7 @@ class FrozenFile:
     def write(
         self, path: Place, sources: Mapping[str, Source], metadata: Mapping[str, str]
     ) -> tuple[int, int]:
-        """As `safetensors.write`, or by linking to a file that holds the same."""
+        """Write the file as `safetensors.write` does, or link to a file with the same content."""
         assert isinstance(path, Path), "elsewhere it holds nothing"
         linked = self._link(path, sources, metadata)
         if linked is not None:
@@ -130,12 +135,12 @@ class FrozenFile:
                     LOCAL.link(old, path)
                     return size, crc
                 except OSError as error:
-                    self.sums.tell(error)
+                    self.sums.warn_once(error)
         return None
 
 
 def _inode(path: Path) -> _Inode | None:
-    """None where no regular file lies."""
+    """Return the identity of a regular file; None for anything else."""
     try:
         seen = os.lstat(path)
     except OSError:

@@ -1,4 +1,4 @@
-"""Python's garbage collector, paused while much is made that stays."""
+"""A pause of Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["gc_paused"]
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No garbage is collected within. Where a hundred thousand objects are made and none of them
-    dies, looking through all of them again and again takes longer than making them."""
+    """Pause the garbage collector in the block. While a hundred thousand objects are created and
+    none dies, scanning all of them again and again takes longer than creating them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -15,14 +15,15 @@ from torch import Tensor
 from ..kernel.paths import Place
 from ..kernel.shards import Kind, TensorInfo
 
-__all__ = ["DOWN", "SCALE", "UP", "Merged"]
+__all__ = ["DOWN", "SCALE", "UP", "MergedWeights"]
 
 DOWN, UP, SCALE = "lora_a", "lora_b", "lora_scale"
 _PARTS = (DOWN, UP, SCALE)
 
 
-class Merged:
-    """The whole weights of a checkpoint; what reads a checkpoint by names sees no change."""
+class MergedWeights:
+    """A view of a checkpoint with its low-rank changes added to the weights. Readers see the names
+    of the plain model."""
 
     def __init__(self, reader: Any) -> None:
         self._reader = reader
@@ -37,21 +38,21 @@ class Merged:
 
     @property
     def folder(self) -> Place:
-        """The checkpoint's."""
+        """The folder of the checkpoint."""
         found: Place = self._reader.folder
         return found
 
     def names(self, kind: Kind) -> Sequence[str]:
-        """As the reader's, without the parts of changes."""
+        """Return the names of the wrapped reader, without the parts of changes."""
         return [name for name in self._reader.names(kind) if name not in self._left_out]
 
     def info(self, kind: Kind, name: str) -> TensorInfo:
-        """As the reader's."""
+        """Return the information of the wrapped reader."""
         found: TensorInfo = self._reader.info(kind, name)
         return found
 
     def read(self, kind: Kind, name: str) -> Tensor:
-        """The whole tensor, with its change."""
+        """Read a whole tensor, with its change added."""
         weight: Tensor = self._reader.read(kind, name)
         if name not in self._changed:
             return weight

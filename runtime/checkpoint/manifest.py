@@ -12,11 +12,10 @@ from ..kernel.errors import CheckpointDamaged, CheckpointNotFound
 from ..kernel.paths import Place
 from ..kernel.shards import Kind
 from .format import strict_json
-from .storage.protocol import read_small, storage_of
+from .storage.protocol import MANIFEST, read_small, storage_of
 
 __all__ = [
     "FILE_NAME",
-    "MANIFEST",
     "FileEntry",
     "FileKind",
     "Manifest",
@@ -25,7 +24,6 @@ __all__ = [
     "write_manifest",
 ]
 
-MANIFEST = "manifest.json"
 _FORMAT = "drivetrain-checkpoint"
 _VERSION = 1
 _SUM = "crc32"
@@ -35,13 +33,14 @@ FILE_NAME = re.compile(
     r"(weights|frozen|optimizer|state)-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors"
     r"|index(-[0-9]{5,9}-[0-9]{1,2})?\.json"
 )
-"""Names of files of a checkpoint; those of indexes with numbers exist while it is written."""
+"""Names of files of a checkpoint. Numbered index files exist only while the checkpoint is
+written."""
 FileKind = Literal[Kind, "frozen"]
-"""A file's first word. `frozen`: weights that do not learn, where they have files of their own."""
+"""The first word of a file's name. `frozen`: frozen weights, if they have separate files."""
 
 
 def file_name(kind: FileKind, part: int, num_parts: int) -> str:
-    """The name of one file of a checkpoint; no other names are accepted."""
+    """Return the name of one file of a checkpoint; no other names are accepted."""
     return f"{kind}-{part:05d}-of-{num_parts:05d}.safetensors"
 
 
@@ -55,13 +54,13 @@ class FileEntry:
 
     @property
     def kind(self) -> str:
-        """The kind of what is in it; of an index, its name."""
+        """The kind of the file's tensors; for an index, the name of the index."""
         word = self.name.partition("-")[0]
         return "weights" if word == "frozen" else word
 
     @property
     def part(self) -> int:
-        """The rank that wrote it; 0 for an index."""
+        """The rank that wrote the file; 0 for an index."""
         _, *numbers = self.name.split("-")
         return int(numbers[0]) if numbers else 0
 
@@ -73,31 +72,32 @@ class Manifest:
     step: int
     files: tuple[FileEntry, ...]
     state: Mapping[str, Any] = field(default_factory=dict)
-    """The kernel's own: position, counters, schedule, `metrics`; JSON types."""
+    """The state of the kernel's loop: position, counters, schedule, `metrics`; JSON types."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved configuration, to print what a resume changes; JSON types."""
+    """The resolved configuration, used to print what a resume changes; JSON types."""
     driver: str = ""
     world_size: int = 1
     tied: tuple[tuple[str, ...], ...] = ()
     """Groups of FQNs that are one parameter; the first of each is the one stored."""
 
     def loop_state(self, where: str) -> Mapping[str, Any]:
-        """`state`, which is empty where there are weights alone. Raises `CheckpointDamaged`, naming
-        `where`, where steps were made and it says nothing of them."""
+        """Return `state`, which is empty for a checkpoint of weights alone. Raises
+        `CheckpointDamaged`, naming `where`, if it is empty after step 0."""
         if self.step and not self.state:
             raise CheckpointDamaged(f"{where}: is of step {self.step}, and its state is empty")
         return self.state
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, its own CRC-32 among it. Raises `TypeError` when `state` or `settings`
-        hold more than that."""
+        """Return canonical JSON that includes its own CRC-32. Raises `TypeError` if `state` or
+        `settings` hold other types."""
         value = {"format": _FORMAT, "version": _VERSION, **vars(self)}
         value["files"] = [vars(file) for file in self.files]
         return strict_json.dump({**value, _SUM: zlib.crc32(strict_json.dump(value))})
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str) -> Manifest:
-        """Raises `CheckpointDamaged`, naming `where`, what and the value seen."""
+        """Parse a manifest. Raises `CheckpointDamaged` with `where`, the malformed entry and its
+        value."""
 
         def need(sound: bool, what: str, seen: Any) -> None:
             if not sound:
@@ -107,7 +107,7 @@ class Manifest:
         value = strict_json.parse(raw, where)
         need(isinstance(value, dict), "the top level", value)
         try:
-            strict_json.check(value)  # which has keys of its own
+            strict_json.check(value)  # which may have other keys
         except TypeError as error:
             raise CheckpointDamaged(f"{where}: {error}") from error
         need(value.pop("format", None) == _FORMAT, "'format'", value)
@@ -117,10 +117,10 @@ class Manifest:
                 f"{where}: format version {version!r:.200}, and this drivetrain reads {_VERSION}: "
                 "install the drivetrain that wrote it, or a newer one"
             )
-        sum_of_all = value.pop(_SUM, None)  # compared by `read_manifest`
+        sum_of_all = value.pop(_SUM, None)  # `read_manifest` compares it
         need(_natural(sum_of_all), repr(_SUM), sum_of_all)
         names = {item.name for item in fields(cls)}
-        need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value))
+        need(value.keys() == names, f"the set of keys (needs {sorted(names)})", sorted(value)[:20])
         need(_natural(value["step"], 10**18), "'step'", value["step"])
         need(_natural(value["world_size"], 1 << 31), "'world_size'", value["world_size"])
         need(isinstance(value["driver"], str), "'driver'", value["driver"])
@@ -149,8 +149,8 @@ class Manifest:
 
 
 def read_manifest(folder: Place) -> Manifest:
-    """The manifest of a checkpoint. Raises `CheckpointNotFound` when there is no such folder and
-    `CheckpointDamaged` when the manifest is missing, malformed or not as it was written."""
+    """Read the manifest of a checkpoint. Raises `CheckpointNotFound` if the folder does not exist,
+    and `CheckpointDamaged` if the manifest is missing, malformed or not as it was written."""
     storage, path = storage_of(folder), folder / MANIFEST
     if not storage.exists(path):
         if not storage.is_folder(folder):
@@ -164,14 +164,15 @@ def read_manifest(folder: Place) -> Manifest:
 
 
 def _is_as_written(raw: bytes) -> bool:
-    """By its own CRC-32, which is the first of its keys: it is of the text without that line."""
+    """Check a manifest by its own CRC-32. The CRC-32 is the first key, and covers the text without
+    that line."""
     line = _SUM_LINE.match(raw)
     return line is not None and int(line[1]) == zlib.crc32(raw[line.end() :], zlib.crc32(b"{"))
 
 
 def write_manifest(folder: Place, manifest: Manifest) -> None:
-    """Write and sync it, and the names of the files around it. Raises, before that, what reading
-    it would raise, or `TypeError`."""
+    """Write and sync the manifest, and sync the folder. Before writing, raises what reading it back
+    would raise, or `TypeError`."""
     path, raw = folder / MANIFEST, manifest.to_bytes()
     Manifest.from_bytes(raw, str(path))
     storage = storage_of(folder)

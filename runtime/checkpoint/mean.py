@@ -9,16 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernel.errors import CheckpointMismatch, OutputError, SettingError
-from ..kernel.paths import Place, Url, place
+from ..kernel.errors import CheckpointMismatch, SettingError
+from ..kernel.paths import Place, Url
 from ..kernel.shards import TensorInfo
-from . import catalog
-from .export import building
-from .format import safetensors
+from .export import write_weights
 from .format.safetensors import Source
-from .manifest import FileEntry, Manifest, file_name, write_manifest
 from .reader import CheckpointReader
-from .storage.protocol import storage_of
 
 __all__ = ["average_weights"]
 
@@ -26,11 +22,13 @@ __all__ = ["average_weights"]
 def average_weights(
     checkpoints: Sequence[str | os.PathLike[str] | Url], root: str | os.PathLike[str] | Url
 ) -> Place:
-    """Make a checkpoint of step 0 in `root` of the mean of several checkpoints' weights and
-    buffers, which any driver starts from; what is no floating point number is the last one's.
+    """Write a checkpoint of step 0 in `root` with the mean of the weights and buffers of several
+    checkpoints. Any driver can start from it. Tensors that are not floating point are taken from
+    the last checkpoint.
 
-    One tensor at a time is in memory. Raises `CheckpointMismatch`, naming the tensor, where they
-    are of different models, and `OutputError` when `root` has a step 0 or cannot be written.
+    One tensor at a time is in memory. Raises `CheckpointMismatch`, naming the tensor, if the
+    checkpoints are of different models, and `OutputError` if `root` has a step 0 or cannot be
+    written.
     """
     if not checkpoints:
         raise SettingError("there is no checkpoint to average; give one or more")
@@ -38,18 +36,8 @@ def average_weights(
     last = readers[-1]
     for reader in readers[:-1]:
         _refuse_another_model(reader, last)
-    target = catalog.checkpoint_path(place(root), 0)
-    if storage_of(target).exists(target):
-        raise OutputError(f"{target}: exists; choose another folder than {root}")
-    temporary = catalog.writing_place(target)
-    with building(temporary, target):
-        name = file_name("weights", 0, 1)
-        sources = {key: _source(readers, key) for key in last.names("weights")}
-        written = safetensors.write(temporary / name, sources, {"format": "pt"})
-        manifest = Manifest(0, (FileEntry(name, *written),), tied=last.manifest.tied)
-        write_manifest(temporary, manifest)
-        catalog.publish(target)
-    return target
+    sources = {key: _source(readers, key) for key in last.names("weights")}
+    return write_weights(root, [sources], last.manifest.tied)
 
 
 def _refuse_another_model(reader: CheckpointReader, last: CheckpointReader) -> None:
@@ -60,13 +48,13 @@ def _refuse_another_model(reader: CheckpointReader, last: CheckpointReader) -> N
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             raise CheckpointMismatch(
-                f"{name!r} is {_told(here.get(name))} in {reader.folder}, and "
-                f"{_told(there.get(name))} in {last.folder}: only checkpoints of one model can be "
-                "averaged"
+                f"{name!r} is {_describe(here.get(name))} in {reader.folder}, and "
+                f"{_describe(there.get(name))} in {last.folder}: only checkpoints of one model can "
+                "be averaged"
             )
 
 
-def _told(info: TensorInfo | None) -> str:
+def _describe(info: TensorInfo | None) -> str:
     return "missing" if info is None else f"{info.dtype} {info.shape}"
 
 

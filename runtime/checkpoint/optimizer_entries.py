@@ -18,7 +18,9 @@ from ..kernel.errors import CheckpointDamaged
 
 __all__ = [
     "AVERAGE",
+    "EXTRA",
     "GROUP",
+    "beside_state",
     "can_be_stored",
     "copied",
     "flat",
@@ -32,13 +34,15 @@ __all__ = [
 
 
 AVERAGE = "average"
-"""`<fqn>/average` is no state of the optimizer's, but an average of that weight."""
+"""`<fqn>/average` is not optimizer state, but the average of a weight."""
 GROUP = "group."
+EXTRA = "extra."
+"""`<fqn>/extra.<key>` is an entry of an optimizer's `state_dict` besides state and groups."""
 
 
 def is_state(key: str) -> bool:
-    """True for an entry of a parameter's own, of which only its optimizer knows more."""
-    return key != AVERAGE and not key.startswith(GROUP)
+    """True for a parameter's entry that only its optimizer interprets."""
+    return key != AVERAGE and not key.startswith((GROUP, EXTRA))
 
 
 _NUMBERS: dict[type, str] = {bool: ":bool", int: ":int", float: ":float", type(None): ":none"}
@@ -48,7 +52,7 @@ _SEQUENCES: dict[type, str] = {list: ":list", tuple: ":tuple"}
 
 
 def _kind(value: Any, kinds: Iterable[type]) -> type | None:
-    """The first of these types that it is of: a bool is an int, too."""
+    """Return the first of these types that the value is an instance of: a bool is an int, too."""
     return next((kind for kind in kinds if isinstance(value, kind)), None)
 
 
@@ -60,7 +64,7 @@ def can_be_stored(value: Any) -> bool:
 
 
 def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields an entry as it is stored; nothing if it cannot be (see `unsaved`)."""
+    """Yield an entry in its stored form; nothing if it cannot be stored (see `unsaved`)."""
     if isinstance(value, Tensor):
         narrow = value.is_floating_point() and value.element_size() < 4
         yield key, value.detach().float() if narrow else value.detach()
@@ -77,8 +81,8 @@ def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def nested(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Rebuild the values that `flat` stored. Raises `CheckpointDamaged`, naming the entry (`where`
-    is put before its key), for entries that `flat` cannot have made."""
+    """Rebuild the values that `flat` stored. Raises `CheckpointDamaged`, naming the entry (its key
+    with the prefix `where`), for entries that `flat` cannot have written."""
     left = dict(entries)
 
     def take(key: str) -> Any:
@@ -116,24 +120,37 @@ def _number(name: str, stored: Tensor, kind: type) -> Any:
     whole = float(value).is_integer()
     if stored.dim() or (kind is not float and not whole):
         shown = f"shape {tuple(stored.shape)}" if stored.dim() else value
-        raise CheckpointDamaged(f"optimizer {name!r} is {shown}, which is no {kind.__name__}")
+        raise CheckpointDamaged(f"optimizer {name!r:.200} is {shown}, which is no {kind.__name__}")
     return None if kind is type(None) else kind(value)
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group holds but for the parameters."""
+    """Return the settings of a parameter group: all entries but the parameters."""
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def unstorable(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the settings of a parameter group that a checkpoint cannot hold."""
+    """Return a copy of those settings of a parameter group that a checkpoint cannot hold."""
     return {k: copied(v) for k, v in settings_of(group).items() if not can_be_stored(v)}
 
 
+def beside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the entries of a custom optimizer's `state_dict` beside state and groups, such as a
+    count or a list of moments.
+    """
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict and not getattr(
+        optimizer, "_optimizer_state_dict_post_hooks", None
+    ):
+        return {}
+    packed = optimizer.state_dict()
+    return {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+
+
 def unsaved(optimizer: torch.optim.Optimizer, built: Iterable[Mapping[str, Any]] = ()) -> list[str]:
-    """The names of what an optimizer keeps and no checkpoint can hold: objects that are no tensors
-    or numbers, and state that is of no parameter. `built`: of each group what was `unstorable` when
-    the optimizer was built; what is so still and has not changed is the recipe's."""
+    """Return the names of optimizer entries that no checkpoint can hold: objects that are neither
+    tensors nor numbers, state of no parameter, and entries `beside_state` in tensors that are
+    sharded over ranks. `built`: the `unstorable` settings of each group when the optimizer was
+    built. Those that have not changed since are left out: the recipe sets them again."""
     states: dict[Any, Mapping[str, Any]] = dict(optimizer.state)
     found = {str(key) for key in states if not isinstance(key, Tensor)}
     for group, before in zip(optimizer.param_groups, built, strict=False):
@@ -143,11 +160,25 @@ def unsaved(optimizer: torch.optim.Optimizer, built: Iterable[Mapping[str, Any]]
     for parameter, state in states.items():
         if isinstance(parameter, Tensor):
             found |= {key for key, value in state.items() if not can_be_stored(value)}
+    several = getattr(optimizer, "optimizers", None)
+    for kind in several.values() if isinstance(several, Mapping) else ():
+        found |= {str(key) for key in beside_state(kind)}
+    beside = beside_state(optimizer)
+    found |= {str(k) for k, v in beside.items() if not _is_whole(v)}
+    if beside and "state" not in optimizer.state_dict():
+        found.add("a state_dict() without 'state'")
     return sorted(found)
 
 
+def _is_whole(value: Any) -> bool:
+    """True if the value can be stored and holds no shard of a tensor."""
+    if _kind(value, _SEQUENCES):
+        return all(map(_is_whole, value))
+    return can_be_stored(value) and not hasattr(value, "placements")
+
+
 def copied(value: Any) -> Any:
-    """A copy that shares no memory."""
+    """Return a copy that shares no memory."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -157,7 +188,8 @@ def copied(value: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """The same object; or both of one type, and equal, tensors element by element."""
+    """True for the same object, and for equal values of one type; tensors are compared element by
+    element."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):

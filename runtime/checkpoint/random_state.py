@@ -16,14 +16,15 @@ from .writer import RNG
 __all__ = ["FEEDERS", "load_rng", "own_random_state"]
 
 FEEDERS = "num_feeders"
-"""In the state of a checkpoint of which several ranks were one feeder: how many feeders."""
+"""Key of a checkpoint's state: the number of feeders, if several ranks were one feeder."""
 
 
 def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> list[str]:
-    """Give this rank the random state that it saved. Returns the names of the generators that the
-    checkpoint holds no state of, which stay as they are: all of them, when it is of another world
-    size or number of feeders, or of a driver with other generators. Raises `CheckpointDamaged`
-    before anything is changed. `driver`: the session's, whose own checkpoints hold what it knows.
+    """Restore the random state that this rank saved. Return the names of the generators without a
+    state in the checkpoint, which are not changed: all of them, if the checkpoint is of another
+    world size or number of feeders, or of a driver with other generators. Raises
+    `CheckpointDamaged` before anything is changed. `driver`: the session's driver; a checkpoint of
+    the same driver must hold all of its generators.
     """
     rank, size, manifest = session.world.rank, session.world.size, reader.manifest
     current = session.rng_state()
@@ -50,7 +51,7 @@ def load_rng(reader: CheckpointReader, session: Session, driver: str = "") -> li
 def own_random_state(
     reader: CheckpointReader, session: Session, driver: str
 ) -> Iterator[list[str]]:
-    """Around taking over that checkpoint: `load_rng`, undone where the block raises."""
+    """Call `load_rng` for the block, which restores a checkpoint; undo it if the block raises."""
     before = session.rng_state()
     unknown = load_rng(reader, session, driver)
     try:

@@ -1,4 +1,4 @@
-"""Saves checkpoints so that every rank's share is on disk, or nothing is.
+"""Saves checkpoints atomically: every rank's share is on disk, or nothing is.
 
 A save is four steps, agreed by all ranks one after the other: collect the pieces, prepare the
 folder, write the files, commit. A save in the background has the same steps at other times: the
@@ -26,7 +26,7 @@ from ..kernel.shards import Piece
 from . import catalog
 from .background import remove_in_background, removed, write_in_background
 from .buffers import HostCopies
-from .frozen import FrozenFile, Sums
+from .frozen import Checksums, FrozenFile
 from .index.tree import join_level, num_levels
 from .manifest import FileEntry, Manifest, write_manifest
 from .random_state import FEEDERS
@@ -40,9 +40,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of one run, in one folder, or at one URL, that all ranks see.
+    """The checkpoints of one run, in a folder or at a URL that all ranks can access.
 
-    One run writes to a folder at a time. See `Retention` for what is kept.
+    One run at a time writes to a folder. `Retention` decides which checkpoints are kept.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointStore:
         self.root, self.digits = place(root), digits
         self._guard = guard or (lambda: None)
         self.retention = catalog.Retention(keep_last, keep_best, best_metric, best_mode, keep_every)
-        self._copies, self._sums = HostCopies(), Sums()
+        self._copies, self._sums = HostCopies(), Checksums()
 
     def save(
         self,
@@ -75,8 +75,8 @@ class CheckpointStore:
         frozen: Collection[str] = (),
         beside: Callable[[Path], None] | None = None,
     ) -> Place:
-        """Write the checkpoint of `step`; called by all ranks, and returns once it is committed.
-        Older checkpoints that are not kept are no longer listed then, and deleted in the
+        """Write the checkpoint of `step`. All ranks call it, and it returns once the checkpoint is
+        committed. Older checkpoints that are not kept are then no longer listed, and deleted in the
         background.
 
         `state` and `settings` go into the manifest (JSON types; rank 0's are used). `frozen`: FQNs
@@ -91,17 +91,26 @@ class CheckpointStore:
         with self._swept_on_failure(session):
             saving = self._begin(manifest, session, frozen, lambda: collect(engine, session))
             written = _together(session, saving.folder, saving.write)
-            if beside is not None:  # once all have written: it may call what ranks do together
+            if beside is not None:  # once all have written: `beside` may call collectives
                 _together(session, saving.folder, lambda: beside(_local(saving.place)))
             saving.commit(written, tidy=beside is None)
         if session.world.rank == 0 and (retired := self._retire(saving.folder)):
             remove_in_background(lambda: _remove(retired))
         return saving.folder
 
+    def best(self) -> tuple[Place, float] | None:
+        """Return the best complete checkpoint by the metric, with the metric; None if no checkpoint
+        has it."""
+        metric = self.retention.best_metric
+        found = self.retention.best(catalog.list_checkpoints(self.root).complete)
+        if not found or metric is None:
+            return None
+        return found[0].folder, float(found[0].manifest.state["metrics"][metric])
+
     def get_ready(self, engine: Engine, session: Session) -> None:
-        """Begin to make the host memory that saving in the background needs; called by all ranks,
-        after the first step, when optimizers have their state. Otherwise the first save does it,
-        while training stands still."""
+        """Begin to allocate the host memory for saves in the background. All ranks call it after
+        the first step, when optimizers have their state. Otherwise the first save allocates the
+        memory while training waits."""
         self._copies.get_ready([piece.tensor.nbytes for piece in collect(engine, session)])
 
     def save_in_background(
@@ -118,9 +127,10 @@ class CheckpointStore:
         """Begin a save in the background: this rank's share is copied into host memory, which
         the next save uses again, and a thread writes it.
 
-        One may be under way: finish it before any other. Raises `SaveFailed` as `save` does.
+        Only one save may be in progress: finish it before the next. Raises `SaveFailed` as `save`
+        does.
         """
-        state = copy.deepcopy(dict(state))  # training goes on, and may change what is in it
+        state = copy.deepcopy(dict(state))  # training continues, and may change its content
         manifest = _manifest(step, engine, session, state, settings, driver)
         with self._swept_on_failure(session):
             saving = self._begin(
@@ -130,8 +140,8 @@ class CheckpointStore:
         return BackgroundSave(saving, self, writing, self._copies.num_bytes)
 
     def finish(self, begun: BackgroundSave) -> Place:
-        """Commit a save that `save_in_background` began; called by all ranks, when all have
-        written (`BackgroundSave.written`) or must wait for it. Raises `SaveFailed`."""
+        """Commit a save that `save_in_background` began. All ranks call it, once all have written
+        (`BackgroundSave.written`) or if they must wait for the save. Raises `SaveFailed`."""
         saving = begun.saving
         with self._swept_on_failure(saving.session):
             saving.commit(_together(saving.session, saving.folder, begun.writing.result))
@@ -140,14 +150,14 @@ class CheckpointStore:
         return saving.folder
 
     def wait(self) -> None:
-        """Wait until nothing is written or removed in the background. Finish a save first."""
+        """Wait until nothing is written or removed in the background. Call `finish` for a save
+        first."""
         removed()
 
     def tidy(self) -> None:
-        """Remove the remains of a failed save, if that is possible by now; any rank may call it
-        while no save is under way."""
-        with contextlib.suppress(OSError):
-            catalog.sweep(self.root)
+        """Remove the remains of a failed save, if possible. Any rank may call it while no save is
+        in progress."""
+        catalog.tidy(self.root)
 
     def _begin(
         self,
@@ -183,16 +193,16 @@ class CheckpointStore:
             raise
 
     def _prepare(self, saving: _Saving, sizes: list[list[int]]) -> tuple[list[str], list[str]]:
-        """Returns what `FrozenFile.look` finds. `sizes`: of what learns and of frozen weights, of
-        each rank."""
+        """Prepare the folder, and return the result of `FrozenFile.find_earlier`. `sizes`: for
+        each rank, the bytes of all but frozen weights, and the bytes of frozen weights."""
         removed()
         self._guard()
         storage = storage_of(self.root)
         storage.make_folder(self.root)
         catalog.sweep(self.root)
-        before, earlier = saving.frozen.look(self.retention, saving.manifest)
+        before, earlier = saving.frozen.find_earlier(self.retention, saving.manifest)
         learning, frozen = map(sum, zip(*sizes, strict=True))
-        num_bytes = learning if earlier else learning + frozen  # they may be linked to
+        num_bytes = learning if earlier else learning + frozen  # frozen files may be linked
         free = storage.free_bytes(self.root)
         if free is not None and num_bytes > free:
             raise OSError(
@@ -202,19 +212,20 @@ class CheckpointStore:
         return before, earlier
 
     def _retire(self, folder: Place) -> list[Place]:
-        """Take off the list what need not stay now that `folder` is there, to be removed."""
+        """Return the checkpoints that need not stay now that `folder` exists, renamed for
+        removal."""
         try:
             replaced = catalog.hidden_path(folder, "replaced")
             retired = [replaced] if storage_of(folder).exists(replaced) else []
             complete = catalog.list_checkpoints(self.root).complete
-            return retired + [catalog.put_away(f.folder) for f in self.retention.surplus(complete)]
+            return retired + [catalog.unlist(f.folder) for f in self.retention.surplus(complete)]
         except OSError as error:
             _cannot_remove(error)
             return []
 
 
 class _Saving:
-    """The acts of one save; what ranks agree on in between is the store's."""
+    """The steps of one save on one rank; the store exchanges results between ranks."""
 
     def __init__(
         self,
@@ -230,7 +241,7 @@ class _Saving:
         self.pieces: list[Piece] = []
 
     def write(self) -> list[tuple[str, int, int]]:
-        """Write this rank's files; returns names, sizes, checksums. Communicates with no other
+        """Write this rank's files; return names, sizes and checksums. Communicates with no other
         rank."""
         world = self.session.world
         pieces, self.pieces = self.pieces, []
@@ -238,7 +249,7 @@ class _Saving:
         return [(file.name, file.num_bytes, file.crc32) for file in written]
 
     def commit(self, written: list[list[tuple[str, int, int]]], tidy: bool = True) -> None:
-        """Make it the checkpoint of its step; `tidy`: nothing but these files lies there."""
+        """Commit the checkpoint of its step. `tidy`: the folder holds nothing but these files."""
         entries = tuple(FileEntry(*file) for files_of_rank in written for file in files_of_rank)
         entries += self._indexed(entries)
 
@@ -252,7 +263,8 @@ class _Saving:
         _on_first(self.session, self.folder, act)
 
     def _indexed(self, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-        """The index of these files, if they are many: ranks join what others have joined."""
+        """Write the index of these files, if there are many: ranks join the indexes that other
+        ranks have joined."""
         world, below = self.session.world, entries
         for level in range(1, num_levels(world.size) + 1):
             act = functools.partial(join_level, self.place, below, level, world.rank, world.size)
@@ -289,7 +301,7 @@ def _manifest(
     settings: Mapping[str, Any] | None,
     driver: str,
 ) -> Manifest:
-    """Without the files, which are not written yet."""
+    """Return the manifest without the files, which are not written yet."""
     world, state = session.world, dict(state)
     if world.num_feeders != world.size:
         state[FEEDERS] = world.num_feeders
@@ -305,7 +317,7 @@ def _remove(retired: list[Place]) -> None:
 
 
 def _cannot_remove(error: OSError) -> None:
-    # The save has succeeded: what cannot be deleted is a nuisance, and no reason to stop.
+    # The save has succeeded: an old checkpoint that cannot be deleted does not end the run.
     _LOG.warning("an old checkpoint could not be removed: %s", error)
 
 
@@ -346,14 +358,15 @@ def _local(folder: Place) -> Path:
 
 
 def _on_first(session: Session, folder: Place, act: Callable[[], Any]) -> Any:
-    """What rank 0 returns (JSON types), on all ranks."""
+    """Call `act` on rank 0 and return its result (JSON types) on all ranks."""
     return _together(session, folder, act if session.world.rank == 0 else lambda: None)[0]
 
 
 def _together(session: Session, folder: Place, act: Callable[[], Any]) -> list[Any]:
-    """All ranks' results (JSON types), once all have acted; `SaveFailed` on all if one failed.
+    """Return all ranks' results (JSON types), once all have acted. Raises `SaveFailed` on all ranks
+    if one failed.
 
-    Every `Exception` is sent to the others: a rank that left without a word would block them.
+    Every `Exception` is sent to the other ranks: a rank that left silently would block them.
     """
     cause: Exception | None = None
     answer: dict[str, Any] = {"rank": session.world.rank}

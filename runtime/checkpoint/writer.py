@@ -1,8 +1,8 @@
-"""From pieces to files: which file a piece goes to, and how a part of a tensor is labelled.
+"""Writes pieces to files: selects the file of each piece, and labels parts of tensors.
 
-A whole tensor is stored under its own name, so the weights of a driver that does not cut tensors
-are a file that anything can read. A part is stored under a key of its own, and the header's
-metadata says what it is: `{"drivetrain": {key: {"name", "shape", "box" or "flat"}}}`.
+A whole tensor is stored under its own name, so any tool can read the weights of a driver that does
+not shard tensors. A part is stored under a key of its own, which the header's metadata describes:
+`{"drivetrain": {key: {"name", "shape", "box" or "flat"}}}`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RNG = "rng"
 
 
 def collect(engine: Engine, session: Session) -> list[Piece]:
-    """The pieces that this rank saves, still on its devices; nothing is copied."""
+    """Return the pieces that this rank saves, still on its devices; nothing is copied."""
     pieces = list(engine.shards())
     for name, tensor in session.rng_state().items():
         name = f"{RNG}/{session.world.rank}/{name}"
@@ -45,9 +45,9 @@ def write_pieces(
     num_parts: int,
     frozen: FrozenFile | None = None,
 ) -> list[FileEntry]:
-    """Write one file for each kind that there are pieces of, synced, through host memory for one
-    tensor. `frozen`: writes those that it holds, or shares an earlier checkpoint's file of them.
-    Raises `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""
+    """Write one file for each kind of pieces, synced, through host memory for one tensor. `frozen`:
+    writes the pieces that it holds, or links to an earlier checkpoint's file of them. Raises
+    `ValueError` or `TypeError` for a malformed piece, `OSError` naming the file."""
     of_kind: dict[FileKind, list[Piece]] = {kind: [] for kind in get_args(FileKind)}
     for piece in pieces:
         of_kind["frozen" if frozen and frozen.holds(piece) else piece.kind].append(piece)

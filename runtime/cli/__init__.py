@@ -5,15 +5,21 @@ This module stays light, so that `drivetrain --help` answers at once; torch come
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["main"]
 
 
 def main() -> None:
     """The console script `drivetrain`."""
+    if sys.argv[1:2] == ["train"]:
+        from .process.early_signals import handle_early
+
+        handle_early()
+    from ..run.output import drain_output
     from .app import app
-    from .output import let_go
 
     try:
         app(prog_name="drivetrain")
     finally:
-        let_go()
+        drain_output()

@@ -1,10 +1,13 @@
-"""The command line: each command stands in `commands`."""
+"""The command line, whose commands are in `commands`."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from .commands import checkpoint, conform, data, launch, look, plan, train
+from .commands import checkpoint, conform, data, find, launch, look, plan, train
 
 __all__ = ["app"]
 
@@ -17,5 +20,25 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for commands in (train.app, launch.app, plan.app, look.app, data.app, checkpoint.app, conform.app):
-    app.add_typer(commands)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"drivetrain {version('drivetrain')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
+for each in (train, launch, plan, find, look, data, checkpoint, conform):
+    app.add_typer(each.app)

@@ -1,1 +1,1 @@
-"""Data: the order of samples, their distribution over readers, and fetching them."""
+"""Data: the order of samples, their partition over readers, and fetching them."""

@@ -1,8 +1,8 @@
-"""An epoch that was begun is finished in the order in which it was begun, by whichever run.
+"""A begun epoch, which any run finishes in the order in which it was begun.
 
-Data may have grown or shrunk since, the seed, the batch or the lengths of samples may be others: no
-sample comes twice in an epoch, and none that still exists is left out. So a checkpoint holds what
-the order of its epoch is made of.
+The size of the data, the seed, the batch or the lengths of samples may have changed meanwhile.
+Still no sample comes twice in an epoch, and no existing sample is left out. So a checkpoint holds
+everything that determines the order of its epoch.
 """
 
 from __future__ import annotations
@@ -26,36 +26,35 @@ from .order import (
     shuffled,
 )
 
-__all__ = ["Begun", "Present"]
+__all__ = ["BegunEpoch", "PresentSamples"]
 
 _COUNTED_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The order of an epoch that was begun, and is finished in that order whatever has changed
-    since.
+class BegunEpoch:
+    """The order of a begun epoch, which is finished in that order whatever has changed since.
 
-    A sample is identified by its index: new samples come after those that were there.
+    A sample is identified by its index: new samples have larger indices than old ones.
     """
 
     epoch: int
     start: int
     """The number of samples that were consumed."""
     length: int
-    """Of the data, when the epoch was begun."""
+    """Length of the data when the epoch began."""
     seed: int
     shuffled: bool
     rest: Sequence[int] = ()
-    """The next samples, where they depend on more than the seed (on the lengths of samples)."""
+    """The next samples, if they depend on more than the seed (on the lengths of samples)."""
 
     def to_json(self) -> dict[str, Any]:
-        """For the manifest of a checkpoint, which holds the position beside it."""
+        """Return JSON for the manifest of a checkpoint, which holds the position, too."""
         stored = asdict(self)
         return {name: stored[name] for name in ("length", "seed", "shuffled", "rest")}
 
     @classmethod
-    def from_json(cls, epoch: int, start: int, value: Any) -> Begun:
+    def from_json(cls, epoch: int, start: int, value: Any) -> BegunEpoch:
         """Raises `ValueError` for anything but what `to_json` returns."""
         match value:
             case {
@@ -74,22 +73,23 @@ class Begun:
         raise ValueError(f"not an order of samples: {value!r:.200}")
 
     def order(self, by: OrderFunction) -> Order:
-        """The rest of the epoch; what was consumed of it may look different."""
+        """Return the order of the epoch. It is exact from `start` on; the consumed part may
+        differ."""
         order = (shuffled if self.shuffled else sequential)(self.length, self.seed, self.epoch)
         if isinstance(by, ByLength):
             order = by.sort(order, self.seed, self.epoch, self.start + len(self.rest))
         return _Continued(order, self) if self.rest else order
 
-    def later(self, start: int, order: Order) -> Begun:
-        """The same epoch when `start` of it was consumed, in that order."""
+    def later(self, start: int, order: Order) -> BegunEpoch:
+        """Return the same epoch after `start` samples of this order were consumed."""
         rest: list[int] = torch.as_tensor(order[start : _stretch_end(order, start)]).tolist()
         return replace(self, start=start, rest=rest)
 
 
 class _Continued:
-    """An order of which the next few samples are given."""
+    """An order whose next few samples are given."""
 
-    def __init__(self, order: Order, begun: Begun) -> None:
+    def __init__(self, order: Order, begun: BegunEpoch) -> None:
         self.order, self._start = order, begun.start
         self._rest = torch.tensor(begun.rest)
         self._stop = begun.start + len(begun.rest)
@@ -112,8 +112,8 @@ def _stretch_end(order: Order, start: int) -> int:
     return order.stretch_end(start) if isinstance(order, Sorted | _Continued) else start
 
 
-class Present(ReadAhead):
-    """An order of more samples than there are now: those that are gone are passed over."""
+class PresentSamples(ReadAhead):
+    """An order of more samples than exist now: missing samples are skipped."""
 
     def __init__(self, order: Order, num_samples: int) -> None:
         super().__init__(order)
@@ -121,17 +121,17 @@ class Present(ReadAhead):
 
     def read(self, start: int, first: int, last: int) -> list[int]:
         """See `ReadAhead`."""
-        found = islice((index for _, index in self._those(start)), first, last)
+        found = islice((index for _, index in self._present(start)), first, last)
         return list(found)
 
     def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """See `ReadAhead`."""
-        those = self._those(start)
-        while span := list(islice(those, count)):
+        present = self._present(start)
+        while span := list(islice(present, count)):
             yield span[0][0], len(span)
 
-    def _those(self, start: int) -> Iterator[tuple[int, int]]:
-        """Places and indices, from `start` on."""
+    def _present(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield places and indices of existing samples, from `start` on."""
         for first in range(start, len(self), READ_AT_ONCE):
             size = min(READ_AT_ONCE, len(self) - first)
             for place, index in enumerate(super().read(first, 0, size), first):
@@ -139,7 +139,7 @@ class Present(ReadAhead):
                     yield place, index
 
     def count(self, start: int) -> int:
-        """See `ReadAhead`. Takes time, and no memory: half a minute for what was 10^9 samples."""
+        """See `ReadAhead`. Takes half a minute for an order of 10^9 samples, and little memory."""
         parts = (
             torch.as_tensor(self.order[first : first + _COUNTED_AT_ONCE])
             for first in range(start, len(self), _COUNTED_AT_ONCE)

@@ -1,11 +1,11 @@
-"""Cuts the order of samples into steps, and fetches a reader's part of each step.
+"""Splits the order of samples into steps, and fetches a reader's part of each step.
 
-A *group* is the global batch of one step: the next G samples of the epoch's order. It is dealt to
-the readers in contiguous parts of nearly equal size, and each part is cut into microbatches, as
-many on every reader, since ranks that run different numbers of forwards wait for each other for
-ever. Read one after the other, the parts are in the order of the epoch: which samples train
-together depends neither on the number of readers, nor on accumulation, workers, or where a run
-resumed.
+A *group* is the global batch of one step: the next G samples of the epoch's order. It is
+partitioned over the readers in contiguous parts of nearly equal size. Each part is split into
+microbatches, the same number on every reader, since ranks that run different numbers of forwards
+would deadlock. The parts of all readers, one after the other, are in the order of the epoch. So
+which samples train together does not depend on the number of readers, accumulation, workers, or
+where a run resumed. G may grow at the beginning of a run: see `batch_sizes.py`.
 
 Randomness in the data (augmentation, masking) is exact on resume in one of two ways. Without
 workers, a data set draws from the process's own generators, which a checkpoint holds. With workers,
@@ -13,9 +13,9 @@ or with `isolate_random=True`, Python's, torch's and NumPy's global generators a
 sample from (seed, epoch, offset), and for `collate` from the first offset of its microbatch: a
 sample is then the same on any world size and for any microbatch size.
 
-The loop takes steps from a `Source`. `Loader` here is one over data that can be indexed;
-`stream.py` has one over data that can only be read from the front, `prebatched.py` one over batches
-that a loader of the user's makes.
+The loop takes steps from a `Source`. `Loader` is the source for data that can be indexed;
+`stream.py` has the source for data that can only be read from the front, `prebatched.py` the source
+for batches that the user's own loader makes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import chain, islice, tee
+from itertools import chain, islice, takewhile, tee
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, default_collate
@@ -31,15 +31,17 @@ from torch.utils.data import IterableDataset, default_collate
 from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.errors import DataError, SettingError
 from ..kernel.recipe import Batch
-from .begun_epoch import Begun, Present
+from .batch_sizes import BatchSizes
+from .begun_epoch import BegunEpoch, PresentSamples
+from .fetch_times import FetchTimes
 from .order import Order, OrderFunction, ReadAhead, sequential, shuffled
-from .partition import Part, pad_by_repeating, partition, steps_left, steps_per_epoch
+from .partition import Part, named_samples, pad_by_repeating, partition, steps_per_epoch
 from .workers import Fetcher, MicrobatchRequest, from_workers
 
 __all__ = [
-    "Dealing",
-    "InOwnOrder",
     "Loader",
+    "LoaderSettings",
+    "NativeOrderSource",
     "is_indexed",
     "length_of",
     "steps_per_epoch",
@@ -47,19 +49,17 @@ __all__ = [
 ]
 
 FEWEST_LEFT = 1000
-"""One in so many samples that an epoch was begun with; finding them takes so many times longer."""
+"""An epoch can be finished if at least one in this many of its samples still exists. Finding them
+takes up to this many times longer."""
 
 
-class InOwnOrder:
-    """A source of what comes in an order of its own: an epoch is whatever that gives."""
+class NativeOrderSource:
+    """A base of sources whose data come in their own order: an epoch is one pass over the data."""
 
     epoch_length: int | None
     drop_last: bool
-
-    @property
-    def _group_length(self) -> int:
-        """The increase of `Position.samples` in a step."""
-        raise NotImplementedError
+    sizes: BatchSizes
+    """The number by which `Position.samples` grows in each step."""
 
     def begun(self, position: Position) -> dict[str, Any]:
         """See `Source`."""
@@ -68,12 +68,12 @@ class InOwnOrder:
     def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
         """See `Source`."""
 
-    def going_on(self, position: Position) -> str:
+    def describe_continuation(self, position: Position) -> str:
         """See `Source`."""
         return (
-            f"epoch {position.epoch} goes on after the first {position.samples} of what the data "
-            "give now, in an order of their own: where that is another one, some come twice in "
-            "this epoch, and some not at all"
+            f"epoch {position.epoch} continues after the first {position.samples} samples that the "
+            "data give now, in their own order: if that order has changed, some samples come twice "
+            "in this epoch, and some not at all"
         )
 
     def length_at(self, position: Position) -> int | None:
@@ -85,19 +85,29 @@ class InOwnOrder:
         length, taken = self.epoch_length, position.samples
         if length is None:
             return None
-        left = max(0, length - taken)
-        return steps_left(length, taken, left, self._group_length, self.drop_last, part)
+        before, left = position.epoch * length, max(0, length - taken)
+        return self.sizes.steps_left(before, length, taken, left, self.drop_last, part)
+
+    def steps_in(self, first: int, epochs: float) -> int | None:
+        """See `Source`."""
+        if self.epoch_length is None:
+            return None
+        return self.sizes.steps_in(first, epochs, self.epoch_length, self.drop_last)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class Dealing:
-    """The settings by which samples are dealt to readers, cut, collated and fetched.
+class LoaderSettings:
+    """The settings by which samples are partitioned over readers, split, collated and fetched.
 
     Raises `SettingError` for numbers out of range.
     """
 
     global_batch: int
     micro_batch: int
+    batch_warmup: int | None = None
+    """Steps in which the global batch grows to `global_batch`; see `BatchSizes`."""
+    batch_warmup_from: int | None = None
+    """Samples of the first global batch."""
     seed: int = 0
     collate: Callable[[list[Any]], Batch] | None = None
     """By default `torch.utils.data.default_collate`."""
@@ -106,13 +116,15 @@ class Dealing:
     drop_last: bool = False
     """Leave out the last group of an epoch when it is not full."""
     fixed_size: bool = False
-    """Give every microbatch exactly `micro_batch` rows, repeating samples where there are fewer."""
+    """Give every microbatch exactly `micro_batch` rows, by repeating samples if there are fewer."""
     workers: int = 0
-    """Processes that fetch; with none, nothing is fetched ahead."""
+    """Number of processes that fetch; with 0 nothing is fetched ahead."""
     prefetch: int = 2
     """Microbatches that each worker keeps ready."""
     start_method: str | None = None
     """The start method of workers: fork, forkserver or spawn; None is the platform's default."""
+    sizes: BatchSizes = field(init=False)
+    times: FetchTimes = field(init=False, default_factory=FetchTimes)
 
     def __post_init__(self) -> None:
         if not 0 <= self.reader_index < self.num_readers:
@@ -124,18 +136,24 @@ class Dealing:
             )
         if self.global_batch < self.num_readers:
             raise SettingError(
-                f"a global batch of {self.global_batch} samples cannot be dealt to "
+                f"a global batch of {self.global_batch} samples cannot be partitioned over "
                 f"{self.num_readers} readers: raise it, or start fewer processes"
+            )
+        self.sizes = BatchSizes(self.global_batch, self.batch_warmup, self.batch_warmup_from)
+        if self.sizes.smallest < self.num_readers:
+            raise SettingError(
+                f"data.batch_warmup_from is {self.batch_warmup_from}, which cannot be partitioned "
+                f"over {self.num_readers} readers: raise it, or start fewer processes"
             )
 
     def parts(self, num_samples: int) -> tuple[Part, ...]:
-        """This reader's microbatches of a group of so many samples."""
+        """Return this reader's microbatches of a group of `num_samples` samples."""
         cut_up = pad_by_repeating if self.fixed_size else partition
         return cut_up(num_samples, self.micro_batch, self.reader_index, self.num_readers)
 
 
 @dataclass(eq=False, repr=False)
-class Loader(Dealing):
+class Loader(LoaderSettings):
     """The groups of a map-style data set, from any position on, as one reader sees them.
 
     Raises `DataError` for data, and `SettingError` for numbers, that cannot be trained with.
@@ -145,14 +163,15 @@ class Loader(Dealing):
     """`__len__` and `__getitem__`; or `__getitems__(indices)`, used unless samples are isolated."""
     _: KW_ONLY
     order: OrderFunction = shuffled
-    """Says in which order an epoch is read, and how long it is."""
+    """The function that gives the order of an epoch, and its length."""
     isolate_random: bool | None = None
-    """See the top of this file; None is "with workers". False with workers seeds each microbatch
-    instead of each sample: still exact on resume, but then augmentation depends on the cut."""
+    """See the top of this file; None isolates with workers only. False with workers seeds each
+    microbatch instead of each sample: still exact on resume, but then augmentation depends on the
+    size of microbatches."""
     num_samples: int = field(init=False)
     epoch_length: int = field(init=False)
     steps_per_epoch: int = field(init=False)
-    _begun: Begun | None = field(init=False, default=None)
+    _begun: BegunEpoch | None = field(init=False, default=None)
     """The order of an epoch that another run began."""
 
     def __post_init__(self) -> None:
@@ -172,11 +191,11 @@ class Loader(Dealing):
         """See `Source`."""
         self._begun = None
         if begun and position.samples:
-            found = Begun.from_json(position.epoch, position.samples, begun)
+            found = BegunEpoch.from_json(position.epoch, position.samples, begun)
             _check_enough_are_left(found, self.num_samples)
             self._begun = found
 
-    def going_on(self, position: Position) -> str:
+    def describe_continuation(self, position: Position) -> str:
         """See `Source`."""
         then, now = self._begun_with(position.epoch).length, self.num_samples
         gone = ", without those that are gone" if now < then else ""
@@ -194,16 +213,29 @@ class Loader(Dealing):
     def steps_left(self, position: Position, part: float = 1.0) -> int:
         """See `Source`."""
         order, taken = self._open(position.epoch), position.samples
-        left = order.count(taken)
-        return steps_left(len(order), taken, left, self.global_batch, self.drop_last, part)
+        before, left = position.epoch * self.epoch_length, order.count(taken)
+        if taken + left < len(order) and before + taken < self.sizes.grown_at:
+            # samples are missing, and sizes depend on places: count groups one by one
+            limit = self.sizes.limit(len(order), self.drop_last, part)
+            for steps, (at, size) in enumerate(self._spans(order, position)):
+                if not size or at >= limit:
+                    return steps
+                if before + at >= self.sizes.grown_at:
+                    return steps + self.steps_left(Position(position.epoch, at), part)
+        return self.sizes.steps_left(before, len(order), taken, left, self.drop_last, part)
+
+    def steps_in(self, first: int, epochs: float) -> int:
+        """See `Source`."""
+        return self.sizes.steps_in(first, epochs, self.epoch_length, self.drop_last)
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""
         steps, steps_ahead = tee(islice(self._steps(start), num_steps))
         requests = (request for step in steps_ahead for request in step.requests())
         with closing(self._fetch(requests)) as fetched:
+            received = map(self.times.add, fetched)
             for step in steps:
-                microbatches = islice(fetched, len(step.parts))
+                microbatches = islice(received, len(step.parts))
                 yield Group(
                     step.position, step.next, step.num_samples, len(step.parts), microbatches
                 )
@@ -212,10 +244,9 @@ class Loader(Dealing):
 
     def where(self, position: Position, num_samples: int) -> str:
         """See `Source`."""
-        first = position.samples
         order = self._open(position.epoch)
-        indices = ", ".join(map(str, order.read(first, 0, num_samples)))
-        return f"samples {first} to {first + num_samples - 1} of epoch {position.epoch} ({indices})"
+        indices = ", ".join(map(str, order.read(position.samples, 0, num_samples)))
+        return f"{named_samples(position, num_samples)} ({indices})"
 
     def _fetch(self, requests: Iterator[MicrobatchRequest]) -> Generator[Microbatch, None, None]:
         isolate = self.workers > 0 if self.isolate_random is None else self.isolate_random
@@ -225,31 +256,54 @@ class Loader(Dealing):
         return (fetcher(request) for request in requests)
 
     def _steps(self, start: Position) -> Iterator[_Step]:
-        """The plan of each step, without end."""
+        """Yield the plan of each step, endlessly."""
         epoch, offset = start.epoch, start.samples
-        fewest = self.global_batch if self.drop_last else 1
         while True:
             order = self._open(epoch)
             if offset > len(order):
                 raise DataError(
                     f"{offset} samples of epoch {epoch} were consumed, it has {len(order)}"
                 )
-            spans = chain(order.spans(offset, self.global_batch), ((0, 0),))
+            spans = self._spans(order, Position(epoch, offset))
             offset, size = next(spans)
             position = Position(epoch, offset)
             for stop, next_size in spans:
-                if size < fewest:
+                if not size:
                     break
-                after = Position(epoch, stop) if next_size >= fewest else Position(epoch + 1)
+                after = Position(epoch, stop) if next_size else Position(epoch + 1)
                 yield _Step(position, after, size, self.parts(size), order)
                 position, size = after, next_size
             epoch, offset = epoch + 1, 0
 
-    def _begun_with(self, epoch: int) -> Begun:
+    def _spans(self, order: ReadAhead, start: Position) -> Iterator[tuple[int, int]]:
+        """Yield the place and the size of each group of an epoch from `start` on, then (0, 0)."""
+        size = self.global_batch
+        if start.epoch * self.epoch_length + start.samples < self.sizes.grown_at:
+            return self._growing_spans(order, start.epoch, start.samples)
+        spans = order.spans(start.samples, size)
+        if self.drop_last:
+            spans = takewhile(lambda span: span[1] == size, spans)
+        return chain(spans, ((0, 0),))
+
+    def _growing_spans(self, order: ReadAhead, epoch: int, start: int) -> Iterator[tuple[int, int]]:
+        """Yield the same from a place where the size of groups still grows."""
+        before = epoch * self.epoch_length
+        start, left = next(order.spans(start, 1), (start, 0))
+        while left and before + start < self.sizes.grown_at:
+            size = self.sizes.at(before + start)
+            (_, found), *following = islice(order.spans(start, size), 2)
+            if self.drop_last and found < size:
+                left = 0
+            else:
+                yield start, found
+                start, left = following[0] if following else (start, 0)
+        yield from self._spans(order, Position(epoch, start)) if left else ((0, 0),)
+
+    def _begun_with(self, epoch: int) -> BegunEpoch:
         if self._begun is not None and self._begun.epoch == epoch:
             return self._begun
         is_shuffled = self.order is not sequential
-        return Begun(epoch, 0, self.num_samples, self.seed, is_shuffled)
+        return BegunEpoch(epoch, 0, self.num_samples, self.seed, is_shuffled)
 
     def _order(self, epoch: int) -> Order:
         if self._begun is not None and self._begun.epoch == epoch:
@@ -260,7 +314,7 @@ class Loader(Dealing):
         order = self._order(epoch)
         begun = self._begun_with(epoch)
         if begun.length > self.num_samples:
-            return Present(order, self.num_samples)
+            return PresentSamples(order, self.num_samples)
         if len(order) == 0:
             raise DataError(f"the order of epoch {epoch} holds no samples")
         if self.drop_last and len(order) < self.global_batch and begun.start == 0:
@@ -288,10 +342,11 @@ class _Step(NamedTuple):
 def through_epochs(
     start: Position, num_epochs: int | None, read: Callable[[Position], Iterator[Group]]
 ) -> Iterator[Group]:
-    """The groups of all epochs from `start` on, `read` one epoch at a time; None: without end.
+    """Yield the groups of all epochs from `start` on; `read` reads one epoch. `num_epochs` None:
+    endlessly.
 
-    Ends where a further epoch has none: what it comes from can be read once. Raises `DataError`
-    when the first one has none.
+    Ends at a later epoch without groups, whose data can be read only once. Raises `DataError` if
+    the first epoch has none.
     """
     position = start
     while num_epochs is None or position.epoch < num_epochs:
@@ -312,21 +367,21 @@ def is_indexed(dataset: Any) -> bool:
 
 
 def length_of(data: Any) -> int | None:
-    """`len(data)`, or None where there is none. Raises `DataError` for one that cannot be."""
+    """Return `len(data)`, or None if it has no length. Raises `DataError` for an invalid length."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
     except (ValueError, OverflowError) as error:
-        raise DataError(f"the length of {type(data).__name__} cannot be: {error}") from error
+        raise DataError(f"the length of {type(data).__name__} is invalid: {error}") from error
 
 
-def _check_enough_are_left(begun: Begun, num_samples: int) -> None:
+def _check_enough_are_left(begun: BegunEpoch, num_samples: int) -> None:
     if begun.length > FEWEST_LEFT * num_samples:
         raise DataError(
             f"epoch {begun.epoch} was begun with {begun.length} samples, and there are "
-            f"{num_samples}: that is other data. Give the data that was trained on, or take the "
-            "weights of the checkpoint alone"
+            f"{num_samples}: these are other data. Pass the data that was trained on, or use only "
+            "the weights of the checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""How a `Mix` is trained on: as data that can be indexed, or, with streams in it, as a stream."""
+"""Sources for a `Mix`: as data that can be indexed, or, with streams in it, as a stream."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any, TypeVar
 from ..kernel.batches import Position
 from ..kernel.errors import DataError, DrivetrainError
 from .indexed import Loader
-from .mixture import Joined, Mix, fetched, through
+from .mixture import Joined, Mix, draw_indices, fetched
 from .order import Order, mix
-from .reading import Reading
+from .partition import named_samples
+from .reading import StreamReader
 
 __all__ = ["MixLoader", "MixStream"]
 
 T = TypeVar("T")
 
 _AHEAD = 64
-"""Draws that are looked up at once."""
+"""Number of draws that are looked up at once."""
 
 
 class MixLoader(Loader):
     """The groups of a mixture of data that can be indexed.
 
-    The draws of a run are one sequence over all of its epochs, and a source is in the middle of one
-    of its own nearly always. So a checkpoint holds the seed, the lengths, and the draws so far,
-    whatever the position, and another past is refused; another future is not.
+    The draws of a run are one sequence over all epochs of the run; a source is nearly always in the
+    middle of an epoch of its own. So every checkpoint holds the seed, the lengths, and the draws so
+    far. A resume whose past draws would differ is refused; the future may change.
     """
 
-    def __init__(self, mixture: Mix, **dealing: Any) -> None:
-        self.mixture, self._drawn_by = mixture, dealing.get("seed", 0)
-        super().__init__(Joined(mixture), order=mixture.order, **dealing)
+    def __init__(self, mixture: Mix, **settings: Any) -> None:
+        self.mixture, self._drawn_by = mixture, settings.get("seed", 0)
+        super().__init__(Joined(mixture), order=mixture.order, **settings)
 
     def begun(self, position: Position) -> dict[str, Any]:
         """See `Source`."""
@@ -48,22 +49,21 @@ class MixLoader(Loader):
                 raise ValueError(f"not the draws of a mixture: {dict(begun)!r:.200}")
             case _:
                 raise DataError(
-                    "the checkpoint was not trained on a Mix: go on with the data that it was "
-                    "trained on, or take its weights alone"
+                    "the checkpoint was not trained on a Mix: continue with the data that it was "
+                    "trained on, or use only its weights"
                 )
         check_past(self.mixture, self._draws(position), drawn, lengths)
         self._drawn_by = seed
 
-    def going_on(self, position: Position) -> str:
+    def describe_continuation(self, position: Position) -> str:
         """See `Source`."""
-        return "the sources go on where they were, and an epoch ends where it does now"
+        return "the sources continue where they were, and an epoch ends by the present length"
 
     def where(self, position: Position, num_samples: int) -> str:
         """See `Source`."""
-        first = position.samples
-        indices = self._open(position.epoch).read(first, 0, num_samples)
+        indices = self._open(position.epoch).read(position.samples, 0, num_samples)
         found = ", ".join(f"{name}[{own}]" for name, own in map(self.dataset.find, indices))
-        return f"samples {first} to {first + num_samples - 1} of epoch {position.epoch} ({found})"
+        return f"{named_samples(position, num_samples)} ({found})"
 
     def _draws(self, position: Position) -> int:
         return position.epoch * self.mixture.length + position.samples
@@ -75,7 +75,7 @@ class MixLoader(Loader):
 def check_past(
     mixture: Mix, draws: int, drawn: Mapping[str, int], lengths: Mapping[str, int | None]
 ) -> None:
-    """Raises `DataError`, naming the source, where the draws so far cannot have been these."""
+    """Raises `DataError`, naming the source, if this mixture cannot have made the draws so far."""
     now = mixture.drawn(draws)
     for name in {**drawn, **now}:
         had = drawn.get(name, 0)
@@ -119,7 +119,7 @@ class MixStream:
                 yield sample
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the mixture stands, and each stream."""
+        """Return the position of the mixture and of each stream."""
         return {
             "samples": self._samples,
             "seed": self._seed,
@@ -159,19 +159,19 @@ class MixStream:
 
 
 def _shuffled(name: str, data: Any, seed: int, size: int, drawn: int) -> Iterator[Any]:
-    """What it gives from a draw on, without end."""
+    """Yield the shuffled samples of a source from a draw on, endlessly."""
     while True:
-        indices = through(size, seed, drawn, _AHEAD).tolist()
+        indices = draw_indices(size, seed, drawn, _AHEAD).tolist()
         yield from (fetched(data, name, index) for index in indices)
         drawn += len(indices)
 
 
 class _Stream:
-    """A stream that is gone through again and again."""
+    """A stream that is read again and again."""
 
     def __init__(self, name: str, stream: Any, seed: int, start: Position) -> None:
         self._name, self._stream, self._seed, self._start = name, stream, seed, start
-        self._reading: Reading | None = None
+        self._reading: StreamReader | None = None
 
     def position(self) -> Position:
         if self._reading is None:
@@ -180,7 +180,7 @@ class _Stream:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            self._reading = self._named(lambda: Reading(self._stream, self._seed, self._start))
+            self._reading = self._named(lambda: StreamReader(self._stream, self._seed, self._start))
             reading = self._reading
             found, sample = self._named(reading.next)
             if not found and not self._start.samples:

@@ -1,11 +1,11 @@
 """A mixture of data sets by weight, whose draws follow from (seed, sample) alone.
 
-Which source gives a sample says the schedule in `shares.py`; which of the source's samples it is
-says the source's own shuffled order, begun anew whenever it was gone through: a small source comes
-around often, a large one seldom, and neither knows of the other. So the order is the same at any
-world size, and found again at any sample in microseconds, with nothing counted on the way.
+The schedule in `shares.py` selects the source of each draw. The source's own shuffled order selects
+its sample; after each pass it is shuffled again. A small source is repeated often, a large one
+seldom, and neither depends on the other. So the order is the same at any world size, and any
+position in it can be computed in microseconds, without counting.
 
-Sources that can only be read from the front (streams) are mixed by the same schedule, and go on
+Sources that can only be read from the front (streams) are mixed by the same schedule, and resume
 from their own states.
 """
 
@@ -29,19 +29,19 @@ from .prebatched import Batches
 from .shares import Shares, shares_of
 from .user_frames import last_line
 
-__all__ = ["Joined", "Mix", "MixOrder", "fetched", "through"]
+__all__ = ["Joined", "Mix", "MixOrder", "draw_indices", "fetched"]
 
 
 class Mix:
     """Training data drawn from several sources: `Mix({"web": (web, 0.7), "code": (code, 0.3)})`.
 
     A source is data that can be indexed, which is shuffled, or a stream, in its own order. Weights
-    are ratios of samples. `stages` change them: `[(100_000, {"code": 0.6})]` from sample 100,000
-    of the run on, where a source that is not named keeps its weight. `length`: samples in an epoch;
-    by default as many as all sources have, and none, so that the run ends by `steps`, where one is
-    a stream.
+    are ratios of samples. `stages` change them: `[(100_000, {"code": 0.6})]` from sample 100,000 of
+    the run on, and a source that is not named keeps its weight. `length`: samples in an epoch; by
+    default the sum over all sources, or none if a source is a stream, so that the run must end by
+    `steps`.
 
-    Raises `DataError`, naming the source, for what cannot be mixed.
+    Raises `DataError`, naming the source, for data that cannot be mixed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Mix:
         return self.length
 
     def drawn(self, samples: int) -> dict[str, int]:
-        """Of the first `samples` of a run, those that each source gives."""
+        """Count the samples of each source among the first `samples` of a run."""
         counts = [0] * len(self.data)
         for stage in self._stages:
             inside = min(samples, stage.stop) - stage.start
@@ -87,13 +87,13 @@ class Mix:
         return dict(zip(self.data, counts, strict=True))
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """How often each source was gone through in the first `samples` of a run; of sources whose
-        length is known."""
+        """Return the number of passes over each source of known length in the first `samples` of a
+        run."""
         drawn = self.drawn(samples)
         return {name: drawn[name] / size for name, size in self.lengths.items() if size}
 
     def sources(self, first: int, stop: int) -> Tensor:
-        """The number of the source of each of these samples, counted from the start of the run."""
+        """Return the source number of each of these samples, counted from the start of the run."""
         parts = [
             stage.shares.sources(max(first, stage.start) - stage.start, end - stage.start)
             for stage in self._stages
@@ -102,12 +102,14 @@ class Mix:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def order(self, num_samples: int, seed: int, epoch: int) -> MixOrder:
-        """An `OrderFunction` over the samples of all sources, as `Joined` numbers them."""
+        """Return the order of an epoch over the samples of all sources, as `Joined` numbers them;
+        an `OrderFunction`."""
         return MixOrder(self, seed, epoch * self.length)
 
 
 class MixOrder:
-    """The draws of one epoch, as numbers of `Joined`; `first`: draws before it."""
+    """The draws of one epoch, as indices into `Joined`. `first`: number of draws before the
+    epoch."""
 
     def __init__(self, mixture: Mix, seed: int, first: int) -> None:
         self.mixture, self.seed, self.first = mixture, seed, first
@@ -124,7 +126,7 @@ class MixOrder:
             assert size is not None, "streams have no order"
             places = (numbers == number).nonzero().squeeze(1)
             seed = mix(self.seed, *name.encode())
-            found[places] = offset + through(size, seed, before[name], len(places))
+            found[places] = offset + draw_indices(size, seed, before[name], len(places))
             offset += size
         return found[::step]
 
@@ -144,13 +146,13 @@ class Joined:
         return fetched(self._data[name], name, own)
 
     def find(self, index: int) -> tuple[str, int]:
-        """The source, and the sample's index there."""
+        """Return the source, and the index of the sample in it."""
         number = bisect_right(self._starts, index) - 1
         return list(self._data)[number], index - self._starts[number]
 
 
 def fetched(data: Any, name: str, index: int) -> Any:
-    """A sample of a source. Raises `DataFailed`, with its name."""
+    """Fetch a sample of a source. Raises `DataFailed` with the source's name."""
     try:
         return data[index]
     except Exception as error:
@@ -196,7 +198,7 @@ def _stages(
 
 
 def _checked_length(name: str, data: Any) -> int | None:
-    """None: a stream."""
+    """Return the length of a source; None for a stream."""
     if isinstance(data, Batches | DataLoader | Mix):
         raise DataError(
             f"source {name!r} is a {type(data).__name__}, which makes batches or a mixture of its "
@@ -218,8 +220,8 @@ def _checked_length(name: str, data: Any) -> int | None:
     return None
 
 
-def through(size: int, seed: int, first: int, count: int) -> Tensor:
-    """The indices in a source from its draw `first` on, each epoch in an order of its own."""
+def draw_indices(size: int, seed: int, first: int, count: int) -> Tensor:
+    """Return the indices in a source from its draw `first` on; each epoch has its own order."""
     parts = []
     while count:
         epoch, start = divmod(first, size)

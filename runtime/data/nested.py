@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["leaves", "like", "map_leaves", "map_tensors", "named_leaves", "tensors_of"]
+__all__ = [
+    "can_be_moved",
+    "leaves",
+    "like",
+    "map_leaves",
+    "map_tensors",
+    "named_leaves",
+    "num_bytes",
+    "tensors_of",
+]
 
 
 def map_leaves(function: Callable[[Any], Any], nest: Any, *, dicts: bool = False) -> Any:
-    """`function` of every leaf, in containers of the same types; with `dicts`, mappings become
-    plain dicts."""
-    if isinstance(nest, Tensor):  # asked in the order of what is quick to find out
+    """Apply `function` to every leaf, in containers of the same types; with `dicts`, mappings
+    become plain dicts."""
+    if isinstance(nest, Tensor):  # the fastest checks come first
         return function(nest)
     if isinstance(nest, (list, tuple)):
         return like(nest, [map_leaves(function, part, dicts=dicts) for part in nest])
@@ -24,28 +34,38 @@ def map_leaves(function: Callable[[Any], Any], nest: Any, *, dicts: bool = False
 
 
 def like(container: Any, parts: Iterable[Any]) -> Any:
-    """A list or tuple of the container's type, named tuples too."""
+    """Make a list or tuple of the container's type, named tuples included."""
     kind = type(container)
     return kind(*parts) if hasattr(container, "_fields") else kind(parts)
 
 
 def map_tensors(function: Callable[[Tensor], Any], nest: Any) -> Any:
-    """`map_leaves` of the tensors; other leaves stay as they are."""
+    """Apply `function` to the tensors, as `map_leaves` does; other leaves are unchanged."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, nest)
 
 
+def num_bytes(nest: Any) -> int:
+    """Return the bytes of the dense tensors."""
+    return sum(each.nbytes for each in tensors_of(nest) if each.layout == torch.strided)
+
+
+def can_be_moved(leaf: Any) -> bool:
+    """True for an object, such as a graph, that has a method `to` and is not a tensor."""
+    return not isinstance(leaf, Tensor) and callable(getattr(leaf, "to", None))
+
+
 def leaves(nest: Any) -> Iterator[Any]:
-    """The leaves, in order."""
+    """Return the leaves, in order."""
     return (leaf for _, leaf in named_leaves(nest))
 
 
 def tensors_of(nest: Any) -> Iterator[Tensor]:
-    """The leaves that are tensors, in order."""
+    """Return the leaves that are tensors, in order."""
     return (leaf for leaf in leaves(nest) if isinstance(leaf, Tensor))
 
 
 def named_leaves(nest: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves in order, each with the keys and indices that lead to it."""
+    """Yield the leaves in order, each with its path of keys and indices."""
     parts: Iterable[tuple[Any, Any]]
     if isinstance(nest, list | tuple):
         parts = enumerate(nest)

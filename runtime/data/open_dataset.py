@@ -1,4 +1,4 @@
-"""Which kind of data a recipe has, and the source that reads it."""
+"""Find the kind of data that a recipe has, and open the source that reads it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def open_dataset(
     lengths: Sequence[int] | None = None,
     isolate_random: bool | None = None,
     count_items: Callable[[Batch], int] | None = None,
-    **dealing: Any,
+    **settings: Any,
 ) -> Source:
-    """The source of samples that can be indexed, of a stream, of a `Mix`, or of ready `Batches`;
-    called by all ranks.
+    """Open the source for data that can be indexed, a stream, a `Mix`, or ready `Batches`. Called
+    by all ranks.
 
-    `shuffle`: None shuffles what can be indexed. `by_length`: steps in a stretch of samples that is
-    sorted by `lengths`. `num_epochs`: where a stream or ready batches
-    end. `dealing`: others of `Dealing`. Raises `DataError` for data, and `SettingError` for
-    numbers, that cannot be trained with.
+    `shuffle`: None shuffles data that can be indexed. `by_length`: number of steps in a stretch of
+    samples that is sorted by `lengths`. `num_epochs`: number of epochs after which a stream or
+    ready batches end. `settings`: further `LoaderSettings`. Raises `DataError` for data, and
+    `SettingError` for numbers, that cannot be used for training.
     """
     if isinstance(data, Mix):
         _check_mix(data, shuffle, by_length, num_epochs)
@@ -62,6 +62,11 @@ def open_dataset(
                 f"data.workers is {workers}, and ready batches are fetched by their own loader: "
                 "give the workers to that one, and set data.workers=0"
             )
+        if settings.get("batch_warmup") is not None:
+            raise SettingError(
+                f"data.batch_warmup is {settings['batch_warmup']}, and ready batches have the "
+                "sizes of their own loader: let that loader grow them, or pass the data set itself"
+            )
         return PrebatchedLoader(
             data,
             session,
@@ -75,7 +80,7 @@ def open_dataset(
             "a DataLoader makes batches of its own: hand it over as Batches(loader) to train on "
             "them as they come, or give its data set and let the kernel make the batches"
         )
-    dealing |= {
+    settings |= {
         "seed": seed,
         "workers": workers,
         "drop_last": drop_last,
@@ -84,10 +89,10 @@ def open_dataset(
     }
     order: OrderFunction = sequential if shuffle is False else shuffled
     if by_length is not None and lengths is not None:
-        batch = dealing["global_batch"]
+        batch = settings["global_batch"]
         order = ByLength(lengths, batch, by_length * batch)
     return by_sample(
-        data, order=order, isolate_random=isolate_random, num_epochs=num_epochs, **dealing
+        data, order=order, isolate_random=isolate_random, num_epochs=num_epochs, **settings
     )
 
 
@@ -98,15 +103,16 @@ def by_sample(
     order: OrderFunction = shuffled,
     isolate_random: bool | None = None,
     num_epochs: int | None = None,
-    **dealing: Any,
+    **settings: Any,
 ) -> Loader | StreamLoader:
-    """The source of data that gives single samples; what does not fit its kind is not used."""
+    """Open the source for data that give single samples. Arguments that do not apply to its kind
+    are ignored."""
     if isinstance(data, Mix) and not data.streams:
-        return MixLoader(data, seed=seed, isolate_random=isolate_random, **dealing)
+        return MixLoader(data, seed=seed, isolate_random=isolate_random, **settings)
     if is_indexed(data):
-        return Loader(data, seed=seed, order=order, isolate_random=isolate_random, **dealing)
+        return Loader(data, seed=seed, order=order, isolate_random=isolate_random, **settings)
     stream = MixStream(data, seed) if isinstance(data, Mix) else data
-    return StreamLoader(stream, seed=seed, num_epochs=num_epochs, **dealing)
+    return StreamLoader(stream, seed=seed, num_epochs=num_epochs, **settings)
 
 
 def _check_mix(
@@ -123,62 +129,70 @@ def _check_mix(
         raise SettingError("a Mix with streams has no epochs: set steps, where the run is to end")
 
 
-def once(source: Source) -> Generator[Group, None, None]:
-    """All groups of its first epoch, where that is not shuffled: what evaluation wants."""
-    return source.groups(Position(), source.steps_per_epoch or ENDLESS)
+def once(source: Source, most: int | None = None) -> Generator[Group, None, None]:
+    """Yield all groups of the first epoch of an unshuffled source, or the first `most` of them, for
+    evaluation."""
+    every = source.steps_per_epoch or ENDLESS
+    return source.groups(Position(), every if most is None else min(every, most))
 
 
 class Source(Protocol):
-    """Data of one kind, in the order of training, as one reader sees it. The loop knows no more."""
+    """The protocol of data for the loop: groups in the order of training, as one reader sees
+    them."""
 
     @property
     def num_samples(self) -> int | None:
-        """Samples in an epoch, over all readers; None where the length is unknown."""
+        """Number of samples in an epoch, over all readers; None if the length is unknown."""
         ...
 
     @property
     def epoch_length(self) -> int | None:
-        """The value of `Position.samples` at the end of an epoch; None where the length is
-        unknown."""
+        """The value of `Position.samples` at the end of an epoch; None if the length is unknown."""
         ...
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Steps in an epoch; None where the length is unknown."""
+        """Number of steps in an epoch with the full global batch; None if the length is unknown."""
         ...
 
     def begun(self, position: Position) -> dict[str, Any]:
-        """The order that the epoch of `position` was begun with, for a checkpoint (JSON types)."""
+        """Return the order in which the epoch of `position` was begun, for a checkpoint (JSON
+        types)."""
         ...
 
     def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
-        """Finish the epoch of `position` as it was `begun`. Raises `ValueError` for what `begun`
-        did not return, and `DataError` for data that are not those.
+        """Finish the epoch of `position` in the order `begun`. Raises `ValueError` for a value that
+        `begun` did not return, and `DataError` for other data than the epoch was begun with.
         """
         ...
 
-    def going_on(self, position: Position) -> str:
-        """Describes how a begun epoch continues where the data has another length."""
+    def describe_continuation(self, position: Position) -> str:
+        """Describe how a begun epoch continues after the length of the data has changed."""
         ...
 
     def length_at(self, position: Position) -> int | None:
-        """The value of `samples` at the end of that epoch; None where the length is unknown."""
+        """Return the value of `samples` at the end of an epoch; None if the length is unknown."""
         ...
 
     def steps_left(self, position: Position, part: float = 1.0) -> int | None:
-        """Steps left in the epoch of `position`, or in that part of it; None where the length is
-        unknown."""
+        """Return the steps left in the epoch of `position`, or in a part of it; None if the length
+        is unknown."""
+        ...
+
+    def steps_in(self, first: int, epochs: float) -> int | None:
+        """Return the steps from the beginning of epoch `first` until the run has done `epochs`
+        epochs; None if the length is unknown."""
         ...
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
-        """The next `num_steps` groups, across epochs; fewer where the data ends. Close it, or drop
-        it, to end its workers.
+        """Yield the next `num_steps` groups, across epochs; fewer if the data end. Close or delete
+        the generator to end its workers.
 
-        Raises `DataError` for data that cannot be trained on, `DataFailed` where reading it raised,
-        `WorkerFailed` with workers.
+        Raises `DataError` for data that cannot be trained on, `DataFailed` if reading raised an
+        error, and `WorkerFailed` if it did in a worker.
         """
         ...
 
     def where(self, position: Position, num_samples: int) -> str:
-        """Describes where the samples of a group are found."""
+        """Describe where the samples of a group are found in the data."""
         ...

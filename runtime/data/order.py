@@ -49,17 +49,17 @@ OrderFunction = Callable[[int, int, int], Order]
 
 
 def sequential(num_samples: int, seed: int, epoch: int) -> Order:
-    """0, 1, 2, ... in every epoch."""
+    """Return the order 0, 1, 2, ... in every epoch."""
     return range(num_samples)
 
 
 def shuffled(num_samples: int, seed: int, epoch: int) -> Order:
-    """A permutation that is different for every seed and epoch."""
+    """Return a permutation that differs for every seed and epoch."""
     return _Permutation(num_samples, [mix(seed, epoch, r) % 2**32 for r in range(_NUM_ROUNDS)])
 
 
 class ByLength:
-    """Samples of similar length come together, in a shuffled order: an `OrderFunction`.
+    """An `OrderFunction` that puts samples of similar length together, in a shuffled order.
 
     The shuffled order is taken in stretches of `stretch` samples; each is sorted by length, cut
     into `batch` samples at a time, and these are shuffled. A batch then needs hardly any padding,
@@ -71,7 +71,7 @@ class ByLength:
         self.batch, self.stretch = batch, -(-stretch // batch) * batch
 
     def __call__(self, num_samples: int, seed: int, epoch: int) -> Order:
-        """See `OrderFunction`. Raises `DataError` where there are not as many lengths."""
+        """See `OrderFunction`. Raises `DataError` if the number of lengths differs."""
         if len(self.lengths) != num_samples:
             raise DataError(f"there are {len(self.lengths)} lengths for {num_samples} samples")
         return self.sort(shuffled(num_samples, seed, epoch), seed, epoch)
@@ -81,19 +81,19 @@ class ByLength:
         return Sorted(order, self, mix(seed, epoch, _BY_LENGTH), origin)
 
     def of(self, samples: Tensor) -> Tensor:
-        """Their lengths; -1 for samples that there are no more."""
+        """Return the lengths of samples; -1 for samples that no longer exist."""
         known = samples < len(self.lengths)
         return torch.where(known, self.lengths[samples.where(known, 0)], -1)
 
 
 class Sorted:
-    """The order of one epoch. A slice costs the stretches that it touches."""
+    """The order of one epoch. Reading a slice sorts the stretches that it touches."""
 
     def __init__(self, order: Order, by: ByLength, seed: int, origin: int) -> None:
         self._order, self._by, self._seed, self._origin = order, by, seed, origin
 
     def stretch_end(self, start: int) -> int:
-        """The end of the stretch that holds the sample before `start`."""
+        """Return the end of the stretch that holds the sample before `start`."""
         return min(start + (self._origin - start) % self._by.stretch, len(self))
 
     def __len__(self) -> int:
@@ -120,7 +120,7 @@ class Sorted:
 
 
 def mix(*values: int) -> int:
-    """64 well-spread bits that depend on every value and on their order.
+    """Hash the values, and their order, to 64 well-distributed bits.
 
     The finaliser of SplitMix64 (Steele, Lea, Flood: https://doi.org/10.1145/2660193.2660195).
     """
@@ -144,7 +144,7 @@ class _Permutation:
 
     def __init__(self, num_samples: int, keys: list[int]) -> None:
         self._num_samples = num_samples
-        # A cipher on a handful of values has few permutations to choose from: start at 4 * 4.
+        # A cipher on a few values has few permutations: start at 4 * 4.
         self._side = max(4, isqrt(max(num_samples - 1, 0)) + 1)
         self._keys = keys
 
@@ -169,7 +169,7 @@ class _Permutation:
 
 
 def _scramble(values: Tensor) -> Tensor:
-    """A hash of 32-bit numbers, whose products stay below 2**63.
+    """Hash 32-bit numbers, so that products stay below 2**63.
 
     Constants: https://github.com/skeeto/hash-prospector ("two-round functions").
     """
@@ -190,7 +190,7 @@ class ReadAhead:
         return len(self.order)
 
     def read(self, start: int, first: int, last: int) -> list[int]:
-        """The indices of the samples `first`..`last-1`, counted from `start` on."""
+        """Return the indices of the samples `first`..`last-1`, counted from `start` on."""
         first, last = start + first, start + last
         if not self._start <= first <= last <= self._stop:
             end = min(max(last, first + READ_AT_ONCE), len(self))
@@ -200,11 +200,11 @@ class ReadAhead:
         return self._indices[first - self._start : last - self._start]
 
     def spans(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """From `start` on: where each next `count` samples begin, and how many they are."""
+        """Yield the start and the size of each next `count` samples, from `start` on."""
         whole, rest = divmod(len(self) - start, count)
-        sizes = chain(repeat(count, whole), (rest,))  # one more, 0, where all are whole
+        sizes = chain(repeat(count, whole), (rest,))  # ends with a size of 0 if all are whole
         return zip(range(start, len(self), count), sizes, strict=False)
 
     def count(self, start: int) -> int:
-        """The samples from `start` on."""
+        """Count the samples from `start` on."""
         return len(self) - start

@@ -1,9 +1,9 @@
-"""Sequences of uneven length without padding: many in one row, none seeing another.
+"""Sequences of uneven length without padding: several in one row, and none attends to another.
 
-A row holds as many whole sequences as fit. Positions start again with each, attention stays
-within each, and no sequence predicts the first token of the next, so the loss of a batch is the
-sum that it is when each sequence stands in a row of its own. Packing is within a microbatch: which
-samples train together, in what order, and the gradient of a step (law 1) are as without it.
+A row holds as many whole sequences as fit. Positions restart with each sequence, attention stays
+within each, and no sequence predicts the first token of the next. So the loss of a batch is the
+same sum as with one sequence per row. Packing happens within a microbatch: it changes neither which
+samples train together, nor their order, nor the gradient of a step (law 1).
 
 Krell et al., "Efficient Sequence Packing without Cross-contamination",
 https://arxiv.org/abs/2107.02027.
@@ -24,7 +24,8 @@ from ..kernel.errors import DataError, SettingError
 __all__ = ["IGNORED", "Pack", "rows_of"]
 
 IGNORED = -100
-"""The label of what is not predicted, as `torch.nn.functional.cross_entropy` has it."""
+"""The label of tokens that are not predicted, the default of
+`torch.nn.functional.cross_entropy`."""
 
 POSITIONS, MASK, SEQUENCES = "position_ids", "attention_mask", "sequence_ids"
 BOUNDS, LONGEST = "cu_seqlens", "max_seqlen"
@@ -34,11 +35,11 @@ _Mask = Literal["dense", "varlen", "none"]
 
 
 def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Which sequences go into which row of `capacity` tokens: the longest first, each into the
-    first row where it fits. Never more than 11/9 of the fewest rows possible, and one.
+    """Assign sequences to rows of `capacity` tokens: the longest first, each to the first row where
+    it fits. The number of rows is at most 11/9 of the optimum, plus one.
 
-    Johnson et al., https://doi.org/10.1137/0203025. Raises `DataError` for one that is longer than
-    a row.
+    Johnson et al., https://doi.org/10.1137/0203025. Raises `DataError` for a sequence that is
+    longer than a row.
     """
     rows: list[list[int]] = []
     room: list[int] = []
@@ -60,22 +61,23 @@ def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Pack:
-    """A `Recipe.collate`: samples, dicts of one-dimensional sequences, become packed rows.
+    """A `Recipe.collate` that packs samples, which are dicts of one-dimensional sequences, into
+    rows.
 
     The batch holds, beside each key of the samples as (rows, capacity):
 
-    - `position_ids`, int64 (rows, capacity): from 0 in each sequence, 0 in what is left of a row;
-    - `sequence_ids`, int64 (rows, capacity): 1, 2, ... in each row, 0 in what is left of it;
+    - `position_ids`, int64 (rows, capacity): from 0 in each sequence, 0 in the rest of a row;
+    - `sequence_ids`, int64 (rows, capacity): 1, 2, ... in each row, 0 in the rest of a row;
     - with `mask="dense"`, `attention_mask`, bool (rows, 1, capacity, capacity): true where a token
-      (third dimension) may look (fourth): at its own sequence, and with `causal` not ahead. What is
-      left of a row looks at itself, since a softmax over nothing is not a number;
-    - with `mask="varlen"`, `cu_seqlens`, int32, and `max_seqlen`, an int, as attention of variable
-      length takes them (flash-attention's, `torch.nn.attention.varlen`) once rows are joined:
-      where each sequence begins, with the total at the end, and the longest. What is left of a row
-      is a sequence of its own.
+      (third dimension) attends (fourth): to its own sequence, and with `causal` not to later
+      tokens. Tokens in the rest of a row attend to themselves, since a softmax over nothing is NaN;
+    - with `mask="varlen"`, `cu_seqlens`, int32, and `max_seqlen`, an int, the arguments of
+      variable-length attention (flash-attention's, `torch.nn.attention.varlen`) on joined rows:
+      the start of each sequence, with the total at the end, and the longest length. The rest of a
+      row is a sequence of its own.
 
-    `labels` that are missing are made of `input_ids`. The first of each sequence are ignored, for
-    models that predict the next token shift them, and nothing may predict across a boundary.
+    Missing `labels` are made from `input_ids`. The first label of each sequence is ignored: models
+    that predict the next token shift labels, and nothing may predict across a boundary.
     """
 
     capacity: int
@@ -114,13 +116,13 @@ class Pack:
 
     @staticmethod
     def count_items(batch: Mapping[str, Tensor]) -> int:
-        """A `Recipe.count_items`: the tokens that are predicted."""
+        """Count the tokens that are predicted; a `Recipe.count_items`."""
         return int((batch["labels"] != IGNORED).sum())
 
     def _sample(self, sample: Any) -> dict[str, Tensor]:
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             raise DataError(f"a sample to pack is a dict with 'input_ids', not {sample!r:.200}")
-        # the mask of one sequence says nothing: it is all ones, or its padding would be packed
+        # the mask of one sequence is not needed: it is all ones, or its padding would be packed
         tensors = {k: torch.as_tensor(v) for k, v in sample.items() if k not in (MASK, POSITIONS)}
         shapes = {key: tuple(value.shape) for key, value in tensors.items()}
         if len(set(shapes.values())) > 1 or len(shapes["input_ids"]) != 1:

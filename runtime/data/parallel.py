@@ -1,4 +1,4 @@
-"""What a recipe says of its model and batches to drivers that cut layers and sequences."""
+"""Properties of a recipe's model and batches, for drivers that partition layers and sequences."""
 
 from __future__ import annotations
 
@@ -17,54 +17,57 @@ TensorCut = Literal["column", "row", "vocabulary", "logits", "heads", "sequence"
 
 @dataclass(frozen=True)
 class Parallel:
-    """How a model may be cut: `Recipe.parallel`. Drivers that cut nothing have no use for it."""
+    """How a model may be partitioned: `Recipe.parallel`. Drivers that partition nothing ignore
+    it."""
 
     tensor: Mapping[str, TensorCut] = field(default_factory=dict)
-    """For patterns (`fnmatch`) of submodules' names, how each is cut over ranks
-    (https://arxiv.org/abs/1909.08053). `column`: a linear layer by its outputs, each rank with its
-    own heads or hidden units; the layers between it and the `row` compute on what they are given,
-    so that a head is found by its size (`view(..., -1, head_size)`), not by the number of heads.
-    `row`: a linear layer by its inputs, whose outputs are added up. `vocabulary`: an embedding by
-    its rows, or the head by its outputs, which every rank is given whole; need not divide.
-    `logits`: the head likewise, whose outputs stay cut while there are gradients, for losses by
-    `torch.nn.functional.cross_entropy`: no rank then holds the logits of all words.
-    `heads`: a normalisation of single heads, between `column` and `row`, on each rank's own.
-    `sequence`: a normalisation, a router, or what else has weights between `row` and `column`, on a
-    part of the positions each (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence,
-    channels). In the place of a layer may stand what has it within and its `in_features` and
-    `out_features`, as adapters of PEFT do: of its weights those are cut that have the layer's size
-    there."""
+    """For patterns (`fnmatch`) of submodules' names, how each is partitioned over ranks
+    (https://arxiv.org/abs/1909.08053). `column`: a linear layer by its outputs, so each rank has
+    its own heads or hidden units. Layers between `column` and `row` compute on the local part, so
+    the model must split heads by their size (`view(..., -1, head_size)`), not by their number.
+    `row`: a linear layer by its inputs, whose outputs are summed over ranks. `vocabulary`: an
+    embedding by its rows, or the head by its outputs, which are gathered to every rank; the size
+    need not divide. `logits`: the head as with `vocabulary`, but its outputs stay partitioned while
+    gradients are computed, for losses by `torch.nn.functional.cross_entropy`: no rank then holds
+    the logits of all words. `heads`: a normalisation of single heads between `column` and `row`, on
+    each rank's own heads. `sequence`: a normalisation, a router, or another module with weights
+    between `row` and `column`, on each rank's part of the positions
+    (https://arxiv.org/abs/2205.05198), dimension 1 of (batch, sequence, channels). A wrapper with
+    the layer inside and the layer's `in_features` and `out_features`, such as an adapter of PEFT,
+    may replace a layer: its weights with the layer's size in a dimension are partitioned along
+    it."""
 
     fused: Mapping[str, int] = field(default_factory=dict)
-    """For patterns of `column` layers that are several in one, of equal sizes one after the other
-    (queries, keys and values; gate and up): how many."""
+    """For patterns of `column` layers that fuse several layers of equal size, one after the other
+    (queries, keys and values; gate and up): the number of fused layers."""
 
     experts: Sequence[str] = ()
-    """Patterns of modules that hold the experts of a mixture, of which each rank of an
-    expert-parallel driver gets its part. Their weights are stacked, one row of dimension 0 for each
-    expert, and they are called with tokens (N, D), the indices of the experts that each goes to
-    (N, K), and what their answers weigh (N, K), and return (N, D), whatever order the tokens are
-    in."""
+    """Patterns of modules that hold the experts of a mixture. Each rank of an expert-parallel
+    driver gets a part of the experts. The weights are stacked, with one row of dimension 0 for each
+    expert. The module is called with tokens (N, D), the indices of each token's experts (N, K), and
+    the weights of these experts' outputs (N, K), and returns (N, D). The result must not depend on
+    the order of tokens."""
 
     stages: Sequence[str] = ()
-    """Patterns of the blocks that a pipeline-parallel driver deals to its stages, in the model's
-    order; by default its repeated blocks. The model calls them in this order, each once, and what
-    it hands from one to the next is the first argument of a block, a tensor, and what a block
-    returns. What else it gives them it makes of its own input alone. What is not in a block belongs
-    to the one before it in the model's order, or to the first."""
+    """Patterns of the blocks that a pipeline-parallel driver partitions into stages, in the model's
+    order; by default the model's repeated blocks. The model calls the blocks in this order, each
+    once. A block's first argument is a tensor, the output of the block before. The model computes
+    all other arguments of blocks from its own input alone. A module outside of all blocks belongs
+    to the block before it in the model's order, or to the first block."""
 
     sequence: Mapping[str, int] = field(default_factory=dict)
-    """For names of a batch, which is a mapping: the dimension that is the sequence, along which a
-    context-parallel driver cuts. The loss must be a sum over positions."""
+    """For each name in a batch, which is a mapping: the sequence dimension, along which a
+    context-parallel driver partitions. The loss must be a sum over positions."""
 
     positions: str = ""
-    """The name under which a batch that is cut along sequences tells the model where its positions
-    are, integers of shape (1, length); made by the driver where the batch has none of that name."""
+    """The name in a batch of the positions of a partitioned sequence, integers of shape (1,
+    length). The driver adds them if the batch has no such name."""
 
     compare: bool | Callable[[nn.Module, Any], Tensor] = True
-    """Before the first update drivers compare the loss of what they have cut with that of the
-    whole, on the first batch of each rank: by `Recipe.loss`, or by this, of the same module and
-    batch, where a `Recipe.step` trains by another. False: not, as with `backend.check=false`."""
+    """Before the first update drivers compare the gradients of the partitioned model with those of
+    the whole model, on the first batch of each rank, at slightly perturbed weights. They use
+    `Recipe.loss`, or this function of module and batch, for a `Recipe.step` that trains by another
+    loss. False skips the comparison, as `backend.check=false` does."""
 
     def __post_init__(self) -> None:
         for pattern, how in self.tensor.items():

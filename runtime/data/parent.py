@@ -1,7 +1,7 @@
 """Ends a process when its parent is gone, even if the parent was killed.
 
-A thread looks for the parent: a parent that is killed cannot notify its children, and the signal
-that Linux has for it comes when the parent's thread ends.
+A thread checks for the parent: a killed parent cannot notify its children, and Linux's signal for
+this case is sent when the parent's thread ends, not its process.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ import time
 __all__ = ["LAUNCHER", "end_with_launcher", "end_with_parent"]
 
 LAUNCHER = "DRIVETRAIN_LAUNCHER"
-"""Environment: the process that `drivetrain train` starts ranks from."""
+"""Environment variable with the number of the process from which `drivetrain train` starts
+ranks."""
 _LOOK_SECONDS = 0.5
 _watching: set[int] = set()
-"""Of this process, its number: a fork is another."""
+"""The number of this process once it watches its launcher; a fork has another number."""
 
 
 def end_with_launcher() -> None:
-    """In a rank that torchrun, or `drivetrain train`, has started; elsewhere nothing. Without it
-    ranks would train and save on, beside those of the next start."""
+    """End this process when its launcher is gone, if torchrun or `drivetrain train` started it.
+    Otherwise such ranks would continue to train and save at the same time as the ranks of the next
+    start."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent, launcher = os.getppid(), int(os.environ.get(LAUNCHER, "0"))
-    if launcher and parent != launcher and not _runs(launcher):
-        parent = launcher  # it was gone before this rank had begun
+    if launcher and parent != launcher and not _is_running(launcher):
+        parent = launcher  # the launcher was gone before this rank started
     end_with_parent(f"rank {os.environ.get('RANK', '?')}: its launcher", parent)
 
 
 def end_with_parent(what: str, parent: int) -> None:
-    """Once a process: it ends when its parent is not that process any more."""
+    """End this process when its parent is no longer the process `parent`. Call it once per
+    process."""
     if os.getpid() in _watching:
         return
     _watching.clear()
@@ -48,7 +51,7 @@ def end_with_parent(what: str, parent: int) -> None:
     threading.Thread(target=watch, name="drivetrain-parent", daemon=True).start()
 
 
-def _runs(process: int) -> bool:
+def _is_running(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,14 +1,20 @@
-"""Deals a global batch to readers and cuts it into microbatches."""
+"""Partitions a global batch over readers, and splits it into microbatches."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from math import ceil
 from typing import NamedTuple
 
-from ..kernel.batches import split_evenly
+from ..kernel.batches import Position, split_evenly
 
-__all__ = ["Part", "fitting_size", "pad_by_repeating", "partition", "steps_left", "steps_per_epoch"]
+__all__ = [
+    "Part",
+    "fitting_size",
+    "named_samples",
+    "pad_by_repeating",
+    "partition",
+    "steps_per_epoch",
+]
 
 
 class Part(NamedTuple):
@@ -17,15 +23,16 @@ class Part(NamedTuple):
     start: int
     stop: int
     num_samples: int
-    """`stop - start`; 0 for a part that only keeps its reader busy."""
+    """`stop - start`; 0 for an idle microbatch, which only keeps its reader in step with others."""
     repeats: int = 1
-    """The number of times that its samples stand in the batch, one round after the other."""
+    """The number of times that the samples are repeated in the batch, one round after the other."""
 
 
 @lru_cache(maxsize=64)
 def partition(num_samples: int, micro_batch: int, index: int, num_readers: int) -> tuple[Part, ...]:
-    """The microbatches of one reader in a group of `num_samples`. A reader that has fewer samples
-    than microbatches gets idle ones: one real sample, so that the forward can run, counted 0.
+    """Return the microbatches of one reader in a group of `num_samples`. A reader with fewer
+    samples than microbatches gets idle ones: each has one real sample, so that the forward can run,
+    and counts as 0 samples.
     """
     largest = split_evenly(num_samples, num_readers, 0)[1]
     num_microbatches = -(-largest // micro_batch)
@@ -40,9 +47,10 @@ def partition(num_samples: int, micro_batch: int, index: int, num_readers: int) 
 
 @lru_cache(maxsize=64)
 def pad_by_repeating(num_samples: int, size: int, index: int, num_readers: int) -> tuple[Part, ...]:
-    """`cut`, where every batch must have exactly `size` rows. What does not fill a batch is cut
-    into parts whose lengths divide `size`, each repeated until it does: a loss that is a sum over
-    samples, divided by the repeats, is exactly theirs, without a mask.
+    """Partition as `partition` does, but with exactly `size` rows in every batch. The rest that
+    does not fill a batch is split into parts whose lengths divide `size`, and each part is repeated
+    until it fills a batch. A loss that is a sum over samples, divided by the repeats, is then exact
+    without a mask.
     """
     start, own = split_evenly(num_samples, num_readers, index)
     lengths = _fill(own, size)
@@ -61,8 +69,8 @@ def pad_by_repeating(num_samples: int, size: int, index: int, num_readers: int) 
 
 @lru_cache(maxsize=64)
 def fitting_size(num_samples: int, micro_batch: int) -> int:
-    """The batch size, at most `micro_batch`, with which `pad_by_repeating` cuts a reader's
-    samples into the fewest batches; the smallest of these.
+    """Return the smallest batch size, at most `micro_batch`, with which `pad_by_repeating` splits a
+    reader's samples into the fewest batches.
     """
     sizes = range(1, min(num_samples, micro_batch) + 1)
     return min(sizes, key=lambda size: (len(_fill(num_samples, size)), size))
@@ -77,18 +85,12 @@ def _fill(num_samples: int, size: int) -> list[int]:
 
 
 def steps_per_epoch(num_samples: int, global_batch: int, drop_last: bool = False) -> int:
-    """The number of groups in an epoch that is read from its start."""
+    """Return the number of groups in an epoch that is read from its start."""
     return num_samples // global_batch if drop_last else -(-num_samples // global_batch)
 
 
-def steps_left(
-    length: int, taken: int, left: int, global_batch: int, drop_last: bool, part: float
-) -> int:
-    """The number of groups in what is `left` of an epoch, or of that part of it, of which `taken`
-    of its `length` were consumed.
-    """
-    steps = steps_per_epoch(left, global_batch, drop_last)
-    if part == 1:
-        return steps
-    wanted = ceil(part * steps_per_epoch(length, global_batch, drop_last))
-    return min(steps, max(0, wanted - ceil(taken / global_batch)))
+def named_samples(position: Position, num_samples: int) -> str:
+    """Describe samples by their places in the order of an epoch: `samples 16 to 23 of epoch 0`."""
+    first, last = position.samples, position.samples + num_samples - 1
+    named = f"sample {first}" if first == last else f"samples {first} to {last}"
+    return f"{named} of epoch {position.epoch}"

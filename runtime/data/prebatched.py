@@ -1,13 +1,13 @@
-"""Ready batches: the microbatches of a loader that is the user's own, taken as they come.
+"""Ready batches: the microbatches of the user's own loader, used as they come.
 
-Each reader brings its own loader, `torch.utils.data.DataLoader` for instance, which must have been
-given this reader's part of the data. A position is the number of batches taken, and is found again
-by reading so many.
+Each reader has its own loader, such as a `torch.utils.data.DataLoader`, which must hold this
+reader's part of the data. A position is the number of batches taken; a resume reads that many
+batches again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
@@ -17,19 +17,22 @@ from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.contract import Session
 from ..kernel.errors import DataError, DataFailed, SettingError
 from ..kernel.recipe import Batch
-from .indexed import InOwnOrder, length_of, through_epochs
+from .batch_sizes import BatchSizes
+from .indexed import NativeOrderSource, length_of, through_epochs
 from .nested import tensors_of
 from .order import mix
+from .own_generators import OpenedEpochs, end_workers, own_states, states_of
 from .partition import steps_per_epoch
 from .random_state import generators_kept, seed_generators
-from .reading import OPENING, tell_epoch
+from .reading import OPENING, set_epoch_everywhere
 from .user_frames import last_line
 
 __all__ = ["Batches", "PrebatchedLoader", "count_rows"]
 
 
 def count_rows(batch: Batch) -> int:
-    """The first dimension of the first tensor of a batch. Raises `DataError` without one."""
+    """Return the first dimension of the first tensor of a batch. Raises `DataError` if there is
+    none."""
     for tensor in tensors_of(batch):
         if tensor.dim():
             return len(tensor)
@@ -41,7 +44,7 @@ def count_rows(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Batches:
-    """Marks data of a recipe as batches already: `Recipe(train_data=Batches(loader), ...)`.
+    """Marks data of a recipe as ready batches: `Recipe(train_data=Batches(loader), ...)`.
 
     The settings' `global_batch` and `micro_batch` then only say which sizes a driver is to expect.
     """
@@ -53,20 +56,21 @@ class Batches:
     """Batches of each reader in one update."""
     count_samples: Callable[[Batch], int] = count_rows
     isolate_random: bool = True
-    """Opening an epoch, and each batch, get random numbers of their own, by (seed, epoch, batch),
-    so that a resumed run draws the same. False: they are the process's, and resuming is exact only
-    if the loader does not depend on them."""
+    """Seed the generators for opening an epoch and for each batch, by (seed, epoch, batch), so that
+    a resumed run draws the same numbers; persistent workers are started again for each epoch.
+    False: random numbers are the process's, persistent workers stay, and resuming is exact only if
+    the loader depends on neither. The loader's own generators are resumed in any case."""
 
     def __post_init__(self) -> None:
         if self.accumulation < 1:
             raise SettingError(f"accumulation is {self.accumulation}; it must be at least 1")
 
 
-class PrebatchedLoader(InOwnOrder):
-    """The groups of ready batches, from any position on, for one reader.
+class PrebatchedLoader(NativeOrderSource):
+    """The source of ready batches, from any position on, for one reader.
 
-    Readers may have different numbers of batches: one that has none left runs its last one again,
-    counted 0. Constructed, and read, by all ranks together.
+    Readers may have different numbers of batches: a reader without a next batch runs its last one
+    again, counted as 0 samples. All ranks construct and read it together.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class PrebatchedLoader(InOwnOrder):
         self.batches, self.session, self.seed = batches, session, seed
         self.num_epochs, self.drop_last = num_epochs, drop_last
         self._count_items = count_items or batches.count_samples
+        self._opened = OpenedEpochs(batches.loader)
+        self.sizes = BatchSizes(batches.accumulation * session.world.num_readers)
         lengths = session.exchange(length_of(batches.loader))
         self.num_samples = None
         self.epoch_length = None
@@ -90,9 +96,17 @@ class PrebatchedLoader(InOwnOrder):
             self.epoch_length = max(lengths) * session.world.num_readers
             self.steps_per_epoch = steps_per_epoch(max(lengths), batches.accumulation, drop_last)
 
-    @property
-    def _group_length(self) -> int:
-        return self.batches.accumulation * self.session.world.num_readers
+    def begun(self, position: Position) -> dict[str, Any]:
+        """See `Source`."""
+        everyone = self.session.exchange(self._opened.to_json(position.epoch))
+        return {"generators": states_of(everyone)} if any(everyone) else {}
+
+    def resume(self, position: Position, begun: Mapping[str, Any]) -> None:
+        """See `Source`."""
+        if begun:
+            world = self.session.world
+            own = own_states(begun.get("generators"), world.rank, world.size)
+            self._opened.resume(position.epoch, own)
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Source`."""
@@ -107,7 +121,7 @@ class PrebatchedLoader(InOwnOrder):
         )
 
     def _epoch(self, start: Position) -> Iterator[Group]:
-        """The groups from `start` to the end of its epoch."""
+        """Yield the groups from `start` to the end of its epoch."""
         size, readers = self.batches.accumulation, self.session.world.num_readers
         if start.samples % readers:
             raise DataError(
@@ -115,6 +129,7 @@ class PrebatchedLoader(InOwnOrder):
                 "shared equally: resume with a number of processes that divides it, or hand over "
                 "the data set itself, which resumes with any"
             )
+        self._opened.open(start.epoch)
         reading = _Pass(self.batches, self.seed, start.epoch, self.session.world.reader_index)
         reading.skip(start.samples // readers)
         position, first_row = start, 0
@@ -137,22 +152,24 @@ class PrebatchedLoader(InOwnOrder):
             position, first_row = after, first_row + num_samples
 
     def _compare(self, taken: Sequence[Batch], over: bool) -> tuple[list[list[int]], bool]:
-        """The rows of each reader's next batches (0: no batch), and whether all are at the end."""
+        """Return the rows of each reader's next batches (0: no batch), and whether all readers are
+        at the end."""
         world, size = self.session.world, self.batches.accumulation
         mine = [self.batches.count_samples(batch) for batch in taken]
         if not all(mine):
             raise DataError("a ready batch holds no samples")
-        told = [0] * (world.num_readers * size)
+        counted = [0] * (world.num_readers * size)
         first = world.reader_index * size
-        told[first : first + len(mine)] = mine
-        not_over, *counts = self.session.tally([float(not over), *told])()
-        rows = [int(count * world.counts_once) for count in counts]
+        counted[first : first + len(mine)] = mine
+        not_over, *counts = self.session.tally([float(not over), *counted])()
+        rows = [int(count * world.replicated_sum_weight) for count in counts]
         return [rows[i : i + size] for i in range(0, len(rows), size)], not not_over
 
     def _microbatches(
         self, batches: Sequence[Batch], rows: Sequence[Sequence[int]], first_row: int
     ) -> Iterator[Microbatch]:
-        """Samples are numbered through the first batch of each reader, then the second ones."""
+        """Yield microbatches. Samples are numbered through the first batches of all readers, then
+        the second ones."""
         reader, readers = self.session.world.reader_index, len(rows)
         by_turn = [own[number] for number in range(len(batches)) for own in rows]
         starts = list(accumulate(by_turn, initial=first_row))
@@ -161,7 +178,7 @@ class PrebatchedLoader(InOwnOrder):
 
 
 class _Pass:
-    """One epoch of a reader's loader, with one batch read ahead to know when it is over."""
+    """One epoch of a reader's loader, with one batch read ahead to detect the end."""
 
     def __init__(self, batches: Batches, seed: int, epoch: int, reader: int) -> None:
         self._isolated = batches.isolate_random
@@ -169,12 +186,14 @@ class _Pass:
         self._number, self._ended = 0, False
         self._ahead: list[Batch] = []
         self._last: list[Batch] = []
+        if self._isolated:
+            end_workers(batches.loader)
         with self._random_numbers(mix(seed, epoch, OPENING)):
-            tell_epoch(batches.loader, epoch)
+            set_epoch_everywhere(batches.loader, epoch)
             self._iterator = iter(batches.loader)
 
     def skip(self, num_batches: int) -> None:
-        """Read so many and drop them; the process's random numbers stay where they are."""
+        """Read and drop a number of batches; the process's generators are not changed."""
         with generators_kept():
             for _ in range(num_batches):
                 self._read()
@@ -187,7 +206,7 @@ class _Pass:
             )
 
     def take(self, num_batches: int) -> list[Batch]:
-        """The next ones, fewer at the end of the epoch."""
+        """Return the next batches; fewer at the end of the epoch."""
         while len(self._ahead) <= num_batches and not self._ended:
             self._read()
         taken, self._ahead = self._ahead[:num_batches], self._ahead[num_batches:]
@@ -200,7 +219,7 @@ class _Pass:
         return not self._ahead
 
     def spare(self) -> Batch:
-        """A batch that keeps this reader busy while others have more."""
+        """Return a batch for an idle microbatch, while other readers have more batches."""
         if not self._last:
             raise DataError(
                 f"reader {self._reader} was given no batch in epoch {self._epoch}, and others were"

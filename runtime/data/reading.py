@@ -1,4 +1,4 @@
-"""One epoch of a stream, a sample at a time, from where it was left."""
+"""Reads one epoch of a stream sample by sample, from any position."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from .order import mix
 from .random_state import seed_generators
 from .user_frames import last_line
 
-__all__ = ["OPENING", "Reading", "set_epoch", "tell_epoch"]
+__all__ = ["OPENING", "StreamReader", "set_epoch", "set_epoch_everywhere"]
 
 OPENING = 2
 """Distinguishes the seed of opening an epoch from those of its first sample and of a collation."""
-_FORGETFUL = "BufferShuffledExamplesIterable"
-"""A part of a stream of the datasets library, whose state leaves out what its buffer holds."""
+_INCOMPLETE_STATE = "BufferShuffledExamplesIterable"
+"""A class of the datasets library whose state leaves out the content of its shuffle buffer."""
 
 
-class Reading:
-    """It seeds the process's generators for each sample: keep them around it."""
+class StreamReader:
+    """Reads a stream, and seeds the process's generators for each sample: callers must restore
+    these."""
 
     def __init__(self, stream: Any, seed: int, start: Position) -> None:
         self._seed, self._epoch, self.offset = seed, start.epoch, 0
         seed_generators(mix(seed, start.epoch, OPENING))
         opened = stream if hasattr(stream, "__iter__") else stream()
-        tell_epoch(opened, start.epoch)
+        set_epoch_everywhere(opened, start.epoch)
         stateful = hasattr(opened, "state_dict") and hasattr(opened, "load_state_dict")
-        stateful = stateful and not _forgets(opened)
+        stateful = stateful and not _has_incomplete_state(opened)
         self._stateful = opened if stateful else None
         if stateful and start.state is not None:
             opened.load_state_dict(json.loads(json.dumps(start.state)))
@@ -39,7 +40,7 @@ class Reading:
             self._skip(start.samples)
 
     def next(self) -> tuple[bool, Any]:
-        """The next sample, if there is one."""
+        """Return whether there is a next sample, and the sample."""
         seed_generators(mix(self._seed, self._epoch, self.offset))
         try:
             sample = next(self._iterator)
@@ -56,7 +57,7 @@ class Reading:
         return True, sample
 
     def state(self) -> Mapping[str, Any] | None:
-        """The stream's own, here; None where it has none."""
+        """Return the stream's state at this position; None if it has no state."""
         if self._stateful is None:
             return None
         state = self._stateful.state_dict()
@@ -71,7 +72,7 @@ class Reading:
                 "reading the epoch again; or, where it is the order of a loader that shuffles, the "
                 "data set itself, which the run shuffles"
             )
-        kept: dict[str, Any] = json.loads(json.dumps(state))  # the stream may go on changing it
+        kept: dict[str, Any] = json.loads(json.dumps(state))  # the stream may change it later
         return kept
 
     def _skip(self, num_samples: int) -> None:
@@ -84,18 +85,20 @@ class Reading:
             )
 
 
-def _forgets(stream: Any, depth: int = 20) -> bool:
-    """True if its state does not hold all of it, as is known of the datasets library's streams
-    that were shuffled."""
-    if type(stream).__name__ == _FORGETFUL:
+def _has_incomplete_state(stream: Any, depth: int = 20) -> bool:
+    """True if the stream's state is known to be incomplete, as for shuffled streams of the datasets
+    library."""
+    if type(stream).__name__ == _INCOMPLETE_STATE:
         return True
     parts = [getattr(stream, name, None) for name in ("dataset", "_ex_iterable", "ex_iterable")]
     parts += getattr(stream, "ex_iterables", ())
-    return depth > 0 and any(_forgets(part, depth - 1) for part in parts if part is not None)
+    return depth > 0 and any(
+        _has_incomplete_state(part, depth - 1) for part in parts if part is not None
+    )
 
 
 def _not_json(value: Any, where: str) -> str | None:
-    """Names the first part that JSON would not return unchanged; None if there is none."""
+    """Describe the first part that JSON would not return unchanged; None if there is none."""
     if value is None or type(value) in (bool, int, str):
         return None
     if type(value) is float:
@@ -112,7 +115,7 @@ def _not_json(value: Any, where: str) -> str | None:
     return next((found for part, at in parts if (found := _not_json(part, at))), None)
 
 
-def tell_epoch(data: Any, epoch: int) -> None:
+def set_epoch_everywhere(data: Any, epoch: int) -> None:
     """Call `set_epoch` of the data and of the parts that a `DataLoader` has."""
     parts = [data, *(getattr(data, name, None) for name in ("batch_sampler", "sampler", "dataset"))]
     for part in parts:
@@ -121,5 +124,5 @@ def tell_epoch(data: Any, epoch: int) -> None:
 
 def set_epoch(listener: Any, epoch: int) -> None:
     """Call `set_epoch` of the listener, if it has one."""
-    if callable(told := getattr(listener, "set_epoch", None)):
-        told(epoch)
+    if callable(method := getattr(listener, "set_epoch", None)):
+        method(epoch)

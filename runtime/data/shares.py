@@ -1,4 +1,4 @@
-"""Which source each draw of a mixture comes from: a schedule that keeps the shares at any length.
+"""Selects the source of each draw of a mixture, by a schedule that keeps the shares at any length.
 
 Sources are the leaves of a balanced binary tree. At each node the first n draws are split into
 round(n * p) for the left half and the rest for the right half, where p is the left half's share. So
@@ -24,30 +24,30 @@ from ..kernel.errors import DataError
 __all__ = ["Shares", "shares_of"]
 
 _WHOLE = 1 << 40
-"""Shares are kept to one part in that."""
+"""The resolution of shares: one part in this number."""
 _AT_ONCE = 1 << 20
-"""Draws; times `_WHOLE` it stays below 2**63."""
+"""Number of draws computed at once; its product with `_WHOLE` stays below 2**63."""
 
 
 class Shares:
-    """The draws of one stage, from 0 on. `quotas`: whole numbers, in the ratio of the weights."""
+    """The draws of one stage, from 0 on. `quotas`: integers in the ratio of the weights."""
 
     def __init__(self, quotas: Sequence[int]) -> None:
         self.quotas = tuple(quotas)
 
     def counts(self, num_draws: int) -> list[int]:
-        """Of the first draws, those of each source."""
+        """Count the draws of each source among the first `num_draws`."""
         return _counts(self.quotas, num_draws)
 
     def sources(self, first: int, stop: int) -> Tensor:
-        """The number of the source of each of these draws."""
+        """Return the source number of each of these draws."""
         spans = [(start, min(_AT_ONCE, stop - start)) for start in range(first, stop, _AT_ONCE)]
         parts = [_sources(self.quotas, start, count) for start, count in spans]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
 def shares_of(weights: Mapping[str, float], where: str) -> Shares:
-    """Raises `DataError`, naming the source, for weights that are none."""
+    """Build the draws for weights. Raises `DataError`, naming the source, for an invalid weight."""
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float):
             raise DataError(f"the weight of source {name!r}{where} is {weight!r}, not a number")

@@ -1,30 +1,35 @@
-"""Samples in tar files, as webdataset lays them out: files that stand next to each other, of one
-name but for what follows its first dot, are a sample.
+"""Samples in tar files in the layout of webdataset: consecutive files whose names are equal up to
+the first dot are one sample.
 """
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..kernel.errors import DataError
 from .order import shuffled
+from .small_files import open_regular
 
 __all__ = ["TarShards"]
 
 KEY = "__key__"
+_MAX_FILE_BYTES = 4 << 30
+_MAX_HEADER_BYTES = 1 << 20
+"""Maximum size in bytes of a long name, or of the headers before a file."""
 
 
 class TarShards:
     """A stream of the samples of tar files, as `{"__key__": "a/0001", "jpg": b"...", "cls": b"7"}`,
     or what `decode` makes of that.
 
-    Each epoch goes through the shards in another order, unless `shuffle` is False; within one the
-    order is the file's, so that it is read from the front. Its state is a shard and a place in it:
-    a run resumes there without reading what was before. Raises `DataError` for no shards, and,
-    while it is read, for files that are none.
+    Each epoch reads the shards in another order, unless `shuffle` is False; a shard is read from
+    front to back. The state is a shard and a place in it, so a run resumes there without reading
+    what came before. Raises `DataError` if there are no shards, and, while it is read, for files
+    that are not tar files.
     """
 
     def __init__(
@@ -44,11 +49,12 @@ class TarShards:
         self._resumed = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the shards in the order of that epoch."""
+        """Read the shards in the order of an epoch."""
         self._epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """The next sample: in which shard of the epoch, where there, and of how many."""
+        """Return the place of the next sample: the shard in the epoch's order, the place in it, and
+        the number of shards."""
         return {"shard": self._shard, "offset": self._offset, "shards": len(self.shards)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -82,7 +88,8 @@ class TarShards:
 
 
 def _samples(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The samples from a place on, each with the place of the next; 0 after the last."""
+    """Yield the samples from a place on, each with the place of the next sample; 0 after the
+    last."""
     sample: dict[str, Any] = {}
     for name, at, content in _files(path, offset):
         folder, _, base = name.rpartition("/")
@@ -100,21 +107,54 @@ def _samples(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _files(path: Path, offset: int) -> Iterator[tuple[str, int, bytes]]:
-    """Name, place and content of the files from a place on."""
+    """Yield name, place and content of the files from a place on."""
     try:
-        with open(path, "rb") as raw:
+        with open_regular(path) as opened:
+            raw: Any = _Limited(opened)
             raw.seek(offset)
             with tarfile.open(fileobj=raw, mode="r:") as tar:
                 at = offset
                 while member := tar.next():
+                    if not 0 <= member.size <= min(_MAX_FILE_BYTES, raw.left(member.offset_data)):
+                        raise tarfile.ReadError(
+                            f"{member.name!r:.200}, at byte {at}, has {member.size} bytes by its "
+                            f"header; {_MAX_FILE_BYTES} are read, and none after the file's end"
+                        )
                     if member.isfile():
-                        content = tar.extractfile(member)
-                        assert content is not None, "regular files have one"
-                        yield member.name, at, content.read()
+                        yield member.name, at, raw.content(tar, member)
                     at = tar.offset
                     tar.members = []  # type: ignore[attr-defined]  # it keeps all, else
-            raw.seek(at)
-            if raw.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            opened.seek(at)
+            if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError(f"it is cut at byte {at}")
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} cannot be read as a tar file: {error}") from error
+    except (OSError, ValueError, OverflowError, RecursionError, tarfile.TarError) as error:
+        raise DataError(f"{path} cannot be read as a tar file: {error!s:.400}") from error
+
+
+class _Limited:
+    """A file that limits the size of each read: tarfile allocates as much memory as a header says,
+    and reads to the end for a size below 0."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._most = file, _MAX_HEADER_BYTES
+        self.seek, self.tell = file.seek, file.tell
+
+    def left(self, start: int) -> int:
+        """Return the number of bytes from a place on."""
+        return os.fstat(self._file.fileno()).st_size - start
+
+    def read(self, size: int) -> bytes:
+        """Read bytes. Raises `tarfile.ReadError` for a larger size than the limit."""
+        if not 0 <= size <= self._most:
+            raise tarfile.ReadError(f"a header before byte {self.tell()} has {size} bytes")
+        return self._file.read(size)
+
+    def content(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+        """Return the bytes of a regular file."""
+        self._most = max(member.size, _MAX_HEADER_BYTES)
+        try:
+            file = tar.extractfile(member)
+            assert file is not None, "regular files have one"
+            return file.read()
+        finally:
+            self._most = _MAX_HEADER_BYTES

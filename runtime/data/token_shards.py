@@ -1,15 +1,15 @@
-"""Tokens on disk, read a window at a time: what `drivetrain data tokenize` writes.
+"""Tokens on disk, as `drivetrain data tokenize` writes them, read a window at a time.
 
-A folder holds shards, `tokens-00000.bin` and so on, of plain numbers (little-endian, 16 or 32
-bits), and `tokens.json`, written last, which names them with their lengths and checksums. Together
-they are one long sequence. Opening reads the index and no token; shards are mapped into memory when
-a window of theirs is read.
+A folder holds shards, `tokens-00000.bin` and so on, of plain integers (little-endian, 16 or 32
+bits), and `tokens.json`, written last, which lists the shards with their lengths and checksums. All
+shards together are one long sequence. Opening reads only the index; a shard is mapped into memory
+when one of its windows is read.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
+import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -23,32 +23,35 @@ from torch import Tensor
 
 from ..kernel.batches import LARGEST
 from ..kernel.errors import DataError
+from .small_files import open_regular, read_json
 
-__all__ = ["DTYPES", "INDEX", "Shard", "TokenShards", "read_index", "shard_name"]
+__all__ = ["DTYPES", "INDEX", "MAX_INDEX_BYTES", "Shard", "TokenShards", "read_index", "shard_name"]
 
 INDEX = "tokens.json"
 DTYPES = {"uint16": torch.uint16, "int32": torch.int32}
+MAX_INDEX_BYTES = 64 << 20
 _READ_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file, as the index has it."""
+    """The index's entry of one file."""
 
     tokens: int
     crc32: int
 
 
 def shard_name(number: int) -> str:
-    """The file of a shard."""
+    """Return the file name of a shard."""
     return f"tokens-{number:05d}.bin"
 
 
 class TokenShards:
     """The tokens of a folder in windows of `length`, as data that can be indexed: sample i is
-    `{"input_ids": tokens i * length to (i + 1) * length}`. What does not fill a window is left out.
+    `{"input_ids": tokens i * length to (i + 1) * length}`. A rest that does not fill a window is
+    left out.
 
-    Raises `DataError` for a folder that holds no such tokens, or not all of them.
+    Raises `DataError` for a folder without such tokens, or with missing ones.
     """
 
     def __init__(self, folder: str | Path, length: int) -> None:
@@ -77,7 +80,7 @@ class TokenShards:
         return {"input_ids": self.tokens(index * self.length, self.length)}
 
     def tokens(self, start: int, count: int) -> Tensor:
-        """As many from a place in the whole sequence on, as int64; fewer at its end."""
+        """Return `count` tokens from `start` in the whole sequence, as int64; fewer at its end."""
         parts = []
         stop = min(start + count, self.num_tokens)
         while start < stop:
@@ -88,7 +91,7 @@ class TokenShards:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
     def damaged(self) -> list[str]:
-        """The shards that are not as they were written; reads every token."""
+        """Describe the shards that are not as they were written; reads every token."""
         return [
             f"{self.folder / shard_name(number)}: its checksum is not that of {INDEX}"
             for number, shard in enumerate(self.shards)
@@ -96,7 +99,7 @@ class TokenShards:
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a worker, which maps the files on its own."""
+        """Return the state for a worker, which maps the files itself."""
         return {**self.__dict__, "_maps": {}}
 
     def _read(self, number: int, start: int, count: int) -> Tensor:
@@ -106,29 +109,29 @@ class TokenShards:
 
     def _map(self, number: int) -> mmap.mmap:
         if number not in self._maps:
-            with open(self.folder / shard_name(number), "rb") as file:
+            with open_regular(self.folder / shard_name(number)) as file:
                 self._maps[number] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return self._maps[number]
 
     def _checksum(self, number: int) -> int:
         found = 0
-        with open(self.folder / shard_name(number), "rb") as file:
+        with open_regular(self.folder / shard_name(number)) as file:
             while block := file.read(_READ_AT_ONCE):
                 found = zlib.crc32(block, found)
         return found
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """What `tokens.json` says. Raises `DataError` where it is not there, or is none."""
+    """Read `tokens.json`. Raises `DataError` if it is missing or invalid."""
     path = folder / INDEX
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, MAX_INDEX_BYTES)
     except FileNotFoundError as error:
         raise DataError(
             f"{folder} holds no {INDEX}, which `drivetrain data tokenize` writes when all tokens "
-            "are there: run it, or run it again to go on"
+            "are there: run it, or run it again to continue"
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     match found:
         case {"format": 1, "dtype": str(dtype), "shards": [*shards]} if dtype in DTYPES and all(
@@ -149,11 +152,12 @@ def _is_shard(value: Any) -> bool:
 
 def _check_size(path: Path, expected: int) -> None:
     try:
-        size = path.stat().st_size
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
         raise DataError(f"{path} cannot be opened: {error.strerror}") from error
     if size != expected:
         raise DataError(
-            f"{path} has {size} bytes, and {expected} were written: it was cut or replaced; copy "
-            "it again, or tokenize anew"
+            f"{path} has {size} bytes, and {expected} were written: it was truncated or replaced; "
+            "copy it again, or tokenize again"
         )

@@ -1,4 +1,4 @@
-"""Fetches and collates microbatches, in this process or in workers."""
+"""Fetches and collates microbatches in this process or in workers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,10 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..kernel.batches import Microbatch
 from ..kernel.errors import DataFailed, DrivetrainError, WorkerFailed
 from ..kernel.recipe import Batch
-from .killed_workers import context_of, ended, notice_torn_results
+from .killed_workers import context_of, detach_death_handler, ended, notice_torn_results
 from .order import mix
 from .parent import end_with_parent
 from .random_state import generators_kept, seed_generators
+from .reading import set_epoch
+from .socket_paths import keep_socket_paths_short
+from .stop_signals import blocked, leave_to_parent
 from .user_frames import last_line, user_frames
 
 __all__ = [
@@ -67,16 +71,19 @@ class Fetcher:
         self._collate = collate
         self._seed = seed
         self._isolate_random = isolate_random
+        self._epoch: int | None = None
+        self._fetched = 0.0
+        """The time at which the samples were there, and were to be collated."""
 
     def __call__(self, request: MicrobatchRequest) -> Microbatch:
-        """Raises `DataFailed`, caused by the original exception, when that fails."""
+        """Fetch a microbatch. Raises `DataFailed`, caused by the original exception."""
         if not self._isolate_random:
             return self._microbatch(request, self._plain)
         with generators_kept():
             return self._microbatch(request, self._isolated)
 
     def in_worker(self, request: MicrobatchRequest) -> Microbatch:
-        """The same, where the generators are a worker's own: seeded here, and not kept."""
+        """Fetch a microbatch in a worker, whose generators are seeded here and not restored."""
         if self._isolate_random:
             return self._microbatch(request, self._isolated)
         seed_generators(mix(self._seed, request.epoch, request.offset))
@@ -86,10 +93,16 @@ class Fetcher:
         self, request: MicrobatchRequest, fetch: Callable[[MicrobatchRequest], Batch]
     ) -> Microbatch:
         try:
+            if request.epoch != self._epoch:  # each worker has a copy of the data set
+                set_epoch(self._dataset, request.epoch)
+                self._epoch = request.epoch
+            began = time.perf_counter()
             batch = fetch(request)
-            return Microbatch(batch, request.num_samples, request.offset, request.repeats)
+            seconds = self._fetched - began, time.perf_counter() - self._fetched
+            return Microbatch(batch, request.num_samples, request.offset, request.repeats, seconds)
         except (Exception, SystemExit) as error:
-            raise DataFailed(f"{request} could not be fetched: {last_line(error)}") from error
+            why = f"{last_line(error)}{self._absent(request, error)}"
+            raise DataFailed(f"{request} could not be fetched: {why}") from error
 
     def _plain(self, request: MicrobatchRequest) -> Batch:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -97,6 +110,7 @@ class Fetcher:
             samples = fetch_many(request.indices)
         else:
             samples = [self._dataset[index] for index in request.indices]
+        self._fetched = time.perf_counter()
         return self._collate(samples * request.repeats if request.repeats > 1 else samples)
 
     def _isolated(self, request: MicrobatchRequest) -> Batch:
@@ -106,11 +120,23 @@ class Fetcher:
             seed_generators(mix(seed, epoch, offset))
             samples.append(self._dataset[index])
         seed_generators(mix(seed, epoch, first, COLLATE))
+        self._fetched = time.perf_counter()
         return self._collate(samples * request.repeats)
+
+    def _absent(self, request: MicrobatchRequest, error: BaseException) -> str:
+        """Name the first sample that is None, which torch's collate function does not accept, if
+        the error may come from it."""
+        if isinstance(error, TypeError) and "NoneType" in str(error):
+            with suppress(Exception):  # the data set is read once more
+                for index in request.indices:
+                    if self._dataset[index] is None:
+                        return f"; sample {index} is None: does its __getitem__ return it?"
+        return ""
 
 
 class _Failure(NamedTuple):
-    """An error as a worker sends it in place of a result: some exceptions cannot be pickled."""
+    """An error that a worker sends in place of a result, as text: some exceptions cannot be
+    pickled."""
 
     kind: type[DrivetrainError]
     message: str
@@ -120,12 +146,12 @@ class _Failure(NamedTuple):
         if isinstance(error, DrivetrainError) and not isinstance(error, DataFailed):
             return cls(type(error), str(error))
         raised = error.__cause__ if isinstance(error, DataFailed) and error.__cause__ else error
-        told = str(error) if isinstance(error, DataFailed) else last_line(error)
-        return cls(WorkerFailed, f"in a data worker: {told}\n{user_frames(raised)}")
+        message = str(error) if isinstance(error, DataFailed) else last_line(error)
+        return cls(WorkerFailed, f"in a data worker: {message}\n{user_frames(raised)}")
 
 
-class _WorkerSide:
-    """The `DataLoader`'s data set in workers that get requests for indices."""
+class _FetcherInWorker:
+    """The `DataLoader`'s data set in workers, whose indices are requests."""
 
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
@@ -133,11 +159,11 @@ class _WorkerSide:
     def __getitem__(self, request: MicrobatchRequest) -> Microbatch | _Failure:
         try:
             return self._fetcher.in_worker(request)
-        except (DataFailed, KeyboardInterrupt) as error:  # the process that trains is interrupted
+        except (DataFailed, KeyboardInterrupt) as error:  # handled by the training process
             return _Failure.of(error)
 
 
-class _OneWorkerSide(IterableDataset[Any]):
+class _StreamInWorker(IterableDataset[Any]):
     """The `DataLoader`'s data set where one worker reads a stream."""
 
     def __init__(self, read: Callable[[], Iterator[Any]]) -> None:
@@ -157,30 +183,30 @@ def from_workers(
     prefetch: int,
     start_method: str | None,
 ) -> Generator[Microbatch, None, None]:
-    """The microbatches of `requests`, in order, from one set of workers that lives as long as this
-    generator. Raises `WorkerFailed` when one raises or dies.
+    """Yield the microbatches of `requests`, in order, from workers that live as long as this
+    generator. Raises `WorkerFailed` if a worker raises or dies.
     """
-    under_way: deque[MicrobatchRequest] = deque()
+    outstanding: deque[MicrobatchRequest] = deque()
     num_received = 0
 
     def sent() -> Iterator[MicrobatchRequest]:
         for request in requests:
-            under_way.append(request)
+            outstanding.append(request)
             yield request
 
-    def work_of(worker: int) -> str:
-        """The request that a worker was working on, and the next ones: requests are handed out
+    def describe_work(worker: int) -> str:
+        """Describe a worker's current request and its next ones: requests are sent to the workers
         in turn."""
-        numbered = enumerate(under_way, num_received)
+        numbered = enumerate(outstanding, num_received)
         own = [str(request) for number, request in numbered if number % num_workers == worker]
         return f", which was to fetch {', then '.join(own)}," if own else ""
 
     received: Generator[Microbatch, None, None] = _receive(
-        _WorkerSide(fetcher), sent(), num_workers, prefetch, start_method, work_of
+        _FetcherInWorker(fetcher), sent(), num_workers, prefetch, start_method, describe_work
     )
     with closing(received):
         for microbatch in received:
-            under_way.popleft()
+            outstanding.popleft()
             num_received += 1
             yield microbatch
 
@@ -188,9 +214,9 @@ def from_workers(
 def from_one_worker(
     read: Callable[[], Iterator[T]], prefetch: int, start_method: str | None
 ) -> Generator[T, None, None]:
-    """Yields the results of `read()` in a worker that lives as long as this generator. Raises
-    `WorkerFailed` when it raises or dies."""
-    return _receive(_OneWorkerSide(read), None, 1, prefetch, start_method, lambda worker: "")
+    """Yield the results of `read()` from a worker that lives as long as this generator. Raises
+    `WorkerFailed` if the worker raises or dies."""
+    return _receive(_StreamInWorker(read), None, 1, prefetch, start_method, lambda worker: "")
 
 
 def _receive(
@@ -199,8 +225,9 @@ def _receive(
     num_workers: int,
     prefetch: int,
     start_method: str | None,
-    work_of: Callable[[int], str],
+    describe_work: Callable[[int], str],
 ) -> Generator[Any, None, None]:
+    keep_socket_paths_short()
     context = context_of(start_method)
     loader: DataLoader[Any] = DataLoader(
         worker_side,
@@ -210,16 +237,17 @@ def _receive(
         num_workers=num_workers,
         prefetch_factor=prefetch,
         multiprocessing_context=context,
-        # Unless it is given one, it draws from the process's own generator.
+        # Without a generator the DataLoader would draw from the process's own.
         generator=torch.Generator(),
         worker_init_fn=functools.partial(_begin_worker, _parent_of_workers(context)),
     )
     # The handler that the DataLoader installs raises the death of a worker wherever the main
     # thread happens to be, even in the middle of a save. Without it, the death is noticed below.
-    with _sigchld_handler_kept():
+    with _sigchld_handler_kept(), blocked():
         iterator: Any = iter(loader)
-    notice_torn_results(iterator)
     try:
+        detach_death_handler(iterator)
+        notice_torn_results(iterator)
         while True:
             try:
                 result = next(iterator)
@@ -227,7 +255,7 @@ def _receive(
                 return
             except Exception as error:
                 died = [
-                    f"{worker.pid} (exit code {worker.exitcode}){work_of(number)}"
+                    f"{worker.pid} (exit code {worker.exitcode}){describe_work(number)}"
                     for number, worker in ended(iterator._workers)
                 ]
                 raise WorkerFailed(
@@ -244,16 +272,19 @@ def _receive(
 
 
 def _parent_of_workers(context: BaseContext) -> int | None:
-    """This process, which a worker cannot ask for once it is gone; None: a server that forks."""
+    """Return the number of this process, which workers watch; None for a fork server, which is
+    their parent."""
     return None if context.get_start_method() == "forkserver" else os.getpid()
 
 
 def _begin_worker(parent: int | None, worker: int) -> None:
-    """A worker ends with the process that trains, whatever it is doing. One that a signal kills
-    prints its stacks: torch's own handler says no more than that there was one."""
+    """Prepare a worker. It ends with the training process, whatever it is doing, and leaves stop
+    signals to that process. A worker that another signal kills prints its stacks, since torch's own
+    handler only reports the signal."""
+    leave_to_parent()
     end_with_parent(f"data worker {worker}: the process that trains", parent or os.getppid())
-    faulthandler.disable()  # a fork takes it over as enabled, though torch's handler replaced it
-    with suppress(AttributeError, OSError, ValueError):  # stderr may be no file
+    faulthandler.disable()  # a fork inherits it as enabled
+    with suppress(AttributeError, OSError, ValueError):  # stderr may not be a file
         faulthandler.enable()
 
 

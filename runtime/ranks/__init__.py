@@ -1,1 +1,1 @@
-"""Ranks that are started from Python, as in a cell of a notebook."""
+"""Ranks that are started from Python, such as from a notebook cell."""

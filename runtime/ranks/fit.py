@@ -1,19 +1,24 @@
-"""fit, on as many ranks as are asked for."""
+"""`drivetrain.fit`, on any number of ranks."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from ..kernel.events import Observer
 from ..kernel.paths import Url
 from ..kernel.recipe import Recipe
-from ..trainer.fit import fit as fit_here
+from ..launched import adopt_slurm, is_first_rank
+from ..run.notebook import NotebookProgress
+from ..run.record_channel import RecordChannel
+from ..run.recorded_fit import fit_recorded, refuse_used
+from ..run.where_shown import in_notebook
 from ..trainer.result import Result
 from ..trainer.settings import Settings
 
@@ -31,27 +36,33 @@ def fit(
     resume: str | os.PathLike[str] | Url | None = None,
     observers: Sequence[Observer] = (),
     finish: Callable[[nn.Module], Any] | None = None,
+    progress: bool | Literal["lines"] = True,
 ) -> Result:
-    """Train `recipe` as `settings` say on the driver called `backend`; every rank calls it.
+    """Train `recipe` by `settings` on the driver called `backend`. Every rank calls it.
 
-    `nproc`: 1 trains in this process, which is a rank where a launcher started it. More starts so
-    many ranks from here, a cell of a notebook for instance: forks of this process, so that what
-    cells define is theirs, too, by torch's elastic agent. The result is that of rank 0; what
-    observers collect in objects of Python stays in the ranks. Each rank computes on one thread of
-    the CPU. A process that used a GPU cannot be forked, and is refused.
+    `nproc`: 1 trains in this process, which is a rank if torchrun or `srun` started it. A larger
+    number starts this many ranks from here, such as from a notebook cell. Torch's elastic agent
+    forks them from this process, so everything that cells define exists in them, too. The result is
+    that of rank 0; Python objects that observers collect stay in the ranks. Each rank computes on
+    one CPU thread. A process that used a GPU cannot be forked, and is refused.
 
-    `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
-    `s3://bucket/run`; None saves nothing. `resume`: None starts a new training; `auto` continues
-    from the newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or
-    a folder of them. One run at a time writes to a folder. `finish` is called at the end with the
-    user's own module, whole and in evaluation mode, on every rank.
+    `out`: the run folder, or a URL such as `s3://bucket/run`. It gets what `drivetrain train`
+    writes: `config.json`, `metrics.jsonl`, `report.html` and `checkpoints/`; a folder that holds
+    another run is refused. None, for a quick try, saves nothing and writes no file. `resume`: None
+    starts a new training; `auto` continues from the newest complete checkpoint in `out`, if there
+    is one; a path or URL is a checkpoint or a folder of them. One run at a time writes to a folder.
+    `progress`: show a table in a notebook, a bar in a terminal, and plain lines elsewhere (the last
+    two on stderr); `"lines"` shows plain lines everywhere, and False nothing. `observers` are
+    called besides. `finish` is called at the end with the user's own module, whole and in
+    evaluation mode, on every rank.
 
-    Raises `UsageError` (something asked for is not possible; nothing was started), `SaveFailed`,
-    `DataFailed`, `CollectiveFailed`, and `RecipeFailed` where `sys.exit` is called; other errors of
-    the recipe are raised unchanged, from a rank that was started here as `RecipeFailed`.
+    Raises `UsageError` (the request is invalid; nothing was started), `SaveFailed` (also at the end
+    of a run that could save no checkpoint), `DataFailed`,
+    `CollectiveFailed`, and `RecipeFailed` if `sys.exit` is called. Other errors of the recipe are
+    raised unchanged, or as `RecipeFailed` from a rank that was started here.
     """
     act = partial(
-        fit_here,
+        fit_recorded,
         recipe,
         settings,
         backend=backend,
@@ -60,15 +71,22 @@ def fit(
         resume=resume,
         observers=observers,
         finish=finish,
+        progress=progress,
     )
     if nproc == 1:
+        adopt_slurm(os.environ)
         return act()
-    from .start import run_on_ranks  # torch's elastic agent takes a while to import
+    refuse_used(out, resume)
+    from .start import run_on_ranks  # torch's elastic agent is slow to import
 
-    return run_on_ranks(nproc, partial(_result_of_rank, act))
+    if progress is not True or not in_notebook():
+        return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep)
+    with NotebookProgress() as table, RecordChannel() as channel:
+        act = partial(act, display=channel)
+        return run_on_ranks(nproc, partial(_result_of_rank, act), partial(channel.receive, table))
 
 
 def _result_of_rank(act: Callable[[], Result]) -> Result:
-    """What is handed over: rank 0's is the one that counts."""
+    """Return this rank's result; only that of rank 0 keeps `finish`."""
     result = act()
-    return result if os.environ["RANK"] == "0" else replace(result, finish=None)
+    return result if is_first_rank() else replace(result, finish=None)

@@ -1,8 +1,8 @@
-"""Starts ranks from a process that goes on afterwards: torch's elastic agent, and forks.
+"""Starts ranks as forks of this process, by torch's elastic agent, and waits for their end.
 
-A fork has all that the process has, so that recipes and closures of a notebook's cells need not be
-imported or pickled. What a fork has not is threads: GNU's OpenMP waits for those of its parent for
-ever, so ranks compute on one thread, which is torchrun's default, too; and CUDA refuses.
+A fork has all objects of the process, so recipes and closures of a notebook's cells need not be
+imported or pickled. A fork has no threads: GNU OpenMP would wait for its parent's threads forever,
+so ranks compute on one thread, which is torchrun's default, too. CUDA refuses to run in a fork.
 """
 
 from __future__ import annotations
@@ -14,32 +14,53 @@ import signal
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..data.socket_paths import keep_socket_paths_short
+from ..data.stop_signals import STOP_SIGNALS, blocked, note_until_handled
 from ..data.user_frames import last_line, user_frames
 from ..kernel import errors
 from ..kernel.errors import EXIT_PREEMPTED, DrivetrainError, RecipeFailed, SettingError
+from ..trainer.signals import StoppedBeforeStart
 
 __all__ = ["run_on_ranks"]
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_LOOK_SECONDS = 0.2
+_RUNNING = ".rank"
+"""The suffix of an empty file that exists while a rank runs; its name is the rank's process
+number."""
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
-def run_on_ranks(nproc: int, act: Callable[[], T]) -> T:
-    """Call `act` on so many ranks; the result of rank 0. Raises what the rank raised that failed
-    first, where that is an error of drivetrain's, else `RecipeFailed`."""
+def run_on_ranks(nproc: int, act: Callable[[], T], meanwhile: Callable[[float], None]) -> T:
+    """Call `act` on `nproc` ranks, and return the result of rank 0. Raises the error of the first
+    rank that failed, if it is an error of drivetrain's, else `RecipeFailed`.
+
+    `meanwhile(seconds)` is called repeatedly until the ranks have ended, and may take that long. A
+    signal that asks to save and stop is passed on to the ranks, whose result is returned. Raises
+    `KeyboardInterrupt` for an interrupt before the ranks have connected, and for a second
+    interrupt.
+    """
     _check(nproc)
-    config = LaunchConfig(
+    keep_socket_paths_short()
+    with TemporaryDirectory(prefix="drivetrain-") as log_dir:
+        return _run(_configuration(nproc, log_dir), Path(log_dir), act, meanwhile)
+
+
+def _configuration(nproc: int, log_dir: str) -> LaunchConfig:
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
@@ -49,17 +70,43 @@ def run_on_ranks(nproc: int, act: Callable[[], T]) -> T:
         local_addr="localhost",
         max_restarts=0,
         start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir),
     )
-    try:
-        with _as_it_was():
-            results = elastic_launch(config, _rank)(act)
-    except ChildFailedError as error:
-        raise _as_raised(*error.get_first_failure()) from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise SystemExit(EXIT_PREEMPTED) from None
-    return cast(T, results[0])
+
+
+def _run(
+    config: LaunchConfig, folder: Path, act: Callable[[], T], meanwhile: Callable[[float], None]
+) -> T:
+    """Run the agent in a thread, from which the ranks are forked. This thread shows records and
+    passes on signals meanwhile."""
+    results: list[dict[int, T]] = []
+    failed: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            with blocked():
+                results.append(elastic_launch(config, _rank)(act, folder))
+        except BaseException as error:
+            failed.append(error)
+
+    agent = threading.Thread(target=launch, name="drivetrain-agent")
+    with _restore_after_agent(), _signals_passed_on(folder) as signals:
+        agent.start()
+        try:
+            while agent.is_alive():
+                meanwhile(_LOOK_SECONDS)
+                signals.pass_on()
+            meanwhile(0)
+        except BaseException:
+            signals.receive(signal.SIGTERM)
+            raise
+        finally:
+            agent.join()
+    if not failed:
+        return results[0][0]
+    if isinstance(failed[0], ChildFailedError):
+        raise _error_of(failed[0], signals.received) from None
+    raise failed[0]
 
 
 def _check(nproc: int) -> None:
@@ -80,35 +127,46 @@ def _check(nproc: int) -> None:
             )
 
 
-class _Word(Exception):
-    """How a rank failed, as JSON: the agent hands over the text of what a rank raises."""
+class _RankFailure(Exception):
+    """The error of a rank as JSON: the agent passes on only the text of an exception."""
 
 
-def _rank(act: Callable[[], T]) -> T:
+def _rank(act: Callable[[], T], folder: Path) -> T:
+    note_until_handled()
+    own = folder / f"{os.getpid()}{_RUNNING}"
+    own.touch()
     torch.set_num_threads(1)
     try:
         return act()
     except BaseException as error:
-        raise _Word(_word(error)) from error
+        raise _RankFailure(_describe_failure(error)) from error
+    finally:
+        own.unlink(missing_ok=True)
 
 
-def _word(error: BaseException) -> str:
-    ours = isinstance(error, DrivetrainError)
+def _describe_failure(error: BaseException) -> str:
+    ours = isinstance(error, (DrivetrainError, StoppedBeforeStart))
     blamed = error.__cause__ if ours else error
-    word = {
+    fields = {
         "kind": type(error).__name__ if ours else RecipeFailed.__name__,
         "message": str(error) if ours else last_line(error),
         "frames": user_frames(blamed) if blamed is not None else "",
     }
-    return json.dumps(word)
+    return json.dumps(fields)
 
 
-def _as_raised(rank: int, failure: ProcessFailure) -> DrivetrainError:
+def _error_of(error: ChildFailedError, signals: Sequence[int]) -> BaseException:
+    for number in signals:
+        if any(failure.exitcode == 128 + number for failure in error.failures.values()):
+            return _stopped(number, 128 + number)  # each rank has ended itself on a second signal
+    rank, failure = error.get_first_failure()
     try:
-        told: Any = failure.message
-        word = json.loads(told["message"].removeprefix(f"{_Word.__name__}: "))
-        kind = getattr(errors, word["kind"], DrivetrainError)
-        message = f"rank {rank}: {word['message']}\n{word['frames']}".rstrip()
+        details: Any = failure.message
+        fields = json.loads(details["message"].removeprefix(f"{_RankFailure.__name__}: "))
+        if fields["kind"] == StoppedBeforeStart.__name__:
+            return _stopped(signals[0] if signals else signal.SIGTERM, EXIT_PREEMPTED)
+        kind = getattr(errors, fields["kind"], DrivetrainError)
+        message = f"rank {rank}: {fields['message']}\n{fields['frames']}".rstrip()
     except (ValueError, KeyError, TypeError):
         kind, code = RecipeFailed, failure.exitcode
         died = f"signal {-code}" if code < 0 else f"exit code {code}"
@@ -116,15 +174,54 @@ def _as_raised(rank: int, failure: ProcessFailure) -> DrivetrainError:
     return cast(DrivetrainError, kind(message))
 
 
+def _stopped(number: int, code: int) -> BaseException:
+    interrupted = KeyboardInterrupt("interrupted: the ranks stopped at once, without saving")
+    return interrupted if number == signal.SIGINT else SystemExit(code)
+
+
+class _Signals:
+    """Passes signals of this process on to its ranks, including ranks that are forked later."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.received: list[int] = []
+        self._passed: dict[str, int] = {}
+        """Number of signals already sent to each rank, by its process number."""
+
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
+        self.received.append(number)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        for rank in self.folder.glob(f"*{_RUNNING}") if self.received else ():
+            for number in self.received[self._passed.get(rank.stem, 0) :]:
+                with suppress(ProcessLookupError):
+                    os.kill(int(rank.stem), number)
+            self._passed[rank.stem] = len(self.received)
+
+
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """The agent's signal handlers, words and environment end with it."""
+def _signals_passed_on(folder: Path) -> Iterator[_Signals]:
+    signals = _Signals(folder)
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    before = {number: signal.signal(number, signals.receive) for number in STOP_SIGNALS}
+    try:
+        yield signals
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _restore_after_agent() -> Iterator[None]:
+    """Restore the log levels and the environment that the agent changes."""
     loggers, environment = [*map(logging.getLogger, _LOGGERS)], dict(os.environ)
     levels = [logger.level for logger in loggers]
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)
-    # a rank that was asked to stop finishes its step and saves: give it the time
+    # time for a rank that was asked to stop, to finish its step and save
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     try:
         with warnings.catch_warnings():
@@ -135,6 +232,3 @@ def _as_it_was() -> Iterator[None]:
             logger.setLevel(level)
         os.environ.clear()
         os.environ.update(environment)
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, cast(Any, handler))

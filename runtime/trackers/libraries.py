@@ -1,4 +1,4 @@
-"""One class for each library: its own calls, and nothing of ours."""
+"""One class for each tracking library, with the calls of that library only."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ __all__ = ["LIBRARIES", "Library", "Start"]
 
 @dataclass(frozen=True)
 class Start:
-    """A run that begins, or goes on."""
+    """The start of a run, new or resumed."""
 
     folder: Path
-    """For what a library writes beside its server."""
+    """The folder for local files of a library."""
     name: str
     config: Mapping[str, Any]
     """Settings by dotted key; JSON types."""
     first_step: int
     identity: str | None
-    """The answer of `start` when the run began; None where it begins now."""
+    """The result of `start` when the run first began; None for a new run."""
 
 
 class Library(Protocol):
-    """Made on rank 0 when a run starts. Any method may raise what the library raises."""
+    """A tracking library. It is created on rank 0 when a run starts; any method may raise the
+    library's errors."""
 
     def start(self, run: Start) -> str:
-        """Begin, or go on with, a curve; the identity by which a later start goes on."""
+        """Begin or continue a curve. Return the identity by which a later start continues it."""
         ...
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Numbers by name, finite or not, as of that step."""
+        """Log numbers by name, finite or not, at a step."""
         ...
 
     def roll_back(self, step: int) -> None:
-        """The run goes on from that step, as if those after it had not been."""
+        """Continue from a step as if later steps had not happened."""
         ...
 
     def end(self, reason: str) -> None:
-        """`finished`, `stopped`, `preempted` or `failed`."""
+        """End the run. `reason`: `finished`, `stopped`, `preempted` or `failed`."""
         ...
 
 
@@ -64,7 +65,7 @@ class TensorBoard:
     def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # what was written from that step on, by a run that went on further, is not shown
+        # later steps, which a run wrote before it was resumed here, are hidden
         self._writer: Any = SummaryWriter(log_dir=self._folder, purge_step=purge_step)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -75,7 +76,7 @@ class TensorBoard:
     def roll_back(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        # in the same file: of files begun in one second it is chance which is read first
+        # in the same file: files created within one second are read in any order
         again = SessionLog(status=SessionLog.START)
         self._writer.file_writer.add_event(Event(step=step + 1, session_log=again))
 
@@ -84,7 +85,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb: its environment (WANDB_PROJECT, WANDB_MODE, ...) says where."""
+    """A run of wandb, configured by its environment variables (WANDB_PROJECT, WANDB_MODE, ...)."""
 
     def __init__(self) -> None:
         self._library: Any = import_module("wandb")
@@ -98,7 +99,7 @@ class WeightsAndBiases:
             config=dict(run.config),
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
         )
-        # wandb's own step only rises, and a run may go back to a checkpoint
+        # wandb's own step only increases, and a run may roll back to a checkpoint
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
@@ -114,7 +115,7 @@ class WeightsAndBiases:
 
 
 class Mlflow:
-    """A run of MLflow: MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME say where."""
+    """A run of MLflow, configured by MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self) -> None:
         self._library: Any = import_module("mlflow")
@@ -146,7 +147,7 @@ class Mlflow:
 
 
 class Trackio:
-    """A run of Trackio: TRACKIO_PROJECT and TRACKIO_DIR say where."""
+    """A run of Trackio, configured by TRACKIO_PROJECT and TRACKIO_DIR."""
 
     def __init__(self) -> None:
         self._library: Any = import_module("trackio")

@@ -1,4 +1,4 @@
-"""An observer of a run that sends its figures to the library of an experiment tracker."""
+"""An observer that sends the figures of a run to an experiment tracker."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..kernel.errors import OutputError, SettingError, UsageError
 from ..kernel.paths import Place
 from ..trainer.run_lock import NO_ROOM
 from ..trainer.start_checks import json_types
+from ..trainer.statistics import Stats
 from .libraries import LIBRARIES, Library, Start
 
 __all__ = ["TRACKERS", "Tracker"]
@@ -23,19 +24,20 @@ TRACKERS = tuple(LIBRARIES)
 """The names that `Tracker` takes."""
 
 IDENTITIES = "trackers.json"
-"""In a run folder: by which identity each library knows the run."""
+"""File in a run folder: the identity of the run in each library."""
 
 
 class Tracker:
-    """Give it to `fit` as an observer: `fit(recipe, out="runs/a", observers=[Tracker("wandb")])`.
+    """An observer for `fit`: `fit(recipe, out="runs/a", observers=[Tracker("wandb")])`.
 
-    Figures go out on rank 0, under `train/...`, `eval/<data set>/...` and `checkpoint/seconds`. A
-    run that is resumed in its folder goes on with its curve; `name` is the folder's by default.
-    Where a library fails once it has started, or because a disk is full or read-only, training goes
-    on, and `warn` is told once.
+    Rank 0 sends figures under `train/...`, `time/...` (seconds since the last log, by what they
+    were spent on), `eval/<data set>/...`, `checkpoint/seconds` and, with the setting
+    `stats.trackers`, `stats/<parameter or module>/...`. A run that is resumed in its
+    folder continues its curve; `name` is the folder's name by default. If a library fails after its
+    start, or because a disk is full or read-only, training continues, and `warn` is called once.
 
-    Raises `SettingError` for a name that is not in `TRACKERS`, `UsageError` where the library is
-    not installed; and, in `fit`, what the library raises when it starts.
+    Raises `SettingError` for a name that is not in `TRACKERS`, `UsageError` if the library is not
+    installed, and, in `fit`, errors of the library's start.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Tracker:
                 f"the tracker {library!r} needs its library: {error}; pip install {library}"
             ) from error
         self.library, self.name, self.folder, self.warn = library, name, folder, warn
-        self._resumed = self._open = False
+        self._resumed = self._open = self._takes_stats = False
 
     def __call__(self, event: events.Event) -> None:
         if isinstance(event, events.Resumed):
@@ -67,14 +69,14 @@ class Tracker:
                 except OSError as error:
                     if error.errno not in NO_ROOM:
                         raise
-                    self._give_up(error)
+                    self._disable(error)
         elif self._open:
             try:
                 self._take(event)
-            except Exception as error:  # whatever: a curve is not worth a run
-                self._give_up(error)
+            except Exception as error:  # any error: a curve is not worth the run
+                self._disable(error)
 
-    def _give_up(self, error: Exception) -> None:
+    def _disable(self, error: Exception) -> None:
         self._open = False
         self.warn(
             f"the tracker {self.library!r} has failed, and gets nothing more of this run: "
@@ -98,18 +100,20 @@ class Tracker:
             known = {**known, self.library: identity}
             text = json.dumps(known, indent=1) + "\n"
             storage_of(event.out).replace(event.out / IDENTITIES, text.encode())
-        self._open = True
+        self._open, self._takes_stats = True, event.settings.stats.trackers
 
     def _take(self, event: events.Event) -> None:
         if isinstance(event, events.RolledBack):
             self._library.roll_back(event.step)
         elif isinstance(event, events.RunEnded):
             self.close(event.reason)
+        elif isinstance(event, Stats) and not self._takes_stats:
+            return
         elif figures := _figures(event):
             self._library.log(figures, getattr(event, "step"))  # noqa: B009
 
     def close(self, reason: str = "failed") -> None:
-        """The run is over; to be called where it ended with an error, which no event tells of."""
+        """End the curve. Call it if the run ended with an error, for which there is no event."""
         if self._open:
             self._open = False
             self._library.end(reason)
@@ -117,15 +121,24 @@ class Tracker:
 
 def _figures(event: events.Event) -> dict[str, float]:
     if isinstance(event, events.Logged):
-        figures = {name: it for name, it in vars(event).items() if name not in ("step", "losses")}
+        apart = ("step", "losses", "parts")
+        figures = {name: it for name, it in vars(event).items() if name not in apart}
         figures |= {f"losses/{turn}": loss for turn, loss in event.losses.items()}
-        return {f"train/{name}": value for name, value in figures.items()}
+        times = {f"time/{part}": seconds for part, seconds in event.parts.items()}
+        return {**{f"train/{name}": value for name, value in figures.items()}, **times}
     if isinstance(event, events.Evaluated):
         return {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
     if isinstance(event, events.Saved) and not event.error:
         return {"checkpoint/seconds": event.seconds}
     if isinstance(event, events.LossSpiked):
         return {"train/spike": event.loss}
+    if isinstance(event, Stats):
+        return {
+            f"stats/{name}/{key}": value
+            for name, figures in {**event.parameters, **event.activations}.items()
+            for key, value in figures.items()
+            if value is not None
+        }
     return {}
 
 

@@ -1,1 +1,1 @@
-"""A whole run: what `fit` does between the steps of the kernel's loop, as the settings say."""
+"""A whole run: what `fit` does, by its settings, between the steps of the kernel's loop."""

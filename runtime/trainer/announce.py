@@ -1,9 +1,10 @@
-"""Events of a run, and the one that gives them to its observers."""
+"""Events of a run, and `Announcer`, which passes them to the observers."""
 
 from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from ..data.open_dataset import Source
@@ -11,26 +12,38 @@ from ..kernel.errors import NonFiniteTraining
 from ..kernel.events import Event, Logged, Observer, Requests, StepSkipped
 from ..kernel.loop import TrainLoop
 from ..kernel.paths import Place
+from .step_clock import OBSERVERS, STARTING, StepClock
 
 __all__ = ["Announcer", "log_of", "never_finite", "unused_note"]
 
 
 class Announcer:
-    """Call it with an event: all observers get it, and `requests` get what they ask for. Any
-    thread may."""
+    """Passes an event to all observers, and their requests to `requests`. Any thread may call
+    it."""
 
-    def __init__(self, observers: Sequence[Observer], requests: Requests) -> None:
-        self.observers, self.requests = observers, requests
+    def __init__(self, observers: Sequence[Observer], requests: Requests, clock: StepClock) -> None:
+        self.observers, self.requests, self.clock = observers, requests, clock
         self._one_at_a_time = threading.RLock()
 
     def __call__(self, event: Event) -> None:
         with self._one_at_a_time:
+            if threading.get_ident() != self.clock.thread or self.clock.part == STARTING:
+                for observer in self.observers:
+                    self.requests.ask(observer(event))
+                return
+            before, since = self.clock.mark(OBSERVERS), time.perf_counter()
             for observer in self.observers:
                 self.requests.ask(observer(event))
+                since = self.clock.observed(observer, since)
+            self.clock.mark(before)
 
 
-def log_of(training: TrainLoop, source: Source, losses: Mapping[str, float]) -> Logged:
-    """The steps since the last log; `losses`: by turn. Waits for the device."""
+def log_of(
+    training: TrainLoop, source: Source, losses: Mapping[str, float], clock: StepClock
+) -> Logged:
+    """Return the event for the steps since the last log. `losses`: the mean loss of each turn.
+    Waits for the device."""
+    figures = training.window.figures(training.progress, training.session)
     progress = training.progress
     position = progress.position
     part = position.samples / (source.length_at(position) or math.inf)
@@ -42,12 +55,13 @@ def log_of(training: TrainLoop, source: Source, losses: Mapping[str, float]) -> 
         samples=progress.samples,
         skipped=progress.skipped,
         losses=losses,
-        **training.window.figures(progress, training.session),
+        parts=clock.take(),
+        **figures,
     )
 
 
 def unused_note(names: Sequence[str]) -> str:
-    """Of parameters without a gradient."""
+    """Describe the parameters that have no gradient."""
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (
         f"no gradient reached {shown} in the first step: they stay as they are until one does. "
@@ -56,13 +70,22 @@ def unused_note(names: Sequence[str]) -> str:
 
 
 def never_finite(
-    event: StepSkipped, samples: str, limit: int, last: Place | None
+    event: StepSkipped, applied: int, limit: int, last: Place | None, first: str
 ) -> NonFiniteTraining:
-    """The error of a run of which too many steps in a row could not be applied."""
+    """Return the error for too many consecutive steps that could not be applied. `applied` steps
+    were applied before. `first`: the first tensor that was not finite, if it was searched for."""
+    first = first and f". {first[0].upper()}{first[1:]}"
+    if not applied:
+        return NonFiniteTraining(
+            f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}, the last for "
+            f"{event.samples}: no step could be applied, so that the weights are the initial ones, "
+            "and the learning rate is not the cause. Look for values that are not finite in the "
+            f"data, the loss and the initial weights, or raise precision{first}"
+        )
     kept = f"the last checkpoint is {last}" if last else "none saved"
     return NonFiniteTraining(
         f"step {event.step}: loss {event.loss}, gradient norm {event.grad_norm}: "
         f"{event.in_a_row} steps in a row could not be applied (max_nonfinite={limit}), the last "
-        f"for {samples}; {kept}. The weights are those before these steps. Lower optimizer.lr, "
-        "check the data, or raise precision"
+        f"for {event.samples}; {kept}. The weights are those before these steps. Lower "
+        f"optimizer.lr, check the data, or raise precision{first}"
     )

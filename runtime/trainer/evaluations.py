@@ -15,14 +15,16 @@ from ..kernel.errors import ran_out
 from ..kernel.evaluate import evaluate
 from ..kernel.events import Evaluated, Event
 from ..kernel.recipe import Recipe
+from .metric_names import metrics_by_name
 from .out_of_memory import OutOfMemoryPolicy
 
 __all__ = ["Evaluations"]
 
 
 class Evaluations:
-    """Every method is called by all ranks in the same order. `open_data`: `open_dataset` with what
-    all data of the run have in common. `with_weights()`: around what is measured."""
+    """Measures the evaluation data of one run. All ranks call every method in the same order.
+    `open_data`: `open_dataset` with the arguments that all data of the run share. `with_weights()`:
+    a context manager around each measurement."""
 
     def __init__(
         self,
@@ -34,17 +36,19 @@ class Evaluations:
         memory: OutOfMemoryPolicy,
         announce: Callable[[Event], None],
         with_weights: Callable[[], AbstractContextManager[Any]],
+        max_batches: int | None = None,
     ) -> None:
         self.session, self.engine, self.recipe = session, engine, recipe
         self.open_data, self.micro_batch = open_data, micro_batch
         self.memory, self.announce, self.with_weights = memory, announce, with_weights
+        self.max_batches = max_batches
         self.metrics: dict[str, dict[str, float]] = {}
-        """The last ones of each data set."""
+        """The latest metrics of each data set."""
         self._step = -1
 
     def run(self, step: int) -> float:
-        """Measure all data sets, unless that step was; returns the seconds that it took, with
-        those of who hears of it: a page may be drawn then."""
+        """Measure all data sets unless this step was measured already. Return the seconds taken,
+        including the observers' time: an observer may draw a page."""
         began = time.perf_counter()
         for name, data in self.recipe.eval_data.items() if step != self._step else ():
             started = time.perf_counter()
@@ -55,17 +59,14 @@ class Evaluations:
         return time.perf_counter() - began
 
     def to_json(self, step: int) -> dict[str, float]:
-        """`<set>.<metric>` as of this step; those of the first set by their bare names too."""
+        """Return the finite metrics of this step; see `metrics_by_name`."""
         if step != self._step:
             return {}
-        named: dict[str, float] = {}
-        for name, metrics in reversed(self.metrics.items()):
-            named |= {f"{name}.{key}": value for key, value in metrics.items()}
-        first = next(iter(self.metrics.values()), {})
-        return {key: value for key, value in {**first, **named}.items() if math.isfinite(value)}
+        named = metrics_by_name(self.metrics)
+        return {key: value for key, value in named.items() if math.isfinite(value)}
 
     def restore(self, metrics: Mapping[str, float], step: int) -> None:
-        """Go on from what `to_json` gave at that step."""
+        """Restore the result of `to_json` at that step."""
         if not metrics:
             return
         self._step = step
@@ -90,7 +91,8 @@ class Evaluations:
             )
             try:
                 with self.with_weights():
-                    return evaluate(self.session, self.engine, self.recipe, once(source))
+                    groups = once(source, self.max_batches)
+                    return evaluate(self.session, self.engine, self.recipe, groups)
             except Exception as error:
                 if not ran_out(error):
                     raise

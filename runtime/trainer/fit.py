@@ -1,4 +1,5 @@
-"""fit: a driver is opened and a run goes on it, again where memory ran out."""
+"""fit: opens a driver and trains on it, and retries with smaller microbatches if memory runs
+out."""
 
 from __future__ import annotations
 
@@ -9,24 +10,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoint import storage_of
 from ..checkpoint.background import background_finished
+from ..data.first_samples import on_first_samples
 from ..data.parent import end_with_launcher
+from ..kernel.errors import SaveFailed
 from ..kernel.events import Observer, Requests
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
-from ..kernel.registry import refuse_unpromised, usable_driver
-from .late_ranks import flight_records_kept, others_told
+from ..registry import refuse_unpromised, usable_driver
+from .late_ranks import flight_records_kept, propagate_errors
 from .out_of_memory import with_remembered
-from .recipe_checks import check_model, check_optimization, check_recipe, exits_told
+from .recipe_checks import (
+    check_model,
+    check_observers,
+    check_optimization,
+    check_recipe,
+    report_exits,
+)
 from .result import Result, RetryWithSmallerBatch
 from .run import Run
 from .run_lock import RunLock
 from .setting_values import override
 from .settings import Settings
-from .signals import preempt_on_signals
+from .signals import preempt_on_signals, stopping_before_start
 from .weight_averages import refuse_no_average
 
 __all__ = ["Result", "fit"]
@@ -43,20 +53,15 @@ def fit(
     observers: Sequence[Observer] = (),
     finish: Callable[[nn.Module], Any] | None = None,
 ) -> Result:
-    """Train `recipe` as `settings` say on the driver called `backend`; every rank calls it.
+    """Train `recipe` on this rank. `drivetrain.fit` explains the arguments and the errors.
 
-    `out`: the run folder, where checkpoints go (`checkpoints/checkpoint-000100`), or a URL such as
-    `s3://bucket/run`; None saves nothing. `resume`: None starts a new training; `auto` continues
-    from the newest complete checkpoint in `out`, if there is one; a path or URL is a checkpoint or
-    a folder of them. One run at a time writes to a folder (see `lock`). `finish` is called at the
-    end with the user's own module, whole and in evaluation mode, on every rank.
-
-    Raises `UsageError` (something asked for is not possible; nothing was started), `SaveFailed`,
-    `DataFailed`, `CollectiveFailed`, and `RecipeFailed` where `sys.exit` is called; other errors of
-    the recipe are raised unchanged.
+    Shows nothing, and writes checkpoints alone to `out` (`checkpoints/checkpoint-000100`). Every
+    rank calls it.
     """
     check_recipe(recipe)
     settings = settings or Settings()
+    check_observers(observers, "observers")
+    recipe = on_first_samples(recipe, settings.data.overfit)
     check_optimization(recipe, settings)
     refuse_no_average(settings)
     end_with_launcher()
@@ -66,27 +71,32 @@ def fit(
     if resume is not None:
         place(resume)  # raises
     if folder is not None:
-        storage_of(folder)  # raises where nothing that is installed reaches it
+        storage_of(folder)  # raises if no installed package reaches it
     lock = None if folder is None else RunLock(folder)
 
     def attempt(
         settings: Settings, resume: str | os.PathLike[str] | Url | None
     ) -> Result | RetryWithSmallerBatch:
-        """Until the end, or until memory runs out and smaller microbatches may do."""
+        """Train to the end, or until memory runs out and smaller microbatches may fit."""
         plan = settings.plan(options)
         refuse_unpromised(driver, plan)
         check_model(driver, recipe, plan)
-        with driver.open(plan) as session, others_told(session, driver.capabilities(plan)):
+        with ExitStack() as opened:
+            with stopping_before_start(requests):
+                session = opened.enter_context(driver.open(plan))
+            opened.enter_context(propagate_errors(session, driver.capabilities(plan)))
+            if settings.detect_anomaly:
+                opened.enter_context(torch.autograd.set_detect_anomaly(True))
 
             def train() -> Result | RetryWithSmallerBatch:
                 run = Run(driver, session, plan, recipe, settings, lock, observers, requests, aside)
                 if resume is not None:
                     run.resume(resume)
-                return run.go(finish)
+                return run.execute(finish)
 
             return train()  # a function, so that the model is freed before the session ends
 
-    with exits_told(), preempt_on_signals(requests), ExitStack() as stack:
+    with report_exits(), preempt_on_signals(requests, saves=out is not None), ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
 
@@ -97,4 +107,15 @@ def fit(
             outcome = attempt(with_remembered(settings, folder), resume)
             while isinstance(outcome, RetryWithSmallerBatch):
                 outcome = attempt(outcome.settings, outcome.resume or resume)
+            _refuse_unsaved(outcome)
             return outcome
+
+
+def _refuse_unsaved(result: Result) -> None:
+    """Raises `SaveFailed` for a run that should have saved but never could: all its training is
+    lost. A preempted run is not refused: it is started again in any case."""
+    if result.save_error and not result.num_saved and result.reason != "preempted":
+        raise SaveFailed(
+            f"{result.reason} at step {result.step}, which is not saved: {result.save_error}. None "
+            "of the checkpoints of this run was saved; `finish` has been called with the model"
+        )

@@ -1,4 +1,4 @@
-"""A model to measure or to ask, on any driver: no optimizer, no training."""
+"""A model for evaluation or prediction on any driver: no optimizer, no training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ..kernel.contract import Engine, Session
 from ..kernel.evaluate import evaluate as measure
 from ..kernel.paths import Place, Url
 from ..kernel.recipe import Recipe
-from ..kernel.registry import refuse_unpromised, usable_driver
-from .late_ranks import others_told
-from .recipe_checks import exits_told
+from ..registry import refuse_unpromised, usable_driver
+from .late_ranks import propagate_errors
+from .recipe_checks import report_exits
 from .resume import find_checkpoint
 from .setting_values import override
 from .settings import Settings
@@ -59,7 +59,7 @@ class Inference:
         return averaged_reader(found)
 
     def groups(self, data: Any) -> Generator[Group, None, None]:
-        """`data` once, in their order, in batches of `settings.evaluate.micro_batch`, else
+        """Yield `data` once, in order, in batches of `settings.evaluate.micro_batch`, else
         `micro_batch`, else `global_batch` samples on one feeder."""
         settings = self.settings
         size = settings.evaluate.micro_batch or settings.micro_batch or settings.global_batch
@@ -77,7 +77,7 @@ class Inference:
         return once(source)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The metrics of each of the recipe's evaluation data sets."""
+        """Return the metrics of each of the recipe's evaluation data sets."""
         return {
             name: measure(self.session, self.engine, self.recipe, self.groups(data))
             for name, data in self.recipe.eval_data.items()
@@ -91,12 +91,13 @@ def prepared(
     backend: str = "auto",
     backend_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Inference]:
-    """The recipe's model on a driver, as it was built. Raises `UsageError`."""
+    """Open a driver and yield the recipe's model on it, with its initial weights. Raises
+    `UsageError`."""
     driver, settings = usable_driver(backend), settings or Settings()
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
     able = driver.capabilities(plan)
-    with driver.open(plan) as session, others_told(session, able):
+    with driver.open(plan) as session, propagate_errors(session, able):
         engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
         yield Inference(recipe, settings, session, engine, able.static_shapes)
 
@@ -109,19 +110,20 @@ def evaluate(
     backend: str = "auto",
     backend_options: Mapping[str, Any] | None = None,
 ) -> dict[str, dict[str, float]]:
-    """The metrics of each of the recipe's `eval_data`, by name, as an evaluation in training gives
-    them; called by every rank. No optimizer is built.
+    """Return the metrics of each of the recipe's `eval_data`, by name, as an evaluation in training
+    does. Called by every rank. No optimizer is built.
 
-    `checkpoint`: whose weights (a checkpoint, a folder of them, a run folder, a URL); None: the
-    recipe's own. Raises `UsageError` (a checkpoint that is not there or of another model, among
-    others), `DataFailed` and `RecipeFailed`.
+    `checkpoint`: the source of the weights (a checkpoint, a folder of checkpoints, a run folder, a
+    URL); None: the recipe's initial weights. Raises `UsageError` (such as for a checkpoint that
+    does not exist or is of another model), `DataFailed` and `RecipeFailed`.
     """
-    with exits_told(), prepared(recipe, settings, backend, backend_options) as inference:
+    with report_exits(), prepared(recipe, settings, backend, backend_options) as inference:
         if checkpoint is not None:
             inference.load(checkpoint)
         return inference.evaluate()
 
 
 def _nothing_to_keep(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """A driver wraps an optimizer with the model; this one is never asked for a step."""
+    """Return a placeholder optimizer: a driver wraps one with the model, but its step is never
+    called."""
     return torch.optim.SGD([parameter for _, parameter in named], lr=0.0)

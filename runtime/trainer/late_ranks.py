@@ -1,5 +1,5 @@
-"""Ranks that keep others waiting: the events that announce them, and what is told and kept when one
-never comes."""
+"""Ranks that keep others waiting: the events that report them, and the error and records when a
+rank never arrives."""
 
 from __future__ import annotations
 
@@ -15,55 +15,63 @@ from ..kernel.errors import CollectiveFailed
 from ..kernel.events import Event, RankLate, Warned
 from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
-from ..kernel.registry import DUTIES
+from ..registry import REQUIRED_LIMITS
 
-__all__ = ["ended_by", "flight_records_kept", "give_up", "hear_of_late_ranks", "others_told"]
+__all__ = [
+    "abort_ranks",
+    "ended_by",
+    "flight_records_kept",
+    "propagate_errors",
+    "report_late_ranks",
+]
 
 
-def hear_of_late_ranks(
+def report_late_ranks(
     session: Session,
     driver: str,
     able: Capabilities,
     announce: Callable[[Event], None],
     steps_done: Callable[[], int],
 ) -> None:
-    """Announce ranks that are late, and which limits of time the driver does not keep."""
-    for name in DUTIES:
+    """Announce late ranks, and each time limit that the driver does not enforce."""
+    for name in REQUIRED_LIMITS:
         if not getattr(able, name):
             announce(Warned(f"backend {driver!r} does not keep {name}"))
     if able.stall_seconds:
         watching = cast(WatchesRanks, session)
-        watching.watch(lambda *told: announce(RankLate(steps_done(), *told)))
+        watching.watch(lambda *late: announce(RankLate(steps_done(), *late)))
 
 
 @contextlib.contextmanager
-def others_told(session: Session, able: Capabilities) -> Iterator[None]:
-    """While it is open, an error that ends this rank ends the others, too, and stands in theirs."""
+def propagate_errors(session: Session, able: Capabilities) -> Iterator[None]:
+    """Send the error that ends this rank to the other ranks, which end, too, and quote it in their
+    own error."""
     try:
         yield
     except CollectiveFailed:
-        raise  # another rank's error is behind it
+        raise  # caused by another rank's error, which was sent already
     except (Exception, SystemExit) as error:
-        give_up(session, able, ended_by(session.world.rank, error), retry=False)
+        abort_ranks(session, able, ended_by(session.world.rank, error), retry=False)
         raise
 
 
-def give_up(session: Session, able: Capabilities, why: str, retry: bool) -> bool:
-    """See `WatchesRanks`; True where nobody hears it."""
+def abort_ranks(session: Session, able: Capabilities, why: str, retry: bool) -> bool:
+    """Report to the other ranks that this rank cannot continue (see `WatchesRanks`). Return True if
+    this rank may retry: all ranks reported the same, or no other rank watches it."""
     if session.world.size == 1 or not able.stall_seconds:
         return True
     return cast(WatchesRanks, session).give_up(why, retry)
 
 
 def ended_by(rank: int, error: BaseException) -> str:
-    """What the others are told of a rank's error: its first line."""
+    """Return the report of a rank's error to the other ranks: its first line."""
     return f"rank {rank} ended by {last_line(error).splitlines()[0]}"
 
 
 @contextlib.contextmanager
 def flight_records_kept(folder: Place | None) -> Iterator[None]:
-    """While it is open, a `CollectiveFailed` leaves `flight-records-rank-N.json` there, if the
-    library has noted anything, and there is room."""
+    """Write `flight-records-rank-N.json` into `folder` if the block raises `CollectiveFailed`, the
+    communication library recorded anything, and the disk has room."""
     try:
         yield
     except CollectiveFailed as error:

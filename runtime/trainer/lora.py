@@ -1,4 +1,4 @@
-"""LoRA: a linear layer learns a change of low rank, and its weight stays as it is.
+"""LoRA: a linear layer learns a change of low rank, and its weight stays unchanged.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", https://arxiv.org/abs/2106.09685.
 """
@@ -74,7 +74,7 @@ class LoraLinear(nn.Linear):
         self._reset_change()
 
     def reset_parameters(self) -> None:
-        """Weight and bias as torch does, and no change."""
+        """Initialize weight and bias as torch does, and set the change to zero."""
         super().reset_parameters()
         self._reset_change()
 

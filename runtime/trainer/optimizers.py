@@ -1,5 +1,5 @@
-"""Optimizers as settings name them: one for all parameters, or several, each for those that a
-pattern names."""
+"""Optimizers by settings: one for all parameters, or several, each for the parameters that a
+pattern matches."""
 
 from __future__ import annotations
 
@@ -8,45 +8,71 @@ import importlib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from ..data.private_names import private_name
+from ..data.ranges import Range
 from ..kernel.errors import SettingError
-from ..kernel.ranges import check_range
+from .layer_decay import depths
 
 __all__ = ["OptimizerGroup", "OptimizerSettings", "Several"]
 
 _Named = list[tuple[str, nn.Parameter]]
 
+_BY_SHORT_NAME = {
+    name.lower(): f"torch.optim.{name}"
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+}
+"""torch's own optimizers, by their names in small letters."""
+
+
+def _full_name(name: str) -> str:
+    """Return the dotted name of an optimizer of torch that is given as `adamw` or `AdamW`; any
+    other name unchanged."""
+    return _BY_SHORT_NAME.get(name.lower(), name)
+
+
+Rate = Annotated[float, Range(0)]
+
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters that are updated in another way than others. What it does not say is as in
+    """A group of parameters with options of its own. Options that it leaves out are those of
     `optimizer`."""
 
     pattern: str | None = None
-    """Of their names (`fnmatch`), such as `blocks.*.weight`; none: what no pattern takes."""
-    dims: int | None = None
-    """Only those of so many dimensions: 2 are matrices. With neither: what no other group takes."""
+    """Pattern of parameter names (`fnmatch`), such as `blocks.*.weight`. None: all that no pattern
+    matches.
+    """
+    dims: Annotated[int, Range(0, unit="dimensions")] | None = None
+    """Only parameters with this number of dimensions: 2 selects matrices. Without pattern and dims,
+    a group takes the parameters that no other group takes."""
     name: str | None = None
     """The optimizer, by its dotted name."""
-    lr: float | None = None
-    weight_decay: float | None = None
-    """For all of them, if it is said here."""
+    lr: Rate | None = None
+    """Its learning rate, which `schedule` multiplies."""
+    weight_decay: Rate | None = None
+    """The weight decay of all its parameters, if set here."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further keyword arguments; with a name of its own none of `optimizer.args` are given."""
+    """Further keyword arguments. A group with a `name` gets none of `optimizer.args`."""
+
+    def __post_init__(self) -> None:
+        if self.name is not None:
+            object.__setattr__(self, "name", _full_name(self.name))
 
     def takes(self, name: str, parameter: nn.Parameter) -> bool:
-        """True if pattern and dimensions are those of this parameter."""
+        """True if pattern and dimensions match this parameter."""
         named = self.pattern is None or fnmatch.fnmatchcase(name, self.pattern)
         return named and self.dims in (None, parameter.dim())
 
     @property
     def comes(self) -> int:
-        """Groups with a pattern come first, then those of dimensions alone, then the rest."""
+        """Sort key of the group: groups with a pattern come first, then groups with dims alone,
+        then the rest."""
         return 0 if self.pattern is not None else 1 if self.dims is not None else 2
 
     def __str__(self) -> str:
@@ -56,21 +82,31 @@ class OptimizerGroup:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Any `torch.optim.Optimizer` by dotted name, or several."""
+    """Any `torch.optim.Optimizer` by dotted name, one of torch's by its name alone (`sgd`), or
+    several."""
 
     name: str = "torch.optim.AdamW"
-    lr: float = 1e-3
-    weight_decay: float = 0.0
+    """Dotted name of the class, or one of torch's in small letters."""
+    lr: Rate = 1e-3
+    """Learning rate, which `schedule` multiplies."""
+    weight_decay: Rate = 0.0
     """For tensors of two or more dimensions; biases, norms and other vectors get none."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments of the optimizer's constructor."""
     groups: tuple[OptimizerGroup, ...] = ()
-    """Each parameter that is trained is taken by one of them: `pattern` (of names), `dims`, and
-    what is different there (`name`, `lr`, `weight_decay`, `args`). One with neither pattern nor
-    dims takes the rest."""
+    """Groups of parameters; each trained parameter is in exactly one. A group selects parameters by
+    `pattern` (of names) and `dims`, and sets what differs (`name`, `lr`, `weight_decay`, `args`). A
+    group with neither pattern nor dims takes the rest."""
+    layer_decay: Annotated[float, Range(0, most=1)] = 1.0
+    """Layer-wise decay of the learning rate: each block has this share, such as 0.9, of the rate of
+    the next block. Embeddings have the lowest rate, a head the full rate
+    (https://arxiv.org/abs/2106.08254). 1: the same rate everywhere."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _full_name(self.name))
 
     def factory(self) -> Any:
-        """The object that `name` names. Raises `SettingError`."""
+        """Import the object called `name`. Raises `SettingError`."""
         module, _, attribute = self.name.rpartition(".")
         try:
             return getattr(importlib.import_module(module), attribute)
@@ -82,25 +118,29 @@ class OptimizerSettings:
             ) from error
 
     def check(self) -> None:
-        """Raises `SettingError` for an optimizer that cannot be imported, or a rate below 0."""
+        """Raises `SettingError` for an optimizer that cannot be imported, or if rates by layer are
+        set in two ways."""
+        if self.groups and self.layer_decay != 1:
+            raise SettingError(
+                f"optimizer.layer_decay is {self.layer_decay}, and optimizer.groups are set; take "
+                "one: groups may have an lr of their own"
+            )
         for each in (self, *(self._of(group) for group in self.groups)):
             each.factory()
-        for number, group in enumerate(self.groups):
-            for key in ("lr", "weight_decay", "dims"):
-                check_range(f"optimizer.groups.{number}.{key}", getattr(group, key), 0)
 
     def build(
         self, named: Iterable[tuple[str, nn.Parameter]], all_of_them: bool = True
     ) -> torch.optim.Optimizer:
-        """The optimizer over two groups, with and without decay; over one where none decays; with
-        `groups`, over those of each, `Several` where they are of several kinds. `all_of_them`: a
-        pattern that takes none of the parameters is a mistake. Raises `SettingError`."""
+        """Build the optimizer over two groups, with and without decay, or over one group if no
+        parameter decays. With `groups`, build it over the parameters of each group, as `Several` if
+        the kinds of optimizers differ. `all_of_them`: `named` holds all parameters of the model, so
+        a pattern that matches none of them is an error. Raises `SettingError`."""
         trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not self.groups:
             return self._made(trainable, every=False)
-        dealt = _dealt(self.groups, trainable, all_of_them)
+        assigned = _assigned(self.groups, trainable, all_of_them)
         made = []
-        for group, members in dealt:
+        for group, members in assigned:
             own = self._of(group)
             made.append((own.name, own._made(members, every=group.weight_decay is not None)))
         return _as_one(made)
@@ -114,15 +154,36 @@ class OptimizerSettings:
         args = {**({} if group.name else self.args), **group.args}
         return replace(self, **said, args=args, groups=())
 
+    def _decays(self, parameter: nn.Parameter, every: bool) -> bool:
+        return bool(self.weight_decay) and (every or parameter.dim() >= 2)
+
+    def _layers(self, trainable: _Named) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
+        """Return the options of each layer's groups, and the layer's parameters. The last layer
+        comes first and has the full rate.
+        """
+        if self.layer_decay == 1:
+            return [({}, [parameter for _, parameter in trainable])]
+        depth_of = depths([name for name, _ in trainable])
+        layers: dict[int, list[nn.Parameter]] = {}
+        for depth, (_, parameter) in zip(depth_of, trainable, strict=True):
+            layers.setdefault(depth, []).append(parameter)
+        top = max(layers)
+        return [
+            ({"lr": self.lr * self.layer_decay ** (top - depth)}, layers[depth])
+            for depth in sorted(layers, reverse=True)
+        ]
+
     def _made(self, trainable: _Named, every: bool) -> torch.optim.Optimizer:
-        """`every`: decay vectors, too."""
+        """Build one optimizer. `every`: decay vectors, too."""
         factory = self.factory()
         parameters = [parameter for _, parameter in trainable]
-        decaying = [p for p in parameters if (every or p.dim() >= 2) and self.weight_decay]
-        rest = [p for p in parameters if not ((every or p.dim() >= 2) and self.weight_decay)]
         groups = [
-            {"params": chosen, "weight_decay": decay}
-            for chosen, decay in ((decaying, self.weight_decay), (rest, 0.0))
+            {**given, "params": chosen, "weight_decay": decay}
+            for given, layer in self._layers(trainable)
+            for chosen, decay in (
+                ([p for p in layer if self._decays(p, every)], self.weight_decay),
+                ([p for p in layer if not self._decays(p, every)], 0.0),
+            )
             if chosen
         ]
         args = dict(self.args)
@@ -138,11 +199,12 @@ class OptimizerSettings:
             ) from error
 
 
-def _dealt(
+def _assigned(
     groups: Sequence[OptimizerGroup], trainable: _Named, all_of_them: bool
 ) -> list[tuple[OptimizerGroup, _Named]]:
-    """Each group that takes some with its parameters. Raises `SettingError`, naming patterns and
-    parameters, unless each parameter is taken by one, and each pattern takes one."""
+    """Return each group that takes parameters, with its parameters. Raises `SettingError`, with
+    patterns and parameters, unless exactly one group takes each parameter and each pattern matches
+    at least one."""
     members: dict[int, _Named] = {number: [] for number in range(len(groups))}
     left: _Named = []
     for name, parameter in trainable:
@@ -179,8 +241,8 @@ def _listed(named: _Named) -> str:
 
 
 def _as_one(made: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.optim.Optimizer:
-    """One optimizer, of more groups, of those of one kind, where all that tells them apart is in
-    their groups, as it is in torch's own; `Several` of what is left."""
+    """Merge optimizers of one kind into one with more groups, if they differ only in their groups,
+    as torch's own do. Combine the rest in `Several`."""
     kinds: dict[str, torch.optim.Optimizer] = {}
     for name, optimizer in made:
         while name in kinds and not _is_torchs(optimizer):
@@ -200,20 +262,23 @@ def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
-    """True if torch has fused optimizers for the device of the parameters."""
-    devices = _get_fused_kernels_supported_devices()
+    """True if torch says that it has fused optimizers for the device of the parameters."""
+    module, name = "torch.utils._foreach_utils", "_get_fused_kernels_supported_devices"
+    devices = private_name(module, name, tuple)()
     return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
 
 class Several(torch.optim.Optimizer):
-    """Optimizers of several kinds as one. Each group says in `optimizer` whose it is; the groups
-    and the state are this one's, and lent to each for its step."""
+    """Optimizers of several kinds as one. The entry `optimizer` of a group names the optimizer that
+    updates it. This object owns the groups and the state, and lends them to each optimizer for its
+    step."""
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self.optimizers = dict(optimizers)
-        """By name. Whoever treats optimizers by their kind looks at each."""
+        """The optimizers by name. Code that treats optimizers by their kind must look at each of
+        them."""
         self.step_by = {name: optimizer.step for name, optimizer in self.optimizers.items()}
-        """A driver may replace the steps of some."""
+        """The step function of each optimizer; a driver may replace some of them."""
         groups = []
         for name, optimizer in self.optimizers.items():
             groups += [{**group, "optimizer": name} for group in optimizer.param_groups]
@@ -225,7 +290,7 @@ class Several(torch.optim.Optimizer):
         )
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of each, on the groups that it has here."""
+        """Make one step of each optimizer, on its groups."""
         held_back = {key: getattr(self, key) for key in _AMP if hasattr(self, key)}
         for name, optimizer in self.optimizers.items():
             optimizer.param_groups = [g for g in self.param_groups if g["optimizer"] == name]
@@ -237,4 +302,4 @@ class Several(torch.optim.Optimizer):
 
 
 _AMP = ("grad_scale", "found_inf")
-"""What a fused optimizer is told beside gradients (see `torch.amp.GradScaler`)."""
+"""Attributes that a fused optimizer reads beside gradients (see `torch.amp.GradScaler`)."""

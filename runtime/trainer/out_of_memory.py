@@ -1,8 +1,8 @@
-"""Memory that runs out: what says so, and with what the run goes on.
+"""Out of memory: how the run reports it, and how it continues.
 
-A step does the same with microbatches of half the size and twice as many of them (law 1), so
-that is what a run goes on with: in this process where it is the only one; else in the next start,
-since the other ranks wait in a call that this one will never make.
+Microbatches of half the size, and twice as many of them, make the same step (law 1), so a run
+continues with these. A run of one process continues in this process. A run of several ranks
+continues in its next start, since the other ranks wait in a call that this rank will never make.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ..checkpoint import read_small, storage_of
@@ -19,19 +20,20 @@ from ..kernel.errors import CheckpointDamaged, OutOfMemory, OutputError, ran_out
 from ..kernel.events import Event, Warned
 from ..kernel.paths import Place
 from ..kernel.recipe import Recipe
+from .memory_account import MemoryAccount
 from .setting_values import flatten, override
 from .settings import Settings
 
 __all__ = ["MEMORY", "OutOfMemoryPolicy", "with_remembered"]
 
 MEMORY = "memory.json"
-"""In a run folder: the settings that memory forced on the run, by their names."""
+"""File in a run folder: the settings that memory has forced on the run, by name."""
 
 _MAX_BYTES = 1 << 20
 
 
 class OutOfMemoryPolicy:
-    """Handles exhausted memory on one rank.
+    """Handles out-of-memory errors on one rank.
 
     `saves_memory`: the driver's advice (`Capabilities`).
     """
@@ -43,12 +45,13 @@ class OutOfMemoryPolicy:
         out: Place | None,
         saves_memory: str,
         announce: Callable[[Event], None],
+        account: MemoryAccount,
     ) -> None:
         self.settings, self.world, self.out = settings, world, out
-        self.saves_memory, self.announce = saves_memory, announce
+        self.saves_memory, self.announce, self.account = saves_memory, announce, account
 
     def prepare(self, session: Session, recipe: Recipe) -> Engine:
-        """The engine. Raises `OutOfMemory`, with what would help, where there is too little."""
+        """Prepare the engine. Raises `OutOfMemory`, with advice, if memory runs out."""
         try:
             return session.prepare(recipe)
         except Exception as error:
@@ -57,8 +60,8 @@ class OutOfMemoryPolicy:
             raise
 
     def less(self, doing: str, key: str, size: int, cause: str, data: Any) -> int:
-        """Returns the size of microbatches to continue with in this process; announces and
-        remembers it.
+        """Return the size of microbatches to continue with in this process; announce and remember
+        it.
 
         Called outside of the `except` block, so that no frame keeps the failed step's tensors
         alive. Raises `OutOfMemory` where this process cannot continue: other ranks may wait in a
@@ -76,13 +79,16 @@ class OutOfMemoryPolicy:
             raise OutOfMemory(f"{found}: {to_do}{self.advice()}")
         remembered = self._remember(key, less)
         if self.world.size > 1:
-            next_start = "goes on with" if remembered else "should set"
+            next_start = "continues with" if remembered else "should set"
             raise OutOfMemory(
                 f"{found}: start again with --resume auto, which {next_start} {key}={less}; the "
                 f"global batch stays as it is. Or {self.advice()}"
             )
         self.announce(
-            Warned(f"{found}: going on with {key}={less}; the global batch stays as it is")
+            Warned(
+                f"{found}: continuing with {key}={less}; the global batch stays as it is"
+                f"{self._largest_parts()}"
+            )
         )
         gc.collect()
         return less
@@ -96,10 +102,18 @@ class OutOfMemoryPolicy:
             advice.append("compute in 16 bits (precision=bf16)")
         if self.saves_memory:
             advice.append(self.saves_memory)
-        return "; ".join(advice) or "use a smaller model, or a machine with more memory"
+        more = "; ".join(advice) or "use a smaller model, or a machine with more memory"
+        return more + self._largest_parts()
+
+    def _largest_parts(self) -> str:
+        sentence = ""
+        with suppress(Exception):  # the error itself is what counts
+            sentence = self.account.sentence()
+        return f". {sentence}" if sentence else ""
 
     def _remember(self, key: str, value: int) -> bool:
-        """Let later starts of this run set `key` to that at most. False where they cannot know."""
+        """Record that later starts of this run may set `key` to at most this value. Return False if
+        it cannot be recorded."""
         if self.out is None:
             return False
         storage = storage_of(self.out)
@@ -113,7 +127,7 @@ class OutOfMemoryPolicy:
 
 
 def with_remembered(settings: Settings, out: Place | None) -> Settings:
-    """The settings as memory has allowed them so far. Raises `OutputError`."""
+    """Return the settings with the limits that memory has forced so far. Raises `OutputError`."""
     if out is None or settings.out_of_memory == "stop":
         return settings
     now = flatten(settings)

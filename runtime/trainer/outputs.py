@@ -15,10 +15,10 @@ __all__ = ["join", "leaves", "rebuild"]
 
 
 def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
-    """The tensors by their path, such as `logits` or `hidden.0`; what is None is left out.
+    """Return the tensors by their path, such as `logits` or `hidden.0`; None is left out.
 
-    Raises `RecipeError` for anything else in them, for none, and unless all have equally many rows
-    (`num_rows`, where that is said).
+    Raises `RecipeError` for any other leaf, for outputs without a tensor, and unless all tensors
+    have the same number of rows (`num_rows`, if given).
     """
     found: dict[str, Tensor] = {}
     for path, leaf in named_leaves(outputs):
@@ -48,8 +48,8 @@ def leaves(outputs: Any, num_rows: int | None = None) -> dict[str, Tensor]:
 
 
 def rebuild(outputs: Any, tensors: Sequence[Tensor]) -> Any:
-    """The structure of `outputs` with other tensors, in the order of `leaves`. Mappings become
-    dicts."""
+    """Return the structure of `outputs` with other tensors, in the order of `leaves`. Mappings
+    become dicts."""
     following = iter(tensors)
     return map_leaves(
         lambda leaf: next(following) if isinstance(leaf, Tensor) else leaf, outputs, dicts=True
@@ -57,8 +57,8 @@ def rebuild(outputs: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def join(parts: Sequence[Tensor], padding: float, width: int = 0) -> Tensor:
-    """One after the other along dimension 0. Where dimension 1 differs, or is below `width`, it
-    is filled up with `padding`. Raises `RecipeError` where a later dimension differs.
+    """Concatenate along dimension 0. Dimension 1 is padded with `padding` if it differs or is below
+    `width`. Raises `RecipeError` if a later dimension differs.
     """
     first = parts[0]
     beyond = {part.shape[1:] for part in parts}

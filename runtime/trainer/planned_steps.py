@@ -1,14 +1,12 @@
-"""The number of steps of a run: planned at its start, and again when the data or the batch
-changed.
+"""The number of steps of a run: planned at its start, and again if the data or the batch changed.
 
-A run of three epochs is three passes over its data, however long these were. So the plan of a run
-is kept in its checkpoints: if nothing has changed it stands; otherwise the steps that are done
-count, and what is left of the data at the position.
+A run of three epochs makes three passes over its data, whatever the length of the data. So
+checkpoints hold the plan of a run. If nothing has changed, the plan stays; otherwise the number of
+steps is the steps done plus the steps in the rest of the data.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -30,10 +28,10 @@ class Planned:
     def __init__(
         self, settings: Settings, source: Source, schedule: Callable[[Any], Any] | None = None
     ) -> None:
-        """`schedule`: the recipe's, which counts in place of the settings'."""
+        """`schedule`: the recipe's own, which replaces the schedule of the settings."""
         self.settings, self.source, self._schedule = settings, source, schedule
         self._of_recipe: RecipeSchedule | None = None
-        self._plan(_total(settings, source.steps_per_epoch))
+        self._plan(_total(settings, source))
 
     def _plan(self, total: int | None) -> None:
         self.total = total
@@ -42,11 +40,12 @@ class Planned:
             self._factor = build_schedule(total_steps=total, **schedule)
 
     def rates(self, applied: int, base: Sequence[float]) -> Sequence[float]:
-        """The learning rates of the next update after so many. `base`: those of each group."""
+        """Return the learning rates of the next update after `applied` updates. `base`: the base
+        rate of each group."""
         if self._schedule is None:
             factor = self._factor(applied)
             return [rate * factor for rate in base]
-        if self._of_recipe is None:
+        if self._of_recipe is None or self._of_recipe.num_groups != len(base):
             self._of_recipe = RecipeSchedule(self._schedule, base)
         return self._of_recipe.rates(applied)
 
@@ -58,15 +57,17 @@ class Planned:
             "global_batch": settings.global_batch,
             "length": source.epoch_length,
             "steps_per_epoch": source.steps_per_epoch,
+            "batch_warmup": settings.data.batch_warmup,
+            "batch_warmup_from": settings.data.batch_warmup_from,
         }
 
     def to_json(self) -> dict[str, Any]:
-        """The plan, as `restore` takes it."""
+        """Return the plan for `restore`."""
         total = None if self.settings.steps else self.total
         return {**self._made_from, "total": total}
 
     def resume(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
-        """Continue a begun epoch with the plan of its run; returns notes of what changed. Raises
+        """Continue a begun epoch with the plan of its run; return notes on what changed. Raises
         `CheckpointDamaged`, naming `where`."""
         progress = Progress.from_json(state, where) if state else Progress()
         try:
@@ -76,33 +77,33 @@ class Planned:
         return self.restore(state.get("planned"), progress, where)
 
     def restore(self, value: Any, progress: Progress, where: str) -> tuple[str, ...]:
-        """Continue with a stored plan; returns notes of what another length of the data means.
-        `value`: None in checkpoints without one. Raises `CheckpointDamaged`, naming `where`."""
-        self._plan(_total(self.settings, self.source.steps_per_epoch))
+        """Continue with a stored plan; return notes on a changed length of the data. `value`: None
+        in checkpoints without one. Raises `CheckpointDamaged`, naming `where`."""
+        self._plan(_total(self.settings, self.source))
         if value is None:
             return ()
         then = _checked(value, where)
         if self.settings.steps is None:
-            as_planned = then["total"] is not None and self._made_from.items() <= then.items()
+            as_planned = then["total"] is not None and all(
+                then.get(name) == now for name, now in self._made_from.items()
+            )
             self._plan(then["total"] if as_planned else self._from(progress))
-        return self._told(then["length"], progress.position)
+        return self._length_notes(then["length"], progress.position)
 
     def _from(self, progress: Progress) -> int | None:
-        """The steps that are done, and those that are left."""
+        """Return the number of steps done plus the number of steps left."""
         epochs, position = self.settings.epochs - progress.position.epoch, progress.position
-        per_epoch = self.source.steps_per_epoch
         left = self.source.steps_left(position, min(1, epochs)) if epochs > 0 else 0
-        if left is None or per_epoch is None:
-            return None
-        return progress.step + left + math.ceil(max(0, epochs - 1) * per_epoch)
+        later = self.source.steps_in(position.epoch + 1, self.settings.epochs)
+        return None if left is None or later is None else progress.step + left + later
 
-    def _told(self, then: int | None, position: Position) -> tuple[str, ...]:
+    def _length_notes(self, then: int | None, position: Position) -> tuple[str, ...]:
         now = self.source.epoch_length
         if None in (then, now) or then == now:
             return ()
         note = f"the length of train_data was {then}, is {now}"
         if position.samples:
-            note += f": {self.source.going_on(position)}"
+            note += f": {self.source.describe_continuation(position)}"
         return (note,)
 
 
@@ -119,14 +120,14 @@ def _is_count(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < LARGEST
 
 
-def _total(settings: Settings, steps_per_epoch: int | None) -> int | None:
-    """Of a run from its beginning."""
+def _total(settings: Settings, source: Source) -> int | None:
+    """Return the number of steps of a run from its beginning."""
     if settings.steps is not None:
         return settings.steps
-    if steps_per_epoch == 0:
+    if source.steps_per_epoch == 0:
         raise DataError("train_data holds no samples, or none that fill a global batch")
-    if steps_per_epoch is not None:
-        return math.ceil(settings.epochs * steps_per_epoch)
+    if source.steps_per_epoch is not None:
+        return source.steps_in(0, settings.epochs)
     if settings.epochs % 1:
         raise SettingError(
             f"epochs is {settings.epochs}, and the data has no length to take a part of: set "

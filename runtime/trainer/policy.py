@@ -1,29 +1,38 @@
-"""Acts between the steps of a run, as its settings say."""
+"""Actions between the steps of a run, by its settings."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
-from ..checkpoint import Manifest
+from ..checkpoint import CheckpointStore, Manifest
 from ..kernel import events
-from ..kernel.batches import Group
+from ..kernel.batches import Group, Position
+from ..kernel.errors import SettingError
 from ..kernel.loop import NextAction, TrainLoop
-from ..kernel.paths import Place
+from ..kernel.paths import Place, place
 from ..kernel.step import StepResult
 from .announce import Announcer, log_of, never_finite, unused_note
+from .digests import Digester
+from .memory_account import MemoryAccount
 from .run_lock import RunLock
 from .run_state import RunState
 from .saves import Saves
+from .settings import CheckpointSettings
+from .start_checks import on_rank_0
+from .step_clock import COMPUTE, EVALUATION, SAVING, STARTING, UPDATE
+from .time_accounting import TimeAccounting
 
 __all__ = ["SettingsPolicy"]
 
 
 class SettingsPolicy:
-    """The kernel's `LoopPolicy`: it sets the rates, logs, evaluates, saves, and goes back to a
-    checkpoint where the loss has spiked. `saves`: None where the run saves nothing."""
+    """The kernel's `LoopPolicy`: sets the rates, logs, evaluates, saves, and rolls back to a
+    checkpoint after a loss spike. `saves`: None if the run saves nothing."""
 
     def __init__(
         self,
@@ -32,117 +41,258 @@ class SettingsPolicy:
         saves: Saves | None,
         lock: RunLock | None,
         announce: Announcer,
+        times: TimeAccounting,
+        memory: MemoryAccount,
+        digester: Digester,
     ) -> None:
+        self.times, self.clock, self.memory = times, times.clock, memory
+        self.digester = digester
         self.state, self.settings, self.saves, self.lock = state, state.settings, saves, lock
         self.announce, self.requests = announce, announce.requests
-        self.loss = math.nan
-        """The last one logged."""
         self.resumed_from: Place | None = None
         self._base_rates = [group["lr"] for group in param_groups]
-        self._unused_told = self._got_ready = False
+        self._unused_reported = self._got_ready = False
+        self._skipped: events.StepSkipped | None = None
+        """The last step that was not applied."""
+        self._first_nonfinite = ""
+        """Describes the first tensor that was not finite, of the last step that was searched."""
+        self._saved_at = time.monotonic()
+        self._shares = self._shares_until(Position())
+        self._best: float | None = None
+        """The least score among saved evaluations; None until it is first computed."""
 
     @property
     def checkpoint(self) -> Place | None:
-        """The newest that this run saved or resumed from."""
+        """The newest checkpoint that this run saved or resumed from."""
         return (self.saves and self.saves.newest) or self.resumed_from
 
     # --- between steps (see `LoopPolicy`) ------------------------------------------------------
 
     def before_update(self, loop: TrainLoop) -> None:
-        if not self._unused_told:
-            self._unused_told = True
+        self.state.optimizer.refuse_thawed()
+        if not self._unused_reported:
+            self._unused_reported = True
             if unused := loop.engine.unused():
                 self.announce(events.Warned(unused_note(unused)))
+            self.memory.before_first_update()
         self.state.averages.catch_up(loop)
+        groups = loop.engine.param_groups
+        added = groups[len(self._base_rates) :]  # by an observer, say
+        self._base_rates += [group["lr"] for group in added]
         rates = self.state.planned.rates(loop.progress.applied, self._base_rates)
-        for group, rate in zip(loop.engine.param_groups, rates, strict=True):
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
+        if (statistics := self.state.statistics) is not None:
+            statistics.before_update(loop.progress.step + 1)
+        self.clock.mark(UPDATE)
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
         step, settings = loop.progress.step, self.settings
+        self.state.after_update.run(loop)
+        self.state.nonfinite.ended(group, result.items)
+        if (statistics := self.state.statistics) is not None:
+            statistics.after_update(step)
         if self.lock is not None:
             self.lock.check()
         if not self._got_ready:
             self._got_ready = True
-            if self.saves is not None and settings.checkpoint.behind and settings.checkpoint.every:
+            if counted := self.memory.after_first_step(step):
+                self.announce(counted)
+            self.times.begin(loop.progress)
+            if (
+                self.saves is not None
+                and settings.checkpoint.background
+                and settings.checkpoint.every
+            ):
                 self.saves.store.get_ready(loop.engine, self.state.session)
         if self.announce.observers:
             self.announce(events.StepEnded(step))
         self.state.turn_losses.add(step, result.loss)
+        self.digester.add(result.loss)
         if self.state.spikes.watches:
             self.state.spikes.add(step, group, result.loss)
         requests = loop.agreed(result)
+        stops = False
         log = requests[events.Request.LOG] or _due(step, settings.log_every)
+        self._request_timed_save()
         save = requests[events.Request.SAVE] or _due(step, settings.checkpoint.every)
-        rolled_back = (log or save) and self._tell_spikes() and self._roll_back(loop)
+        rolled_back = (log or save) and self._report_spikes() and self._roll_back(loop)
         if not rolled_back:
             if log:
                 self.log(loop)
                 loop.start_window()
                 self.state.turn_losses.start_window()
-            if requests[events.Request.EVALUATE] or _due(step, settings.evaluate.every):
+            shares_before, self._shares = self._shares, self._shares_until(group.next)
+            if (
+                requests[events.Request.EVALUATE]
+                or _due(step, settings.evaluate.every)
+                or self._shares > shares_before
+            ):
                 self.evaluate(loop)
-            if self.saves is not None and self.saves.under_way:
-                self.requests.ask(self.saves.after_step(requests))
+                # the logged figures are known now, and an observer may end the run by them
+                stops = any(
+                    self.state.session.exchange(self.requests.is_asked(events.Request.STOP))
+                )
+                save = save or self._is_best(step)
+            if self.saves is not None and self.saves.in_progress:
+                with self.clock.within(SAVING):
+                    self.requests.ask(self.saves.after_step(requests))
                 loop.window.leave_out(self.saves.take_seconds())
             if save:
-                self.save(loop, settings.checkpoint.behind)
+                self.save(loop, settings.checkpoint.background)
         if requests[events.Request.PREEMPT]:
             return NextAction.PREEMPTED
-        if requests[events.Request.STOP]:
+        if requests[events.Request.STOP] or stops:
             return NextAction.STOPPED
-        return NextAction.ROLLED_BACK if rolled_back else NextAction.GO_ON
+        return NextAction.ROLLED_BACK if rolled_back else NextAction.CONTINUE
+
+    def _request_timed_save(self) -> None:
+        """On rank 0, request a save when `checkpoint.every_minutes` has passed. All ranks save
+        after the next step."""
+        minutes = self.settings.checkpoint.every_minutes
+        if minutes is None or self.state.session.world.rank:
+            return
+        if time.monotonic() - self._saved_at >= 60 * minutes:
+            self._saved_at = time.monotonic()
+            self.requests.ask(events.Request.SAVE)
 
     def skipped(self, loop: TrainLoop, event: events.StepSkipped, group: Group) -> None:
         samples = self.state.source.where(group.position, group.num_samples)
-        self.announce(dataclasses.replace(event, samples=samples))
+        self._skipped = dataclasses.replace(event, samples=samples)
+        self.announce(self._skipped)
+        if found := self.state.nonfinite.find(event, group):
+            self._first_nonfinite = found.text
+            self.announce(found)
         if event.in_a_row >= self.settings.max_nonfinite:
-            if self.saves is not None:
-                self.saves.finish()
-            raise never_finite(event, samples, self.settings.max_nonfinite, self.checkpoint)
+            self._end_never_finite(loop, self._skipped)
 
-    # --- what is done then, and at the end -----------------------------------------------------
+    def _end_never_finite(self, loop: TrainLoop, event: events.StepSkipped) -> NoReturn:
+        if self.saves is not None:
+            self.saves.finish()
+        limit = self.settings.max_nonfinite
+        found = self._first_nonfinite
+        raise never_finite(event, loop.progress.applied, limit, self.checkpoint, found)
 
-    def finish(self, loop: TrainLoop, preempted: bool) -> None:
-        """After the last step: log, evaluate and save as at the end of a run, or, `preempted`, save
-        alone. Returns when all is written."""
+    # --- actions between steps and at the end ---------------------------------------------------
+
+    def finish(
+        self, loop: TrainLoop, preempted: bool, all_failed: Callable[[Exception], bool]
+    ) -> None:
+        """After the last step, log, evaluate and save; if `preempted`, only save. Returns when
+        everything is written. `all_failed` returns whether all ranks raised this error, so that
+        they can save together before the error ends the run."""
         if loop.window.has_grown(loop.progress):
-            self.log(loop)  # and the window stays open: a longer run logs as if none had ended here
-        self._tell_spikes()
+            self.log(loop)  # keep the window: a longer run resumes the log here
+        self.times.judge(loop.progress)
+        self._report_spikes()
+        loop.resolve_pending_outcome()
+        if self._skipped is not None and not preempted and not loop.progress.applied:
+            self._end_never_finite(loop, self._skipped)
         if not preempted and self.settings.evaluate.at_end:
-            self.evaluate(loop)
+            try:
+                self.evaluate(loop)
+            except Exception as error:  # without a save all the training would be lost
+                if all_failed(error) and self.settings.checkpoint.at_end:
+                    self.save(loop, in_background=False)
+                    self.close()
+                raise
         if preempted or self.settings.checkpoint.at_end:
             self.save(loop, in_background=False)
+        self.close()
+
+    def close(self) -> None:
+        """Wait until all that is saved is written."""
         if self.saves is not None:
-            self.saves.close()
+            with self.clock.within(SAVING):
+                self.saves.close()
 
     def log(self, loop: TrainLoop) -> None:
         """Announce the figures of the steps since the last log."""
-        loop.resolve_pending_outcome()
-        logged = log_of(loop, self.state.source, self.state.turn_losses.means())
-        self.loss = logged.loss
+        with self.clock.within(COMPUTE):  # for which it waits
+            digests = self.digester.begin(loop)
+            loop.resolve_pending_outcome()
+            loop.audit()
+            losses = self.state.turn_losses.means()
+            logged = log_of(loop, self.state.source, losses, self.clock)
+            found = digests()
+        self.state.loss = logged.loss
         self.announce(logged)
+        if found is not None:
+            self.announce(found)
+        if (statistics := self.state.statistics) and (stats := statistics.take(logged.step)):
+            self.announce(stats)
+        if spent := self.times.logged(loop.progress):
+            self.announce(spent)
 
     def evaluate(self, loop: TrainLoop) -> None:
         """Measure all evaluation data, unless this step's was."""
         self.state.averages.catch_up(loop)
-        loop.window.leave_out(self.state.evaluations.run(loop.progress.step))
+        with self.clock.within(EVALUATION):
+            loop.window.leave_out(self.state.evaluations.run(loop.progress.step))
+        self.times.evaluations += 1
 
     def save(self, loop: TrainLoop, in_background: bool) -> None:
-        """Save this step, unless it was, or begin to."""
+        """Save this step, or begin to save it in the background, unless it was saved already."""
         loop.resolve_pending_outcome()
         if self.saves is not None:
-            self.saves.save(loop.progress.step, in_background, lambda: self.state.to_save(loop))
+            self._saved_at = time.monotonic()
+            with self.clock.within(SAVING):
+                self.saves.save(loop.progress.step, in_background, lambda: self.state.to_save(loop))
+            self.times.saves += 1
             loop.window.leave_out(self.saves.take_seconds())
 
+    def _is_best(self, step: int) -> bool:
+        """True if this evaluation is better than the evaluations of all checkpoints, and must be
+        saved."""
+        keep = self.settings.checkpoint
+        value = self.state.evaluations.to_json(step).get(keep.best_metric)
+        asked = keep.save_best or keep.best_metric != CheckpointSettings.best_metric
+        if self.saves is None or not asked or value is None:
+            return False
+        sign = 1.0 if keep.best_mode == "min" else -1.0
+        if self._best is None:
+            best = self.best_checkpoint()
+            self._best = math.inf if best is None else sign * best[1]
+        better, self._best = sign * value < self._best, min(sign * value, self._best)
+        return better
+
+    def best_checkpoint(self) -> tuple[Place, float] | None:
+        """Return the best checkpoint by `checkpoint.best_metric`, and the metric; None if no
+        checkpoint has it. Called by all ranks."""
+
+        def look(store: CheckpointStore) -> list[Any]:
+            found = store.best()
+            return [] if found is None else [str(found[0]), found[1]]
+
+        if self.saves is None:
+            return None
+        found = on_rank_0(self.state.session, partial(look, self.saves.store))
+        return (place(found[0]), found[1]) if found else None
+
     def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:
-        """Take over that checkpoint, which need not be saved again; see `RunState.restore`."""
+        """Restore a checkpoint, which need not be saved again; see `RunState.restore`."""
         restored = self.state.restore(loop, path)
+        self.digester.restart()
+        self._shares = self._shares_until(loop.progress.position)
         if self.saves is not None:
-            self.saves.is_saved(loop.progress.step)
+            self.saves.mark_saved(loop.progress.step)
         return restored
 
-    def _tell_spikes(self) -> bool:
+    def _shares_until(self, position: Position) -> int:
+        """Return the number of evaluations due by `evaluate.every_epochs` up to a position. Raises
+        `SettingError` if an epoch has no length."""
+        share = self.settings.evaluate.every_epochs
+        if share is None:
+            return 0
+        length = self.state.source.length_at(position)
+        if length is None:
+            raise SettingError(
+                f"evaluate.every_epochs is {share}, and the data has no length to take a share "
+                "of: set evaluate.every, in steps"
+            )
+        return int((position.epoch + position.samples / length) / share + 1e-9)
+
+    def _report_spikes(self) -> bool:
         """Announce the spikes since the last call; returns True if there were any."""
         found = self.state.spikes.find()
         for spike in found:
@@ -150,7 +300,8 @@ class SettingsPolicy:
         return bool(found)
 
     def _roll_back(self, loop: TrainLoop) -> bool:
-        """Go back to the newest checkpoint, if that is wanted and there is one."""
+        """Roll back to the newest checkpoint, if `spikes.roll_back` is set and a checkpoint
+        exists."""
         spikes, settings = self.state.spikes, self.settings.spikes
         if not settings.roll_back:
             return False
@@ -158,13 +309,14 @@ class SettingsPolicy:
             self.saves.finish()
         path = self.checkpoint
         if path is None:
-            note = "there is no checkpoint to roll back to: training goes on. Save some"
+            note = "there is no checkpoint to roll back to: training continues. Save some"
             self.announce(events.Warned(note))
             return False
         if spikes.roll_backs == settings.max_roll_backs:
             raise spikes.diverged(path)
         spikes.roll_backs += 1
-        self.restore(loop, path)
+        with self.clock.within(STARTING):
+            self.restore(loop, path)
         self.announce(events.RolledBack(loop.progress.step, path, len(spikes.left_out)))
         return True
 

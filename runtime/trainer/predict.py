@@ -12,7 +12,7 @@ from ..kernel.paths import Url
 from ..kernel.recipe import Batch, Recipe
 from .inference import prepared
 from .predictions import Chunk, gather_predictions
-from .recipe_checks import exits_told
+from .recipe_checks import report_exits
 from .settings import Settings
 
 __all__ = ["predict"]
@@ -31,9 +31,8 @@ def predict(
     ranks: Collection[int] | None = None,
     receive: Callable[[Chunk], None] | None = None,
 ) -> Any:
-    """Returns the outputs of the recipe's model for every sample of `data`, in their order;
-    called by every rank. No optimizer is built; of the recipe only `model` and `collate` are
-    used.
+    """Return the outputs of the recipe's model for every sample of `data`, in order; called by
+    every rank. No optimizer is built; of the recipe only `model` and `collate` are used.
 
     `checkpoint`: the weights (a checkpoint, a folder of them, a run folder, a URL); None: the
     recipe's own. `forward(module, batch)`: by default `module(batch)`; it returns a tensor, or
@@ -47,7 +46,7 @@ def predict(
     Raises `UsageError` (for a checkpoint that does not exist or is of another model, among others),
     `DataFailed` and `RecipeFailed`.
     """
-    with exits_told(), prepared(recipe, settings, backend, backend_options) as inference:
+    with report_exits(), prepared(recipe, settings, backend, backend_options) as inference:
         if checkpoint is not None:
             inference.load(checkpoint)
         return gather_predictions(

@@ -1,9 +1,9 @@
-"""Prediction: the model's outputs for each sample, over all feeders, in the order of the data.
+"""Prediction: the model's outputs for each sample, from all feeders, in the order of the data.
 
-Outputs wait on the device for a few groups, are then joined, copied to the host and gathered as
-one chunk. Each row travels with the index of its sample, so that the order is that of the data
-however it was dealt, and what ran only to keep ranks together, or stands in a batch twice, is
-left out (law 5). Nothing of training changes.
+Outputs of a few groups are kept on the device, then joined, copied to the host and gathered as one
+chunk. Each row is sent with the index of its sample, so the order is the order of the data, however
+the data were partitioned. Rows of idle microbatches and of repeated samples are left out (law 5).
+Prediction changes no state of training.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["Chunk", "gather_predictions"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Outputs of samples that follow each other, one row each, on the host."""
+    """Outputs of consecutive samples, one row each, on the host."""
 
     first: int
     """The index of the first sample in the data."""
     num_samples: int
     outputs: Any
-    """Nested as what the model returned; mappings are dicts."""
+    """Nested as the model returned them; mappings are dicts."""
 
 
 def gather_predictions(
@@ -57,8 +57,8 @@ def gather_predictions(
     ranks: Collection[int] | None = None,
     receive: Callable[[Chunk], None] | None = None,
 ) -> Any:
-    """Returns the outputs of `forward(module, batch)` for every sample of `groups`; called by
-    all ranks.
+    """Return the outputs of `forward(module, batch)` for every sample of `groups`; called by all
+    ranks.
 
     `forward` returns a tensor, or mappings, lists and tuples of tensors, each with the samples of
     the batch as its first dimension; where sizes of the second differ, shorter rows are filled up
@@ -84,7 +84,7 @@ def gather_predictions(
 
 
 class _Part(NamedTuple):
-    """A microbatch's place in the data, until its outputs are there."""
+    """The place of a microbatch in the data, kept until its outputs are gathered."""
 
     offset: int
     num_samples: int
@@ -147,10 +147,10 @@ class _Pending:
         self.parts.append(part)
 
     def gather(self, session: Session) -> Chunk:
-        """All readers' outputs, by sample; called by all ranks."""
+        """Gather the outputs of all readers, by sample; called by all ranks."""
         mine = {path: self._on_host(tensors) for path, tensors in self.tensors.items()}
         widths = _widths(session, mine)
-        own = slice(None) if session.world.leads else slice(0)
+        own = slice(None) if session.world.is_first_of_reader else slice(0)
         indices = session.gather(_indices(self.parts)[own])
         in_order = bool((indices.diff() > 0).all())
         order = slice(None) if in_order else indices.argsort()
@@ -161,7 +161,8 @@ class _Pending:
         return Chunk(int(indices.min()), len(indices), rebuild(self.structure, gathered))
 
     def _on_host(self, tensors: list[Tensor]) -> Tensor:
-        """The rows that count. They are picked on the host, where no new shape is compiled."""
+        """Return the rows that count. They are selected on the host, where no new shape is
+        compiled."""
         counted = zip(map(Tensor.cpu, tensors), self.parts, strict=True)
         rows = [
             # a view costs as much as a small copy
@@ -172,7 +173,7 @@ class _Pending:
 
 
 def _indices(parts: Sequence[_Part]) -> Tensor:
-    """Of the samples of these parts, most of which follow one another."""
+    """Return the indices of the samples in these parts, most of which are consecutive."""
     runs: list[list[int]] = []
     for part in parts:
         if not runs or runs[-1][1] != part.offset:
@@ -182,7 +183,7 @@ def _indices(parts: Sequence[_Part]) -> Tensor:
 
 
 def _widths(session: Session, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The largest second dimension over all ranks, by path; 0 where there is none."""
+    """Return the largest second dimension over all ranks, by path; 0 for outputs without one."""
     shapes = session.exchange({path: list(tensor.shape[1:]) for path, tensor in tensors.items()})
     if len({str([(path, shape[1:]) for path, shape in each.items()]) for each in shapes}) > 1:
         raise RecipeError(

@@ -23,27 +23,27 @@ _SHOWN = 10
 
 
 class Operation(NamedTuple):
-    """An operation, by its own time: without that of the operations which it calls."""
+    """An operation with its own time, which excludes the time of the operations that it calls."""
 
     name: str
     calls: int
     seconds: float
     share: float
-    """Of the time of all operations."""
+    """Share of the time of all operations."""
 
 
 @dataclass(frozen=True)
 class Profiled:
-    """Some steps of this rank were profiled; `step` is the last of them."""
+    """An event: steps `first` to `step` of this rank were profiled."""
 
     first: int
     step: int
     path: Path
     """The trace, for https://ui.perfetto.dev or chrome://tracing."""
     device: str
-    """Whose time the operations are ordered by: `cpu`, or the accelerator's."""
+    """Device whose time orders the operations: `cpu`, or the accelerator."""
     operations: Sequence[Operation]
-    """The costliest."""
+    """The costliest operations."""
 
 
 class Profiler:
@@ -52,8 +52,8 @@ class Profiler:
 
     It profiles steps `first` up to, and without, `end`, on every rank, with shapes and memory: each
     rank writes `steps-10-12.rank-0.json.gz` into `folder`. Other steps cost nothing. A run that
-    ends earlier writes the steps so far. `tell` is called on rank 0 with the files that were
-    written, `warn` on any rank where one cannot be: training goes on.
+    ends earlier writes the steps so far. `report` is called on rank 0 with the files that were
+    written, `warn` on each rank that cannot write its file; training continues.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Profiler:
         end: int,
         folder: Path,
         *,
-        tell: Callable[[Profiled], None] | None = None,
+        report: Callable[[Profiled], None] | None = None,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         if not 1 <= first < end:
             raise SettingError(f"profile is {first}:{end}; take steps from 1 on, such as 10:13")
         self.first, self.end, self.folder = first, end, folder
-        self.tell, self.warn = tell, warn
+        self.report, self.warn = report, warn
         self._profile: Any = None
         self._span: Any = None
         self._rank = self._done = 0
@@ -100,7 +100,7 @@ class Profiler:
 
     def _start(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what this machine has not, to trace with
+            warnings.simplefilter("ignore")  # of profiling libraries that this machine lacks
             own = None if torch.accelerator.is_available() else [ProfilerActivity.CPU]
             self._profile = profile(activities=own, profile_memory=True, record_shapes=True)
             self._profile.start()
@@ -116,7 +116,7 @@ class Profiler:
             span.__exit__(None, None, None)
 
     def close(self) -> None:
-        """Write what was profiled so far; to be called where a run ends with an error."""
+        """Write the profile so far. Call it when a run ends with an error."""
         taken, self._profile = self._profile, None
         if taken is None:
             return
@@ -132,9 +132,9 @@ class Profiler:
                 path.unlink(missing_ok=True)
             self.warn(f"{path} cannot be written ({error.strerror or error}): there is no profile")
             return
-        if self.tell is not None and self._rank == 0:
+        if self.report is not None and self._rank == 0:
             device, costliest = _costliest(taken.key_averages())
-            self.tell(Profiled(self.first, last, path, device, costliest))
+            self.report(Profiled(self.first, last, path, device, costliest))
 
 
 def _costliest(averages: Any) -> tuple[str, list[Operation]]:
@@ -154,7 +154,8 @@ def _costliest(averages: Any) -> tuple[str, list[Operation]]:
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`10:13` is steps 10, 11 and 12; `10` is step 10. Raises `SettingError`."""
+    """Parse the steps to profile: `10:13` is steps 10, 11 and 12; `10` is step 10. Raises
+    `SettingError`."""
     first, colon, end = text.partition(":")
     try:
         begin = int(first)

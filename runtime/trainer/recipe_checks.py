@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.indexed import length_of
+from ..kernel.contract import ChecksModels
 from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from .settings import ScheduleSettings, Settings
+from .signals import StoppedBeforeStart
 
 __all__ = [
     "ChecksModels",
     "check_model",
+    "check_observers",
     "check_optimization",
     "check_recipe",
     "exit_called",
-    "exits_told",
+    "report_exits",
 ]
 
-_FUNCTIONS = ("collate", "count_items", "optimizer", "schedule", "measure", "summarise", "step")
+_FUNCTIONS = (
+    *("collate", "count_items", "optimizer", "schedule", "measure", "summarise", "step"),
+    "after_update",
+)
 
 
 def check_recipe(recipe: Any) -> None:
@@ -51,19 +58,41 @@ def check_recipe(recipe: Any) -> None:
         value = getattr(recipe, part)
         if value is not None and not callable(value):
             raise RecipeError(f"recipe.{part} is of type {_name(value)}; it must be a function")
+    for part in ("loss", "measure"):
+        _check_signature(part, getattr(recipe, part))
     _check_data(recipe)
     flops = recipe.flops_per_item
     if flops is not None and not _is_finite(flops):
         raise RecipeError(f"recipe.flops_per_item is {flops!r:.100}; it must be a number")
 
 
+def check_observers(observers: Sequence[Any], name: str) -> None:
+    """Raises `RecipeError` for an observer that cannot be called with an event."""
+    for observer in observers:
+        if isinstance(observer, type):
+            kind = observer.__name__
+            raise RecipeError(f"{name} has the class {kind}; give an object of it: {kind}(...)")
+        if not callable(observer):
+            raise RecipeError(
+                f"{name} has {observer!r:.100}; each must be a function that takes an event"
+            )
+
+
 def check_optimization(recipe: Recipe, settings: Settings) -> None:
-    """Raises `SettingError` for an optimizer or a schedule that is said twice or cannot be, and for
-    groups of parameters that are not those of the model, which is built on the meta device for
-    them. Where that cannot be done, the driver finds it out."""
+    """Raises `SettingError` for an optimizer or a schedule that is set twice or is invalid, and for
+    groups that do not match the model's parameters. The model is built on the meta device for that
+    check; if that fails, the driver makes the check later."""
     if recipe.optimizer is not None and settings.optimizer.groups:
         raise SettingError(
             "optimizer.groups are set, and the recipe builds its own optimizer; take one"
+        )
+    stop, evaluate = settings.stop.metric, settings.evaluate
+    if stop is not None and not recipe.eval_data:
+        raise SettingError(f"stop.metric is {stop!r}, and the recipe has no eval_data to measure")
+    if stop is not None and evaluate.every is None and evaluate.every_epochs is None:
+        raise SettingError(
+            f"stop.metric is {stop!r}, and nothing is measured before the end: set evaluate.every "
+            "or evaluate.every_epochs"
         )
     if recipe.schedule is not None and settings.schedule != ScheduleSettings():
         raise SettingError("schedule is set, and the recipe has a schedule of its own; take one")
@@ -74,30 +103,34 @@ def check_optimization(recipe: Recipe, settings: Settings) -> None:
         settings.optimizer.build(list(model.named_parameters()))
 
 
-@runtime_checkable
-class ChecksModels(Protocol):
-    """A driver that can tell of a model, before its ranks meet, that it cannot train it."""
-
-    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
-        """`model` is the recipe's, on the meta device. Changes nothing; raises `RecipeError`, or
-        `CapabilityRefused` for what it does with no model."""
-        ...
-
-
 def check_model(driver: Any, recipe: Recipe, plan: Plan) -> None:
-    """Have such a driver check the model, which is built on the meta device for it. Where that
-    cannot be done, it finds out when it prepares it."""
+    """Have a driver that `ChecksModels` check the model, which is built on the meta device for it.
+    A model that cannot be built there is checked when the driver prepares it."""
     if isinstance(driver, ChecksModels) and (model := _without_memory(recipe)) is not None:
         driver.check_model(model, recipe, plan)
 
 
 def _without_memory(recipe: Recipe) -> nn.Module | None:
-    """The model, on the meta device; None where it cannot be built so."""
+    """Build the model on the meta device; None if that fails."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return recipe.model()
-    except Exception:  # a model that looks at its numbers while it is made
+    except Exception:  # a model that reads its values while it is built
         return None
+
+
+def _check_signature(part: str, function: Any) -> None:
+    """Raises `RecipeError` for a function that does not accept a module and a batch."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no such function, or a builtin without signature
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise RecipeError(
+            f"recipe.{part} takes {signature}, and is called as {part}(module, batch): {error}"
+        ) from None
 
 
 def _check_data(recipe: Recipe) -> None:
@@ -106,6 +139,10 @@ def _check_data(recipe: Recipe) -> None:
         raise RecipeError(
             f"recipe.eval_data is of type {_name(data)}; it must name its data sets, as in "
             'eval_data={"held_out": data}'
+        )
+    if length_of(recipe.train_data) == 0:
+        raise DataError(
+            f"train_data holds no samples: it is a {_name(recipe.train_data)} of length 0"
         )
     for name, held in data.items():
         if length_of(held) == 0:
@@ -128,17 +165,19 @@ def _name(value: object) -> str:
 
 
 @contextmanager
-def exits_told() -> Iterator[None]:
-    """Around code of the user's: `sys.exit` there must not pass for the end of the run. Raises
-    `RecipeFailed`."""
+def report_exits() -> Iterator[None]:
+    """Raise `RecipeFailed` if user code in the block calls `sys.exit`, which must not pass for the
+    normal end of the run."""
     try:
         yield
+    except StoppedBeforeStart:
+        raise
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):
-            raise  # nobody reads what is printed, as with `| head`
+            raise  # the reader of the output has gone, as with `| head`
         raise RecipeFailed(exit_called(error)) from error
 
 
 def exit_called(error: SystemExit) -> str:
-    """What is said of it."""
+    """Describe a call of `sys.exit`."""
     return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"

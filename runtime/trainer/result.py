@@ -20,21 +20,25 @@ class Result:
     reason: str
     """`finished`, `stopped` or `preempted`."""
     loss: float
-    """The last one logged; NaN when none was."""
+    """The last loss that was logged; NaN if none was."""
     metrics: Mapping[str, Mapping[str, float]]
-    """The last ones of each evaluation data set."""
+    """The latest metrics of each evaluation data set."""
     checkpoint: Place | None
-    """The newest that this run saved or resumed from."""
+    """The newest checkpoint that this run saved or resumed from."""
     finish: Any = None
     """The return value of `finish`."""
     save_error: str = ""
-    """Why the last checkpoint that was to be saved is not there."""
+    """Why the last attempt to save failed; empty if it succeeded."""
+    num_saved: int = 0
+    """Checkpoints that this run wrote."""
+    best: Place | None = None
+    """The best checkpoint by `checkpoint.best_metric`; None if no checkpoint has that metric."""
 
 
 @dataclass(frozen=True)
 class RetryWithSmallerBatch:
-    """The smaller batch to continue with where memory ran out."""
+    """The smaller batch to continue with after memory ran out."""
 
     settings: Settings
     resume: Place | None
-    """From what the run itself saved; None: as it began."""
+    """Resume from a checkpoint that the run saved itself; None: resume as the run began."""

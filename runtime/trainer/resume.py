@@ -1,10 +1,11 @@
-"""Resuming: from which checkpoint, and what has changed since."""
+"""Resuming: selects the checkpoint, and describes what has changed since."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from ..checkpoint import (
     CHECKPOINTS,
@@ -14,9 +15,11 @@ from ..checkpoint import (
     checkpoints_of,
     is_checkpoint,
     list_checkpoints,
+    named,
     storage_of,
 )
 from ..checkpoint.catalog import set_aside
+from ..checkpoint.storage.local import forget_cached
 from ..kernel.contract import Session
 from ..kernel.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageFailed
 from ..kernel.paths import Place, Url, place
@@ -26,13 +29,13 @@ from .start_checks import json_types, on_rank_0
 __all__ = ["damage", "differences", "find_checkpoint"]
 
 _Problems = list[tuple[str, str]]
-"""Folders of checkpoints, each with the reason why it cannot be resumed from."""
+"""Checkpoint folders, each with the reason why it cannot be resumed from."""
 
 
 def differences(
     manifest: Manifest, settings: Settings, driver: str, world_size: int
 ) -> tuple[str, ...]:
-    """Differences from the run that wrote the checkpoint; all of them are allowed."""
+    """Describe the differences from the run that wrote the checkpoint; all of them are allowed."""
     then = {"backend": manifest.driver, "world size": manifest.world_size, **manifest.settings}
     now = {"backend": driver, "world size": world_size, **json_types(settings)}
     return tuple(
@@ -43,9 +46,9 @@ def differences(
 
 
 def damage(session: Session, folder: Place) -> list[str]:
-    """The files of a checkpoint that are not as they were written, found by all ranks together:
-    each reads the files of the ranks of its number, which it is likely to read again when it
-    resumes. Raises `StorageFailed` on all ranks: a file that cannot be read may be sound."""
+    """Return the damaged files of a checkpoint. All ranks check together: each rank reads a share
+    of the files, those that it is likely to read again when it resumes. Raises `StorageFailed` on
+    all ranks for a file that cannot be read: the file may be sound."""
     world = session.world
     mine: list[str] = []
     failed = ""
@@ -55,10 +58,10 @@ def damage(session: Session, folder: Place) -> list[str]:
         mine = [str(error)]
     except StorageFailed as error:
         failed = f"rank {world.rank}: {error}"
-    told = session.exchange([mine, failed])
-    if failures := [failed for _, failed in told if failed]:
+    results = session.exchange([mine, failed])
+    if failures := [failed for _, failed in results if failed]:
         raise StorageFailed("; ".join(failures))
-    return [problem for problems, _ in told for problem in problems]
+    return [problem for problems, _ in results for problem in problems]
 
 
 def find_checkpoint(
@@ -67,14 +70,16 @@ def find_checkpoint(
     out: Place | None,
     *,
     verify: bool = True,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> Place | None:
-    """The checkpoint to resume from; None when `auto` finds none. Rank 0 lists them.
+    """Return the checkpoint to resume from; None if `auto` finds none. Rank 0 lists the
+    checkpoints.
 
     `source`: `auto` (the newest complete one in `out`), a checkpoint, or a folder of them. Damaged
-    ones are skipped, with a call of `tell` on all ranks, and renamed in `out`, so that they are not
-    replaced. `verify`: compare checksums, too. Raises `CheckpointNotFound` or `CheckpointDamaged`
-    on all ranks, and `StorageFailed`: a place that cannot be read may hold a checkpoint.
+    checkpoints are skipped: `report` is called with the reason on all ranks, and those in `out` are
+    renamed, so that they are not replaced. `verify`: compare checksums, too. Raises
+    `CheckpointNotFound` or `CheckpointDamaged` on all ranks, and `StorageFailed` for a place that
+    cannot be read, which may hold a checkpoint.
     """
     automatic = source == "auto"
     if automatic and out is None:
@@ -92,7 +97,7 @@ def find_checkpoint(
         raise CheckpointDamaged(
             f"no checkpoint in {folder} can be resumed from, and all are kept: "
             + "; ".join(reason for _, reason in damaged)
-            + ". Resume from another run's, or begin anew in another folder"
+            + ". Resume from a checkpoint of another run, or start over in another folder"
         )
     if found is None and not automatic:
         raise CheckpointNotFound(
@@ -100,20 +105,27 @@ def find_checkpoint(
             "or a run folder"
         )
     for name, reason in (*torn, *damaged):
-        tell(f"{place(name).name} is left out, and kept: {reason}")
+        report(f"{place(name).name} is left out, and kept: {reason}")
     if automatic and session.world.rank == 0:
-        with contextlib.suppress(OSError):  # where nothing can be written, nothing is replaced
+        with contextlib.suppress(OSError):  # nothing can be replaced there either
             for name, _ in damaged:
                 set_aside(place(name))
     return found
 
 
 def _look(folder: Place) -> tuple[list[str], _Problems, _Problems]:
-    """Complete checkpoints, newest first; and those that were never completed, and those that were
-    and are not any more."""
+    """List complete checkpoints, newest first; checkpoints that were never completed; and
+    checkpoints that are no longer complete."""
+    folder = named(folder)
     if is_checkpoint(folder):
         return [str(folder)], [], []
     listing = list_checkpoints(checkpoints_of(folder))
+    suspects = [each.folder for each in listing.rejected if is_checkpoint(each.folder)]
+    if suspects:  # read once more from the disk: only a file that is wrong twice is damaged
+        for suspect in suspects:
+            if isinstance(suspect, Path):
+                forget_cached(suspect / MANIFEST)
+        listing = list_checkpoints(checkpoints_of(folder))
     torn: _Problems = []
     damaged: _Problems = []
     for rejected in listing.rejected:

@@ -1,4 +1,4 @@
-"""One run on one rank: made ready, resumed, and brought to its end."""
+"""One run on one rank: prepared, resumed and trained to its end."""
 
 from __future__ import annotations
 
@@ -7,38 +7,55 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..checkpoint import CHECKPOINTS, storage_of
+from ..checkpoint.catalog import tidy
 from ..data.open_dataset import open_dataset
 from ..data.partition import fitting_size
 from ..kernel import events
 from ..kernel.batches import Groups
-from ..kernel.contract import Driver, Session
-from ..kernel.errors import OutOfMemory, ran_out
+from ..kernel.contract import Driver, Session, TakesOverStep
+from ..kernel.errors import OutOfMemory, SettingError, ran_out
 from ..kernel.loop import NextAction, TrainLoop
 from ..kernel.paths import Place, Url
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
+from .after_update import AfterUpdate
 from .announce import Announcer
+from .digests import Digester
+from .early_stopping import EarlyStopping
 from .evaluations import Evaluations
-from .late_ranks import hear_of_late_ranks
+from .given_back import GivenModel
+from .late_ranks import abort_ranks, ended_by, report_late_ranks
+from .loss_parts import LossParts, with_parts
+from .memory_account import MemoryAccount
+from .nonfinite import NonFiniteSearch
+from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy
 from .planned_steps import Planned
 from .policy import SettingsPolicy
+from .read_ahead import ReadAhead
 from .result import Result, RetryWithSmallerBatch
 from .resume import differences, find_checkpoint
 from .run_lock import RunLock
 from .run_state import RunState
+from .sanity import SanityCheck, skipped_without_memory
 from .saves import Saves, checkpoint_store, stored_metrics
 from .settings import Settings
 from .spikes import SkipGroups, Spikes
 from .start_checks import agree, on_rank_0, start_conditions
+from .start_notes import start_notes
+from .statistics import Statistics
+from .step_clock import DATA, OBSERVERS, StepClock
+from .time_accounting import TimeAccounting
 from .turn_losses import TurnLosses
 from .weight_averages import WeightAverages
 
@@ -46,7 +63,8 @@ __all__ = ["Run"]
 
 
 class Run:
-    """One call of `fit` on one rank. `aside()` makes a folder that lasts until `fit` returns."""
+    """One call of `fit` on one rank. `aside()` makes a temporary folder that exists until `fit`
+    returns."""
 
     def __init__(
         self,
@@ -64,25 +82,42 @@ class Run:
         world = session.world
         self.lock, self.out = lock, (out := None if lock is None else lock.folder)
         self.driver, self.session, self.settings, self.aside = driver, session, settings, aside
-        self.announce = announce = Announcer(observers, requests)
+        clock = StepClock()
+        clock.watch(session)
+        self.announce = announce = Announcer(observers, requests, clock)
+        stop = settings.stop
+        if stop.metric is not None:
+            more = EarlyStopping(stop.metric, stop.patience, stop.mode, stop.min_change)
+            more.report = lambda words: announce(events.Warned(words))
+            announce.observers = [*observers, more]
         optimizer = OptimizerRecord(
             recipe.optimizer or settings.optimizer.build,
             of_recipe=recipe.optimizer is not None,
             saved=out is not None,
         )
-        self.recipe = dataclasses.replace(recipe, optimizer=optimizer)
+        self.model = GivenModel(recipe.model)
         agree(session, start_conditions(driver, plan, recipe, settings))
         if lock is not None:
             on_rank_0(session, lambda: storage_of(lock.folder).check(lock.folder))
             lock.take(session, lambda note: announce(events.Warned(note)))
-        able = driver.capabilities(plan)
+        self.able = able = driver.capabilities(plan)
         if world.size > 1:
-            hear_of_late_ranks(session, driver.name, able, announce, self._steps_done)
+            report_late_ranks(session, driver.name, able, announce, self._steps_done)
         largest = -(-settings.global_batch // world.num_readers)
         self.micro_batch = plan.micro_batch or largest
         if able.static_shapes:
             self.micro_batch = fitting_size(largest, self.micro_batch)
-        self.memory = OutOfMemoryPolicy(settings, world, out, able.saves_memory, announce)
+        self.account = MemoryAccount(
+            driver, plan, session, settings, optimizer, self.micro_batch, out
+        )
+        self.recipe = dataclasses.replace(
+            with_parts(recipe),
+            optimizer=optimizer,
+            model=self.account.noting_model(self.model),
+        )
+        self.memory = OutOfMemoryPolicy(
+            *(settings, world, out, able.saves_memory, announce, self.account)
+        )
         open_data = partial(
             open_dataset,
             session=session,
@@ -91,26 +126,35 @@ class Run:
             fixed_size=able.static_shapes,
             workers=settings.data.workers,
         )
+        self.open_data, self.may_halve = open_data, not able.static_shapes
         source = open_data(
             recipe.train_data,
             seed=settings.seed,
             global_batch=settings.global_batch,
             micro_batch=self.micro_batch,
+            batch_warmup=settings.data.batch_warmup,
+            batch_warmup_from=settings.data.batch_warmup_from,
             num_epochs=None if settings.steps else math.ceil(settings.epochs),
             shuffle=settings.data.shuffle,
             by_length=settings.data.by_length,
             lengths=recipe.lengths,
             drop_last=settings.data.drop_last,
-            # what is fetched ahead must not draw from the generators that a checkpoint holds
+            # prefetching must not draw from the generators whose state checkpoints hold
             isolate_random=able.feeds_ahead or None,
         )
         planned = Planned(settings, source, recipe.schedule)
         engine = self.memory.prepare(session, self.recipe)
         session.seed(settings.seed + 1 + world.feeder_index)
+        parts = recipe.loss if isinstance(recipe.loss, LossParts) else None
+        if parts is not None and isinstance(engine, TakesOverStep):
+            announce(
+                events.Warned("the parts of the loss are not logged: this driver steps itself")
+            )
         turn_of = getattr(recipe.loss, "name_of_update", None)
         spikes = Spikes(settings.spikes, session, source.where, turn_of)
         size = settings.evaluate.micro_batch or self.micro_batch
         averages = WeightAverages(settings, engine, driver.name)
+        after_update = AfterUpdate(recipe, engine, driver.name)
         self.state = RunState(
             backend=driver.name,
             session=session,
@@ -121,16 +165,31 @@ class Run:
             evaluations=Evaluations(
                 *(session, engine, self.recipe, open_data, size, self.memory, announce),
                 with_weights=averages.evaluated,
+                max_batches=settings.evaluate.max_batches,
             ),
             spikes=spikes,
-            turn_losses=TurnLosses(turn_of, session),
+            nonfinite=(search := NonFiniteSearch(self.recipe, session, engine, settings, source)),
+            turn_losses=TurnLosses(turn_of, session, parts),
             averages=averages,
+            after_update=after_update,
+            observers=ObserverStates(announce.observers),
+            statistics=Statistics.of(settings, engine, session, driver.name),
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
-        self.policy = SettingsPolicy(self.state, engine.param_groups, saves, lock, announce)
+        times = TimeAccounting(clock, session, source, settings)
+        level = settings.digests
+        if able.static_shapes and level == "weights":
+            level = "samples"  # a device that compiles whole steps copies its weights to the host
+        digester = Digester(level, session, self._is_logged, source.where, observers)
+        self.policy = SettingsPolicy(
+            *(self.state, engine.param_groups, saves, lock, announce, times, self.account),
+            digester,
+        )
         data: Groups = SkipGroups(source, spikes.left_out) if settings.spikes.roll_back else source
+        data = search.watch(self.account.noting_batch(digester.watched(data, self._steps_done)))
         self.loop = TrainLoop(
-            self.recipe, session, engine, data, planned.total, self.policy, requests
+            *(self.recipe, session, engine, data, planned.total, self.policy, requests),
+            search.marking(self.account.marking(clock.mark)),
         )
         self.first_step = 0
 
@@ -140,19 +199,24 @@ class Run:
         return Saves(store, self.announce, self.settings.checkpoint.stop_on_error)
 
     def _steps_done(self) -> int:
-        """Asked by another thread, while the loop may not have been made yet."""
+        """Return the number of steps done. Another thread calls it, possibly before the loop
+        exists."""
         loop: TrainLoop | None = getattr(self, "loop", None)
         return loop.progress.step if loop is not None else 0
 
+    def _is_logged(self, step: int) -> bool:
+        return step % self.settings.log_every == 0 or step == self.loop.total_steps
+
     def resume(self, source: str | os.PathLike[str] | Url) -> None:
-        """Take the state of the newest complete checkpoint of `source`, or of that checkpoint."""
+        """Restore the newest complete checkpoint in `source`, or `source` itself if it is a
+        checkpoint."""
         left_out: list[str] = []
         path = find_checkpoint(
             self.session,
             source,
             self.out,
             verify=self.settings.checkpoint.verify,
-            tell=left_out.append,
+            report=left_out.append,
         )
         if path is None:
             for note in left_out:
@@ -160,14 +224,21 @@ class Run:
             return
         manifest, notes = self.policy.restore(self.loop, path)
         self.first_step, self.policy.resumed_from = self.loop.progress.step, path
+        if self.settings.steps is not None and self.first_step > self.settings.steps:
+            raise SettingError(
+                f"steps is {self.settings.steps}, and {path} is at step {self.first_step} already; "
+                "steps counts from the beginning: give more, or resume from an earlier checkpoint"
+            )
         metrics = stored_metrics(manifest.state, str(path))
         self.state.evaluations.restore(metrics, self.first_step)
         changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
         self.announce(events.Resumed(path, self.first_step, (*left_out, *changed, *notes)))
 
-    def go(self, finish: Callable[[nn.Module], Any] | None) -> Result | RetryWithSmallerBatch:
-        """To the end, or to where memory runs out."""
+    def execute(self, finish: Callable[[nn.Module], Any] | None) -> Result | RetryWithSmallerBatch:
+        """Train to the end, or until memory runs out."""
         source, loop, policy = self.state.source, self.loop, self.policy
+        self._tidy()
+        policy.clock.take()  # what came before is known to the observers by their own clocks
         self.announce(
             events.RunStarted(
                 backend=self.driver.name,
@@ -182,43 +253,102 @@ class Run:
                 flops_per_item=self.recipe.flops_per_item,
             )
         )
+        for note in start_notes(
+            self.settings, self.state.planned.total, source, self.state.optimizer
+        ):
+            self.announce(events.Warned(note))
         then = self._train()
         if isinstance(then, RetryWithSmallerBatch):
             return then
         step, steps = loop.progress.step, self.settings.steps
         if then is NextAction.FINISHED and steps and step < steps:
             self.announce(events.Warned(f"the data ended after {step} of {steps} steps"))
-        policy.finish(loop, preempted=then is NextAction.PREEMPTED)
+        policy.finish(loop, then is NextAction.PREEMPTED, self._all_failed)
         finished = None
         if finish is not None and then is not NextAction.PREEMPTED:
-            with loop.engine.full_params() as module:
+            with policy.clock.within(OBSERVERS), loop.engine.full_params() as module:
                 module.eval()
                 finished = finish(module)
+        self.model.give_back(loop.engine)
+        self.announce(policy.times.ended(step))
         self.announce(events.RunEnded(step, then.value, time.perf_counter() - self.started))
+        best = policy.best_checkpoint() if self.recipe.eval_data else None
         return Result(
             step,
             then.value,
-            policy.loss,
+            self.state.loss,
             self.state.evaluations.metrics,
             policy.checkpoint,
             finished,
             "" if policy.saves is None else policy.saves.error,
+            0 if policy.saves is None else policy.saves.num_saved,
+            None if best is None else best[0],
         )
 
-    def _train(self) -> NextAction | RetryWithSmallerBatch:
-        preempted = self.announce.requests.is_asked(events.Request.PREEMPT)
-        if any(self.session.exchange(preempted)):
-            # a signal came while all was built: no step, that may compile
-            return NextAction.PREEMPTED
+    def _tidy(self) -> None:
+        """Remove unfinished files of a killed run, except a checkpoint that this run resumed
+        from."""
+        resumed_from = self.policy.resumed_from
+        is_read = resumed_from is not None and resumed_from.name.startswith(".")
+        if self.out is not None and self.session.world.rank == 0 and not is_read:
+            tidy(self.out / CHECKPOINTS)
+
+    def _all_failed(self, error: Exception) -> bool:
+        why = ended_by(self.session.world.rank, error)
+        return abort_ranks(self.session, self.able, why, retry=True)
+
+    def _check_sanity(self) -> None:
+        """Make the sanity check unless it is disabled or no step is left."""
+        settings, loop = self.settings, self.loop
+        if not settings.evaluate.sanity_check or loop.progress.step >= loop.total_steps:
+            return
+        eager = torch.compiler.set_stance("force_eager") if settings.compile else nullcontext()
+        sanity = SanityCheck(
+            *(self.session, loop.engine, self.recipe, settings),
+            *(self.open_data, self.micro_batch, self.may_halve, loop.progress.step > 0),
+        )
+        with eager:
+            with skipped_without_memory(self.session.world.size):
+                sanity.check()
+            if sanity.needs_first:
+                self._check_first(sanity)
+
+    def _check_first(self, sanity: SanityCheck) -> None:
+        """Make the check that reads the first microbatch, which the loop then receives."""
+        loop, progress = self.loop, self.loop.progress
+        loop.data = ahead = ReadAhead(loop.data)
+        with self.policy.clock.within(DATA):
+            first = ahead.first(progress.position, loop.total_steps - progress.step)
         try:
-            return self.loop.run()
+            if first is not None:
+                sanity.check_first(first)
+        except BaseException:
+            ahead.close()
+            raise
+
+    def _train(self) -> NextAction | RetryWithSmallerBatch:
+        asked = self.announce.requests.is_asked
+        now = [asked(events.Request.PREEMPT), asked(events.Request.STOP)]
+        preempted, stopped = (any(ranks) for ranks in zip(*self.session.exchange(now), strict=True))
+        if preempted or stopped:
+            # a signal arrived during construction, or the run was stopped before: make no step,
+            # which may compile
+            return NextAction.PREEMPTED if preempted else NextAction.STOPPED
+        try:
+            self._check_sanity()
+            statistics = self.state.statistics
+            watching = nullcontext() if statistics is None else statistics.watching(self.loop)
+            with watching, self.policy.times.finder or nullcontext(), self.account:
+                return self.loop.run()
         except OutOfMemory as error:
+            self.account.save_snapshot(f"memory-rank-{self.session.world.rank}.json")
             raise OutOfMemory(f"{error}; {self.memory.advice()}") from error
         except Exception as error:
             if not ran_out(error):
                 raise
+            self.account.save_snapshot(f"memory-rank-{self.session.world.rank}.json")
             cause = str(error)
-        # here, where nothing holds what the failed step held
+        # here, since nothing holds the tensors of the failed step any more
         step, policy = self.loop.progress.step, self.policy
         size = self.memory.less(
             f"step {step + 1}", "micro_batch", self.micro_batch, cause, self.recipe.train_data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,17 @@ from ..kernel.batches import ENDLESS
 from ..kernel.contract import Session
 from ..kernel.loop import TrainLoop
 from ..kernel.paths import Place
+from .after_update import AfterUpdate
 from .evaluations import Evaluations
+from .nonfinite import NonFiniteSearch
+from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
 from .planned_steps import Planned
 from .saves import stored_metrics
 from .settings import Settings
 from .spikes import Spikes
 from .start_checks import json_types
+from .statistics import Statistics
 from .turn_losses import TurnLosses
 from .weight_averages import WeightAverages
 
@@ -37,15 +42,23 @@ class RunState:
     optimizer: OptimizerRecord
     evaluations: Evaluations
     spikes: Spikes
+    nonfinite: NonFiniteSearch
     turn_losses: TurnLosses
     averages: WeightAverages
+    after_update: AfterUpdate
+    observers: ObserverStates
+    statistics: Statistics | None
+    loss: float = math.nan
+    """The last loss that was logged."""
 
     def to_save(self, loop: TrainLoop) -> dict[str, Any]:
-        """The arguments of `CheckpointStore.save` for the present step. Raises `RecipeError` where
-        the optimizer's state cannot be saved."""
+        """Return the arguments of `CheckpointStore.save` for the present step. Raises `RecipeError`
+        if the optimizer's state cannot be saved."""
         self.optimizer.refuse_unsaved()
         self.averages.catch_up(loop)
-        link_frozen = self.settings.checkpoint.link_frozen
+        # weights that the optimizer does not train may change after an update
+        observers = self.observers.to_json()
+        link_frozen = self.settings.checkpoint.link_frozen and not self.after_update.changes
         return {
             "step": loop.progress.step,
             "engine": loop.engine,
@@ -56,8 +69,10 @@ class RunState:
                 "planned": self.planned.to_json(),
                 "metrics": self.evaluations.to_json(loop.progress.step),
                 "optimizer": self.optimizer.noted,
+                **({"loss": self.loss} if math.isfinite(self.loss) else {}),
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
-                **({"turns": self.turn_losses.to_json()} if self.turn_losses.turn_of else {}),
+                **({"observers": observers} if observers else {}),
+                **({"turns": self.turn_losses.to_json()} if self.turn_losses.keeps else {}),
             },
             "settings": json_types(self.settings),
             "driver": self.backend,
@@ -65,27 +80,31 @@ class RunState:
         }
 
     def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:
-        """Take over that checkpoint; the notes say what it could not give. Raises
-        `CheckpointError`, before a tensor is changed."""
+        """Restore a checkpoint. Return its manifest, and notes on the state that it lacks. Raises
+        `CheckpointError` before any tensor is changed."""
         reader = CheckpointReader(path)
         where = str(path)
         state = reader.manifest.loop_state(where)
-        stored_metrics(state, where)  # may raise, while nothing is changed
+        stored_metrics(state, where)  # may raise; nothing is changed yet
         keep = self.settings.resume.optimizer == "keep"
         reader, notes = self.optimizer.taken_from(reader, keep)
         reader = self.averages.taken_from(reader)
         notes += self._restore_data(loop, state, where)
         self.spikes.restore(state.get("spikes"), where)
         self.turn_losses.restore(state.get("turns"), where)
+        self.observers.restore(state.get("observers"), where)
         with own_random_state(reader, self.session, self.backend) as unknown:
             loop.restore(reader, state, where)
+        self.after_update.restored(loop)
+        loss = state.get("loss")
+        self.loss = loss if isinstance(loss, float) else math.nan
         notes += self.averages.restored(loop, reader)
         if unknown:
             if len(unknown) == len(self.session.rng_state()):
                 feeder, step = self.session.world.feeder_index, loop.progress.step
                 self.session.seed(self.settings.seed + 1 + feeder + step)
             names = ", ".join(unknown)
-            notes += (f"no random state for this rank in the checkpoint: seeded anew ({names})",)
+            notes += (f"no random state for this rank in the checkpoint: seeded again ({names})",)
         return reader.manifest, notes
 
     def _restore_data(

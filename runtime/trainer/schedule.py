@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -21,31 +21,60 @@ __all__ = ["SCHEDULES", "RecipeSchedule", "Schedule", "build_schedule", "cosine"
 Schedule = Callable[[int], float]
 
 
-def _constant(progress: float, final: float, decay: float) -> float:
+class _Options(NamedTuple):
+    """The parameters of a schedule's shape; see `build_schedule`."""
+
+    final: float
+    decay: float
+    power: float
+    cycles: int
+
+
+def _constant(progress: float, options: _Options) -> float:
     return 1.0
 
 
-def _linear(progress: float, final: float, decay: float) -> float:
-    return 1.0 - (1.0 - final) * progress
+def _linear(progress: float, options: _Options) -> float:
+    return 1.0 - (1.0 - options.final) * progress
+
+
+def _polynomial(progress: float, options: _Options) -> float:
+    return options.final + (1.0 - options.final) * math.pow(1.0 - progress, options.power)
+
+
+def _exponential(progress: float, options: _Options) -> float:
+    return math.pow(options.final, progress)
+
+
+def _with_restarts(progress: float, options: _Options) -> float:
+    # Loshchilov and Hutter, https://arxiv.org/abs/1608.03983
+    return (
+        options.final if progress >= 1.0 else cosine(options.cycles * progress % 1.0, options.final)
+    )
 
 
 def cosine(progress: float, final: float = 0.0, cycles: float = 0.5) -> float:
-    """From 1 to `final` in half a cycle; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983,
-    without restarts."""
+    """Decay from 1 to `final` in half a cycle; Loshchilov and Hutter,
+    https://arxiv.org/abs/1608.03983, without restarts."""
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * cycles * 2.0 * progress))
 
 
-def _warmup_stable_decay(progress: float, final: float, decay: float) -> float:
+def _warmup_stable_decay(progress: float, options: _Options) -> float:
     # Hu et al., https://arxiv.org/abs/2404.06395
+    final, decay = options.final, options.decay
     if progress <= 1.0 - decay:
         return 1.0
     return max(final, 1.0 - (1.0 - final) * (progress - (1.0 - decay)) / decay)
 
 
-_SHAPES: dict[str, Callable[[float, float, float], float]] = {
+_SHAPES: dict[str, Callable[[float, _Options], float]] = {
     "constant": _constant,
-    "cosine": lambda progress, final, decay: cosine(progress, final),
+    "cosine": lambda progress, options: cosine(progress, options.final),
+    "cosine_with_restarts": _with_restarts,
+    "exponential": _exponential,
     "linear": _linear,
+    "one_cycle": lambda progress, options: cosine(progress, options.final),
+    "polynomial": _polynomial,
     "warmup_stable_decay": _warmup_stable_decay,
 }
 
@@ -62,14 +91,18 @@ def build_schedule(
     warmup: float = 0.0,
     final: float = 0.0,
     decay: float = 0.2,
+    power: float = 1.0,
+    cycles: int = 1,
 ) -> Schedule:
-    """A schedule over `total_steps` updates; None: so many as there will be, which constant and
-    inverse_sqrt need not know.
+    """Build a schedule over `total_steps` updates. None: the number is unknown, which only constant
+    and inverse_sqrt allow.
 
     `warmup`: linear from near 0 to 1; a number of steps if at least 1, else a share of
-    `total_steps`. `final`: the factor at the end (linear, cosine, warmup_stable_decay). `decay`:
-    the share of the steps after warmup in which warmup_stable_decay decays. `inverse_sqrt` falls
-    with the square root of the step from the end of the warmup on (Vaswani et al.,
+    `total_steps`. `final`: the factor at the end, of all but constant and inverse_sqrt. `decay`:
+    the share of the steps after warmup in which warmup_stable_decay decays. `power`: of polynomial.
+    `cycles`: of cosine_with_restarts. `one_cycle` rises by half a cosine, from 1/25, over `warmup`,
+    and falls by half a cosine (Smith and Topin, https://arxiv.org/abs/1708.07120). `inverse_sqrt`
+    falls with the square root of the step from the end of the warmup on (Vaswani et al.,
     https://arxiv.org/abs/1706.03762). Raises `SettingError`.
     """
     if name not in SCHEDULES:
@@ -78,6 +111,13 @@ def build_schedule(
         raise SettingError(f"schedule.warmup is {warmup}; it must be 0 or more")
     if not 0.0 < decay <= 1.0:
         raise SettingError(f"schedule.decay is {decay}; it must be above 0 and at most 1")
+    if power <= 0 or cycles < 1:
+        raise SettingError(
+            f"schedule.power is {power} and schedule.cycles {cycles}; they must be above 0, and at "
+            "least 1"
+        )
+    if name == "exponential" and not final > 0:
+        raise SettingError("schedule.final is 0, which an exponential never reaches: set 0.01, say")
     if total_steps is None:
         if name not in _WITHOUT_END or 0 < warmup < 1:
             raise SettingError(
@@ -90,32 +130,50 @@ def build_schedule(
     rest = max(1, total_steps - warmup_steps)
     shape = _SHAPES.get(name)
     timescale = max(1, warmup_steps)
+    options = _Options(final, decay, power, cycles)
+    if name == "one_cycle" and warmup_steps:
+        return _one_cycle(warmup_steps, total_steps, final)
 
     def factor(applied: int) -> float:
         if applied < warmup_steps:
             return (applied + 1) / warmup_steps
         if shape is None:
             return math.sqrt(timescale / max(timescale, applied + 1))
-        return shape(min(1.0, (applied - warmup_steps) / rest), final, decay)
+        return shape(min(1.0, (applied - warmup_steps) / rest), options)
+
+    return factor
+
+
+def _one_cycle(warmup_steps: int, total_steps: int, final: float) -> Schedule:
+    """Count steps as `torch.optim.lr_scheduler.OneCycleLR` does: the last step of each phase is its
+    end.
+    """
+    top, last = warmup_steps - 1, max(total_steps - 1, warmup_steps)
+
+    def factor(applied: int) -> float:
+        if applied < top:
+            return cosine(1.0 - applied / top, 1 / 25)
+        return cosine(min(1.0, (applied - top) / (last - top)), final)
 
     return factor
 
 
 class RecipeSchedule:
-    """Learning rates as a recipe's `schedule` says: a function of the applied updates, or a
-    scheduler of torch's. That one steps an optimizer of its own, as often as updates were applied:
-    a resumed run needs none of its state."""
+    """Learning rates by a recipe's `schedule`: a function of the applied updates, or a torch
+    scheduler. A torch scheduler gets a stand-in optimizer and is stepped once for each applied
+    update, so a resumed run needs no scheduler state."""
 
     def __init__(self, schedule: Callable[[Any], Any], base: Sequence[float]) -> None:
         """`base`: the rate of each group. Raises `RecipeError`."""
         self._schedule, self._base = schedule, list(base)
+        self.num_groups = len(self._base)
         self._scheduler: LRScheduler | None = None
         self._done = 0
         if not self._is_a_function():
             self._begin()
 
     def rates(self, applied: int) -> list[float]:
-        """Those of the next update. Raises `RecipeError`."""
+        """Return the learning rates of the next update. Raises `RecipeError`."""
         if self._scheduler is None:
             factor = self._schedule(applied)
             if not _is_rate(factor):
@@ -124,7 +182,7 @@ class RecipeSchedule:
                     "learning rates, a number from 0 on"
                 )
             return [rate * float(factor) for rate in self._base]
-        if applied < self._done:  # back at an earlier checkpoint
+        if applied < self._done:  # the run was rolled back to an earlier checkpoint
             self._begin()
         while self._done < applied:
             self._scheduler.optimizer.step()
@@ -135,7 +193,7 @@ class RecipeSchedule:
     def _is_a_function(self) -> bool:
         try:
             return _is_rate(self._schedule(0))
-        except Exception:  # of one that wants an optimizer, whatever it does with a number
+        except Exception:  # whatever a function that wants an optimizer raises for a number
             return False
 
     def _begin(self) -> None:
@@ -158,11 +216,12 @@ class RecipeSchedule:
 
 
 class _Rates(torch.optim.Optimizer):
-    """What a scheduler of torch's is given: nothing but learning rates, so that one that would set
-    more refuses it."""
+    """A stand-in for an optimizer that torch's schedulers receive. It has learning rates alone, so
+    a scheduler that would set more raises an error.
+    """
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Counted by the scheduler."""
+        """Do nothing; the scheduler counts the calls."""
 
 
 def _is_rate(value: Any) -> bool:

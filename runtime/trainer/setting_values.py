@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
+from ..data.ranges import short
 from ..kernel.errors import SettingError
-from ..kernel.ranges import short
+from .former_names import present_names
 
 __all__ = ["check_types", "flatten", "override", "parse"]
 
@@ -34,11 +35,12 @@ def check_types(settings: Any, prefix: str = "") -> None:
 
 
 _hints: Callable[[Any], dict[str, Any]] = cache(typing.get_type_hints)
-"""Of a class, whose annotations are texts, each of which Python has to compile."""
+"""Cached type hints of a class: its annotations are strings, which Python would compile each time.
+"""
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """An int is a float, too, and a bool is no int."""
+    """True if the value fits the type. An int is a valid float; a bool is not a valid int."""
     origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, part) for part in parts)
@@ -52,7 +54,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return origin is bool
     try:
         return isinstance(value, (int, float) if origin is float else origin)
-    except TypeError:  # a type that nothing can be asked of
+    except TypeError:  # a type that cannot be checked
         return False
 
 
@@ -67,7 +69,7 @@ def _wrong_type(key: str, value: Any, hint: Any) -> SettingError:
 
 
 def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value, in order of declaration."""
+    """Return the value of each dotted key, in order of declaration."""
     flat: dict[str, Any] = {}
     for item in dataclasses.fields(settings):
         value = getattr(settings, item.name)
@@ -81,7 +83,7 @@ def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _table(value: Any) -> Any:
-    """A dataclass in a list as a table of what is not its default."""
+    """Convert a dataclass in a list to a table of its non-default values."""
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     defaults = vars(type(value)())
@@ -89,7 +91,7 @@ def _table(value: Any) -> Any:
 
 
 def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
-    """A copy with the dotted keys replaced; texts are parsed by the field's type.
+    """Return a copy with the dotted keys replaced. Strings are parsed by the field's type.
 
     A key below a dict field (`optimizer.args.momentum`) sets one entry. Raises `SettingError` with
     the key, the value seen, and the nearest known key or the expected type.
@@ -97,12 +99,15 @@ def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
     changes: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
     hints = _hints(type(settings))
-    for key, value in values.items():
+    for key, value in (values if prefix else present_names(values)).items():
         head, _, rest = key.partition(".")
         if head not in hints:
             known = list(flatten(settings))
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(known)}"
+            last = key.rpartition(".")[2]
+            near = [each for each in known if each.rpartition(".")[2] == last]
+            near = near or difflib.get_close_matches(key, known, n=1)
+            meant = " or ".join(prefix + each for each in near)
+            hint = f"did you mean {meant}?" if near else f"known: {', '.join(known)}"
             raise SettingError(f"unknown setting {prefix}{key!s}; {hint}")
         if rest:
             nested.setdefault(head, {})[rest] = value
@@ -124,7 +129,7 @@ def override(settings: T, values: Mapping[str, Any], prefix: str = "") -> T:
 
 
 def parse(key: str, value: Any, hint: Any) -> Any:
-    """`value` (a text, or already a value) as the type `hint`. Raises `SettingError`."""
+    """Convert `value` (a string, or already a value) to the type `hint`. Raises `SettingError`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
         if type(None) in options and value in (None, "none", "None", "null"):
@@ -176,7 +181,7 @@ def _as_float(value: float) -> float:
 
 
 def _literal(value: Any) -> Any:
-    """A JSON literal where the text is one (`True` and `1e-3` too), else the text."""
+    """Parse a JSON literal (`True` and `1e-3` too); return any other string unchanged."""
     if not isinstance(value, str):
         return value
     named: dict[str, Any] = {"True": True, "False": False, "None": None, "none": None}

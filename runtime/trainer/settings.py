@@ -1,23 +1,24 @@
-"""Settings: what a user may set, with defaults.
+"""The settings of a run, with defaults.
 
-Settings are nested frozen dataclasses. `override` takes dotted keys (`optimizer.lr`) and texts or
-values, and refuses unknown keys and values of a wrong type by name.
+Settings are nested frozen dataclasses. `override` takes dotted keys (`optimizer.lr`) with strings
+or values, and refuses unknown keys and values of a wrong type by name.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
-from ..kernel.errors import SettingError
+from ..data.batch_sizes import MOST_WARMUP_STEPS, BatchSizes
+from ..data.ranges import Choice, Range, check_ranges
 from ..kernel.plan import Plan, Precision
-from ..kernel.ranges import LARGEST, check_range, most_at_once, short
+from .former_names import accept_former_names
 from .optimizers import OptimizerGroup, OptimizerSettings
-from .schedule import build_schedule
-from .setting_values import check_types, flatten
+from .schedule import SCHEDULES, build_schedule
+from .setting_values import check_types
 
 __all__ = [
     "PRECISIONS",
@@ -31,6 +32,8 @@ __all__ = [
     "ScheduleSettings",
     "Settings",
     "SpikeSettings",
+    "StatsSettings",
+    "StopSettings",
 ]
 
 PRECISIONS = {
@@ -42,33 +45,47 @@ PRECISIONS = {
 """Mixed precision by name: weights and reductions stay float32."""
 
 LARGEST_SEED = 2**63 - 1
-"""torch takes twice that; ranks and steps are added to it."""
+"""Half the largest seed of torch, since ranks and steps are added to the seed."""
 LONGEST_SECONDS = 10**9
 """Communication libraries count nanoseconds in 63 bits, which is ten times as long."""
 
 
+Count = Annotated[int, Range(1)]
+Steps = Annotated[int, Range(1, unit="steps")]
+Samples = Annotated[int, Range(1, unit="samples")]
+Seconds = Annotated[float, Range(above=0, most=LONGEST_SECONDS, unit="seconds")]
+
+
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """See `build_schedule`."""
+    """How the learning rate changes; see `build_schedule`."""
 
-    name: str = "cosine"
-    warmup: float = 0.0
-    final: float = 0.1
-    decay: float = 0.2
+    name: Annotated[str, Choice(SCHEDULES)] = "cosine"
+    """The shape of the fall after the warmup."""
+    warmup: Annotated[float, Range(0, unit="steps, or a share of them below 1")] = 0.0
+    """Steps over which the rate rises at first; below 1, a share of all steps."""
+    final: Annotated[float, Range(0)] = 0.1
+    """The share of the rate that is left at the end. constant and inverse_sqrt ignore it."""
+    decay: Annotated[float, Range(above=0, most=1)] = 0.2
+    """The share of the steps after the warmup in which warmup_stable_decay falls."""
+    power: Annotated[float, Range(above=0)] = 1.0
+    """Exponent of polynomial."""
+    cycles: Count = 1
+    """Number of falls of cosine_with_restarts."""
 
 
 @dataclass(frozen=True)
 class AverageSettings:
-    """An exponential moving average of the weights, beside them: float32, cut as they are, saved
-    and resumed with them. As torch.optim.swa_utils makes it."""
+    """An exponential moving average of the weights, kept beside them: in float32, sharded as the
+    weights are, saved and resumed with them. The formula is that of torch.optim.swa_utils."""
 
-    decay: float | None = None
-    """The share of the average that stays when it is moved to the weights, such as 0.999.
-    None keeps no average."""
-    every: int = 1
-    """Updates between movings."""
-    start: int = 0
-    """Updates before the first, at which the average is the weights."""
+    decay: Annotated[float, Range(0, most=1)] | None = None
+    """The share of the average that stays at each move towards the weights, such as 0.999. None
+    keeps no average."""
+    every: Annotated[int, Range(1, unit="updates")] = 1
+    """Updates between two moves of the average."""
+    start: Annotated[int, Range(0, unit="updates")] = 0
+    """Updates before the first move, at which the average equals the weights."""
 
 
 @dataclass(frozen=True)
@@ -77,121 +94,214 @@ class DataSettings:
 
     shuffle: bool | None = None
     """None: shuffled where samples can be fetched by index; other data come in their own order."""
-    by_length: int | None = None
-    """Train samples of similar length together, to pad less: `Recipe.lengths` are sorted in
-    stretches of so many steps of the shuffled order (50 is usual). None keeps that order."""
+    by_length: Steps | None = None
+    """Train samples of similar length together, to pad less: the shuffled order is sorted by
+    `Recipe.lengths` in stretches of this many steps (50 is usual). None keeps the shuffled
+    order."""
     drop_last: bool = False
-    workers: int = 0
+    """Leave out the last samples of an epoch that do not fill a global batch."""
+    batch_warmup: Annotated[int, Range(1, most=MOST_WARMUP_STEPS, unit="steps")] | None = None
+    """Let the global batch grow to `global_batch` over this many steps, in multiples of
+    `batch_warmup_from`, each for nearly the same number of steps. The size depends only on the
+    samples before it, so a resumed run continues with the same sizes. None: every batch is
+    `global_batch`."""
+    batch_warmup_from: Samples | None = None
+    """Samples of the first update, over all ranks; the number divides `global_batch`."""
+    workers: Annotated[int, Range(0, of_machine=True, unit="processes of each rank")] = 0
     """Processes that fetch microbatches; 0 fetches in the training process."""
+    overfit: Samples | None = None
+    """Train and evaluate on this many samples, the first ones, alone: a sound model and recipe
+    learn them by heart. None: all data."""
 
 
 @dataclass(frozen=True)
 class EvaluateSettings:
-    """When to go through the evaluation data."""
+    """When and how to evaluate."""
 
-    every: int | None = None
+    every: Steps | None = None
     """Steps between evaluations; None only at the end."""
+    every_epochs: Annotated[float, Range(above=0, unit="epochs")] | None = None
+    """Evaluate after this share of an epoch, too, such as 0.25; for data that have a length."""
+    max_batches: Annotated[int, Range(1, unit="batches of each rank")] | None = None
+    """Measure at most this many batches of each data set, the first ones, on each rank. None:
+    all."""
     at_end: bool = True
-    micro_batch: int | None = None
+    """Evaluate after the last step, too."""
+    micro_batch: Samples | None = None
     """Samples in one forward; the training one by default."""
+    sanity_check: bool = True
+    """Evaluate a few samples of each data set before the first step, to find mistakes in `measure`
+    and `summarise`, and losses that are means instead of sums, at once."""
     weights: Literal["present", "average"] = "present"
-    """`average`: of the weights (see `average.decay`), once there is one."""
+    """`average`: evaluate the average of the weights (see `average.decay`), once it exists."""
 
 
+@accept_former_names("checkpoint", behind="background")
 @dataclass(frozen=True)
 class CheckpointSettings:
     """When to save, and what to keep."""
 
-    every: int | None = None
+    every: Steps | None = None
     """Steps between checkpoints; None only at the end."""
+    every_minutes: Annotated[float, Range(above=0, unit="minutes")] | None = None
+    """Save also when this many minutes have passed since the last save, by the clock of rank 0."""
     at_end: bool = True
-    keep_last: int = 2
-    keep_best: int = 1
-    """Keep this many with the best `best_metric` besides."""
+    """Save after the last step, too."""
+    keep_last: Annotated[int, Range(1, unit="checkpoints")] = 2
+    """Keep this many of the newest checkpoints; older ones are removed."""
+    keep_best: Annotated[int, Range(1, unit="checkpoints")] = 1
+    """Keep also this many checkpoints with the best `best_metric`."""
     best_metric: str = "loss"
+    """A metric of the first data set, or with the name of another: `held_out.loss`."""
     best_mode: Literal["min", "max"] = "min"
-    keep_every: int | None = None
+    """`min`: the least is the best; `max`: the largest."""
+    save_best: bool = False
+    """Save after an evaluation that is better than all before it, also between two saves. A
+    `best_metric` other than the loss turns this on, too."""
+    keep_every: Steps | None = None
     """Checkpoints of steps divisible by this are kept for ever."""
-    behind: bool = False
-    """Save while training goes on: it stands still for one copy into host memory, as large as what
-    a rank saves and used again by the next save. The checkpoint of the end is waited for."""
+    background: bool = False
+    """Save in the background: training waits only for a copy into host memory, which is as large as
+    the rank's share of the checkpoint and is reused by the next save. The run waits for its last
+    checkpoint."""
     link_frozen: bool = False
-    """Do not write weights that do not learn (`drivetrain.lora`) again in each checkpoint: they lie
-    in files of their own, and a save that finds them unchanged, by their checksum, links to the
-    file of an earlier checkpoint. Two checkpoints that follow each other share none, so the first
-    two are written. A tool that changes such a file in place changes several checkpoints."""
+    """Do not write frozen weights (`drivetrain.lora`) again in each checkpoint: they are in
+    separate files, and a save whose checksums show no change links to the files of an earlier
+    checkpoint. Two consecutive checkpoints share no file, so the first two are written. A tool that
+    changes such a file in place changes several checkpoints."""
     verify: bool = True
-    """Before resuming, read all that is resumed from and compare its checksums, each rank a part.
-    A checkpoint that is not as it was written is left out for the one before it, and kept."""
+    """Before resuming, read the whole checkpoint and compare its checksums, each rank a part. A
+    damaged checkpoint is skipped for the one before it, and kept."""
     stop_on_error: bool = False
-    """End the run when a checkpoint cannot be written, instead of going on with the last one."""
+    """End the run when a checkpoint cannot be written, instead of continuing with the last
+    checkpoint."""
 
 
 @dataclass(frozen=True)
 class ResumeSettings:
-    """What a resumed run takes from a checkpoint besides weights and progress."""
+    """Parts of a checkpoint that a resumed run restores besides weights and progress."""
 
     optimizer: Literal["keep", "fresh"] = "keep"
-    """`keep`: the optimizer's state; what another optimizer, or other options of it, had kept is
-    refused. `fresh`: it starts anew, in a run that begins with this setting or another optimizer;
-    from then on, when that run is resumed, it is kept."""
+    """`keep`: restore the optimizer's state; the state of another optimizer, or of one with other
+    options, is refused. `fresh`: the optimizer starts over in a run that begins with this setting
+    or another optimizer; when that run is resumed, its state is kept."""
 
 
 @dataclass(frozen=True)
 class SpikeSettings:
-    """Watching for steps whose loss is far above the usual one.
+    """Detection of steps whose loss is far above the usual loss.
 
-    They are looked for where the loss is logged, and before a checkpoint is saved, so that none is
-    saved after one. Going back, and leaving their data out, is what Chowdhery et al. did
+    Spikes are detected when the loss is logged, and before a checkpoint is saved, so that no
+    checkpoint is saved after a spike. Chowdhery et al. rolled back and left out the data of spikes
     (https://arxiv.org/abs/2204.02311, section 5.1).
     """
 
-    factor: float | None = None
-    """A loss above the median of the last `history` ones by this many typical deviations (1.4826
-    times the median absolute one, which is the standard deviation of a normal distribution) is a
-    spike; 6 is a good start. None does not watch. Of updates that take turns, each is compared with
-    those of its own turn."""
-    history: int = 100
-    """Steps; the first 20 of a run are not judged."""
+    factor: Annotated[float, Range(above=0)] | None = None
+    """A loss is a spike if it is above the median of the last `history` losses by this many typical
+    deviations (1.4826 times the median absolute deviation, which is the standard deviation of a
+    normal distribution); 6 is a good start. None does not watch for spikes. If updates take turns,
+    each is compared with the updates of its own turn."""
+    history: Annotated[int, Range(20, unit="steps")] = 100
+    """Steps whose losses are compared; the first 20 steps of a run are not judged."""
     roll_back: bool = False
-    """Go back to the newest checkpoint, and leave out the samples of these steps and those of the
-    step before, whose update may be the cause. Without it a spike is told, and training goes on."""
-    max_roll_backs: int = 3
-    """A spike after so many ends the run."""
+    """Roll back to the newest checkpoint, and leave out the samples of the spike's steps and of the
+    step before, whose update may be the cause. If false, a spike is reported and training
+    continues."""
+    max_roll_backs: Annotated[int, Range(0)] = 3
+    """A spike after this many roll-backs ends the run."""
+
+
+@dataclass(frozen=True)
+class StopSettings:
+    """When to end a run before its last step; see `EarlyStopping`."""
+
+    metric: str | None = None
+    """End the run when this metric of the evaluations no longer improves: `loss`, or a name such as
+    `held_out.loss`. None does not."""
+    patience: Annotated[int, Range(1, unit="evaluations")] = 3
+    """Evaluations in a row without a better value."""
+    mode: Literal["min", "max"] = "min"
+    """`min`: smaller is better; `max`: larger."""
+    min_change: Annotated[float, Range(0)] = 0.0
+    """A value counts as better if it is better by more than this."""
+
+
+@dataclass(frozen=True)
+class StatsSettings:
+    """Statistics by parameter and by module, at some logs; docs/guides/statistics.md."""
+
+    every: Annotated[int, Range(0, unit="logs")] = 0
+    """Logs between statistics of each parameter: the norms of gradient, weights and update, zeros,
+    and values that are not finite. 0: none. They go to the records and the report."""
+    activations: tuple[str, ...] = ()
+    """Names of modules, or patterns such as `blocks.*.mlp`, whose activations are measured, too:
+    mean, deviation, largest value, zeros, and values that are not finite."""
+    trackers: bool = False
+    """Send the statistics to trackers, too: several curves for each parameter."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """A whole run, apart from what to train (the recipe) and where (the backend)."""
 
-    steps: int | None = None
+    steps: Steps | None = None
     """Updates in all; by default `epochs` decides."""
-    epochs: float = 1.0
-    global_batch: int = 32
+    epochs: Annotated[float, Range(above=0, unit="epochs")] = 1.0
+    """Passes over the data, if `steps` is none."""
+    global_batch: Samples = 32
     """Samples in one update, over all ranks; independent of the world size."""
-    micro_batch: int | None = None
+    micro_batch: Samples | None = None
     """At most this many samples in one forward on one rank; accumulation follows from it."""
-    precision: str = "fp32"
-    max_grad_norm: float | None = 1.0
-    seed: int = 0
-    """From -2**63 to 2**63 - 1."""
+    precision: Annotated[str, Choice(tuple(PRECISIONS))] = "fp32"
+    """The precision of forward and backward; weights and sums over ranks stay float32."""
+    max_grad_norm: Annotated[float, Range(above=0)] | None = 1.0
+    """Limit of the norm of the whole gradient of an update; a longer gradient is scaled down to it.
+    None: no limit."""
+    max_grad_value: Annotated[float, Range(above=0)] | None = None
+    """Limit of each element of the gradient of an update: larger ones are set to it, or to minus
+    it. It is applied after `max_grad_norm`; set that to none to clip by value alone. The gradient
+    norm that is logged is the one before both. None: no limit."""
+    seed: Annotated[int, Range(-LARGEST_SEED - 1, most=LARGEST_SEED)] = 0
+    """Decides the initial weights, the order of samples, and dropout."""
     compile: bool = False
+    """Compile the model with `torch.compile`."""
     compile_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `torch.compile`: `backend`, `mode` and so on."""
     activation_checkpointing: tuple[str, ...] = ()
-    log_every: int = 10
-    max_nonfinite: int = 10
+    """Names of module classes whose activations are computed again in the backward instead of being
+    kept: less memory, more time."""
+    detect_anomaly: bool = False
+    """End the run at the first operation whose backward gives NaN, and show the line of its
+    forward (`torch.autograd.set_detect_anomaly`). Slow."""
+    find_nonfinite: bool = True
+    """After a step that is not finite, run its microbatches again and name the first tensor that is
+    not: module, operation, rank, microbatch and sample. It changes nothing of the run."""
+    find_synchronisations: bool = False
+    """Find the lines of the recipe at which the host waits for the device, such as `.item()`, and
+    name them at the end. Slow."""
+    account_memory: bool = True
+    """Count in the first step what takes memory, by part and by module. The counting changes no
+    number; later steps run without it."""
+    log_every: Steps = 10
+    """Steps between logs."""
+    digests: Literal["weights", "samples", "none"] = "weights"
+    """Digests that each log records, for `drivetrain replay` and `drivetrain compare`. `weights`:
+    of the samples of the step, of the random state and of each weight; `samples`: not of the
+    weights; `none`: no digests."""
+    max_nonfinite: Steps = 10
     """End the run when this many steps in a row could not be applied."""
     out_of_memory: Literal["halve", "stop"] = "halve"
-    """When a step does not fit into memory: halve `micro_batch` and go on, with the same global
-    batch and the same losses; with several ranks the next start does so. Or stop, with advice."""
-    timeout_seconds: float = 600.0
-    """A rank that others wait for in a call for longer ends the run, with its name and place."""
-    stall_seconds: float | None = 30.0
-    """A rank that others wait for so long ends the run if it is stopped, dead or cut off, or if all
-    wait for each other in different calls. One that lives, and is in code of yours (a debugger, a
-    server that is asked, a slow file system), is named, and waited for until `timeout_seconds`.
-    None: nobody is watched."""
+    """When a step runs out of memory: `halve` halves `micro_batch` and continues with the same
+    global batch and the same losses; with several ranks the next start does so. `stop` ends the run
+    with advice."""
+    timeout_seconds: Seconds = 600.0
+    """A rank that others wait for in a call for longer than this ends the run; the error names the
+    rank and where it is."""
+    stall_seconds: Seconds | None = 30.0
+    """A rank that others wait for this long ends the run if it is stopped, dead or unreachable, or
+    if all wait for each other in different calls. A live rank in your own code (a debugger, a
+    server request, a slow file system) is reported, and waited for until `timeout_seconds`. None:
+    ranks are not watched."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = ScheduleSettings()
     average: AverageSettings = AverageSettings()
@@ -200,61 +310,27 @@ class Settings:
     checkpoint: CheckpointSettings = CheckpointSettings()
     resume: ResumeSettings = ResumeSettings()
     spikes: SpikeSettings = SpikeSettings()
+    stop: StopSettings = StopSettings()
+    stats: StatsSettings = StatsSettings()
 
     def __post_init__(self) -> None:
-        """Raises `SettingError` for what is of another type, or out of range."""
+        """Raises `SettingError` for a value of another type, or out of range."""
         check_types(self)
-        at_least = {
-            "seed": -LARGEST_SEED - 1,
-            "steps": 1,
-            "global_batch": 1,
-            "micro_batch": 1,
-            "log_every": 1,
-            "max_nonfinite": 1,
-            "average.decay": 0,
-            "average.every": 1,
-            "average.start": 0,
-            "data.by_length": 1,
-            "data.workers": 0,
-            "evaluate.every": 1,
-            "evaluate.micro_batch": 1,
-            "checkpoint.every": 1,
-            "checkpoint.keep_last": 1,
-            "checkpoint.keep_best": 1,
-            "checkpoint.keep_every": 1,
-            "spikes.history": 20,
-            "spikes.max_roll_backs": 0,
-            "optimizer.lr": 0,
-            "optimizer.weight_decay": 0,
-            "schedule.warmup": 0,
-            "schedule.final": 0,
-        }
-        at_most = {
-            "seed": LARGEST_SEED,
-            "average.decay": 1,
-            "timeout_seconds": LONGEST_SECONDS,
-            "stall_seconds": LONGEST_SECONDS,
-            "data.workers": most_at_once(),
-        }
-        values = flatten(self)
-        for key, least in at_least.items():
-            check_range(key, values[key], least, at_most.get(key, LARGEST))
-        or_none = ("stall_seconds", "max_grad_norm", "spikes.factor")
-        for key in ("epochs", "timeout_seconds", *or_none):
-            if values[key] is not None and not values[key] > 0:  # nor is NaN
-                none = " or none" if key in or_none else ""
-                raise SettingError(f"{key} is {short(values[key])}; it must be above 0{none}")
-            check_range(key, values[key], 0, at_most.get(key, LARGEST))
-        if self.precision not in PRECISIONS:
-            names = ", ".join(PRECISIONS)
-            raise SettingError(f"precision is {short(self.precision)}; allowed: {names}")
+        check_ranges(self)
         build_schedule(total_steps=1, **dataclasses.asdict(self.schedule))
+        self.batch_sizes()
+
+    def batch_sizes(self) -> BatchSizes:
+        """The size of each global batch."""
+        data = self.data
+        return BatchSizes(self.global_batch, data.batch_warmup, data.batch_warmup_from)
 
     def plan(self, options: Any = None) -> Plan:
-        """The driver's part of the settings. `options`: its own arguments."""
+        """Return the driver's part of the settings. `options`: the driver's own arguments."""
         return Plan(
             precision=PRECISIONS[self.precision],
             max_grad_norm=self.max_grad_norm,
+            max_grad_value=self.max_grad_value,
             compile=self.compile,
             compile_options=self.compile_options,
             activation_checkpointing=self.activation_checkpointing,

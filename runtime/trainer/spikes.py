@@ -1,8 +1,8 @@
-"""Finds losses far above the usual, later than they come, so that nothing waits for the device;
-announces or undoes them.
+"""Detects loss spikes some steps after they occur, so that no step waits for the device, and
+reports or undoes them.
 
-Each step's loss stays on the device until the next log or save, which waits for it anyhow; there
-they are reduced over ranks together, so every rank finds the same spikes.
+Each step's loss stays on the device until the next log or save, which waits for the device anyhow.
+There the losses are reduced over ranks together, so every rank finds the same spikes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .settings import SpikeSettings
 __all__ = ["SkipGroups", "Spikes"]
 
 _JUDGED_FROM = 20
-"""Steps before spikes are judged: fewer do not show the usual loss."""
+"""Number of steps before spikes are judged: fewer steps do not show the usual loss."""
 _ALL = "all"
-"""The name of every turn where updates are alike."""
+"""The name of the only turn if updates do not take turns."""
 
 
 class _Step(NamedTuple):
@@ -38,10 +38,11 @@ class _Step(NamedTuple):
 
 
 class Spikes:
-    """Watches for spikes on one rank. Every method is called by all ranks in the same order.
+    """Watches for spikes on one rank. All ranks call every method in the same order.
 
-    `where(position, num_samples)`: describes the samples of a group. `turn_of(number)`: the name of
-    the turn of that update, whose losses are compared with each other; by default all are.
+    `where(position, num_samples)` describes the samples of a group. `turn_of(number)` returns the
+    name of an update's turn: losses are compared with losses of the same turn only; by default all
+    are compared.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Spikes:
         self.settings, self.session, self.where = settings, session, where
         self.turn_of = turn_of or (lambda _: _ALL)
         self.left_out: set[tuple[int, int]] = set()
-        """Epoch and first sample of each group that is not to be trained on again."""
+        """Epoch and first sample of each group that must not be trained on again."""
         self.roll_backs = 0
         self.watches = settings.factor is not None
         self._history: dict[str, list[float]] = {}
@@ -63,12 +64,12 @@ class Spikes:
         self._before: _Step | None = None
 
     def add(self, number: int, group: Group, loss: Tensor) -> None:
-        """One more step; waits for nothing."""
+        """Add one more step, without waiting for the device."""
         self._steps.append(_Step(number, group.position, group.num_samples))
         self._losses.append(loss)
 
     def find(self) -> list[LossSpiked]:
-        """The spikes among the steps added since the last call. Waits for the device."""
+        """Return the spikes among the steps added since the last call. Waits for the device."""
         if not self._steps:
             return []
         sums = self.session.reduce(torch.stack(self._losses).float())
@@ -96,20 +97,20 @@ class Spikes:
         return LossSpiked(step.number, loss, usual, samples)
 
     def _limit(self, history: list[float]) -> tuple[float, float]:
-        """The usual loss, and the one from which on it is a spike."""
+        """Return the usual loss, and the limit above which a loss is a spike."""
         assert self.settings.factor is not None
         if len(history) < _JUDGED_FROM:
             return math.nan, math.inf
         losses = torch.tensor(history, dtype=torch.float64)
         usual = float(losses.median())
         deviation = 1.4826 * float((losses - usual).abs().median())
-        # losses that hardly differ would make a spike of each rounding
+        # if losses hardly differ, rounding errors would count as spikes
         return usual, usual + self.settings.factor * max(deviation, 1e-3 * abs(usual))
 
     # --- saving and resuming --------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """The state, as `restore` takes it."""
+        """Return the state for `restore`."""
         return {
             "history": self._history,
             "left_out": sorted(self.left_out),
@@ -117,7 +118,7 @@ class Spikes:
         }
 
     def restore(self, value: Any, where: str = "the checkpoint") -> None:
-        """Take over what `to_json` returned; what is left out stays so. Raises
+        """Restore the result of `to_json`; groups that are left out stay left out. Raises
         `CheckpointDamaged`, naming `where`.
         """
         self._history, self._steps, self._losses, self._before = {}, [], [], None
@@ -125,7 +126,7 @@ class Spikes:
             return
         try:
             history = value["history"]
-            if isinstance(history, list):  # before turns were told apart
+            if isinstance(history, list):  # from before turns were distinguished
                 history = {_ALL: history}
             self._history = {name: [float(x) for x in kept] for name, kept in history.items()}
             self.left_out |= {(int(epoch), int(first)) for epoch, first in value["left_out"]}
@@ -134,7 +135,7 @@ class Spikes:
             raise CheckpointDamaged(f"{where}: its spikes are malformed: {error!r}") from error
 
     def diverged(self, checkpoint: Place) -> TrainingDiverged:
-        """The error of a run that may not roll back once more."""
+        """Return the error of a run that has no roll-backs left."""
         return TrainingDiverged(
             f"the loss spiked again after {self.roll_backs} roll-backs (spikes.max_roll_backs); "
             f"the last checkpoint is {checkpoint}, from before the spike. Lower optimizer.lr, "
@@ -143,7 +144,7 @@ class Spikes:
 
 
 class SkipGroups:
-    """`Groups` without some of them."""
+    """`Groups` without the groups that spikes have left out."""
 
     def __init__(self, groups: Groups, left_out: set[tuple[int, int]]) -> None:
         self.whole, self.left_out = groups, left_out
@@ -158,5 +159,5 @@ class SkipGroups:
         wanted = (group.position.epoch, group.position.samples) not in self.left_out
         if not wanted:
             for _ in group.microbatches:
-                pass  # each is fetched when it is asked for, and the next group waits for it
+                pass  # each is fetched when requested, and the next group waits for it
         return wanted

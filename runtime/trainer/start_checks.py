@@ -1,4 +1,4 @@
-"""Starting together: all ranks run the same code on the same data, as the same settings say."""
+"""Checks at the start: all ranks run the same code on the same data with the same settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def json_types(settings: Settings) -> dict[str, Any]:
-    """Settings by dotted key, as JSON holds them."""
+    """Return the settings by dotted key, as JSON types."""
     flat = flatten(settings)
     return {key: list(v) if isinstance(v, tuple) else v for key, v in flat.items()}
 
@@ -37,7 +37,8 @@ def json_types(settings: Settings) -> dict[str, Any]:
 def start_conditions(
     driver: Driver, plan: Plan, recipe: Recipe, settings: Settings
 ) -> dict[str, Any]:
-    """All that must be equal on all ranks: versions, driver, its options, settings, recipe."""
+    """Return everything that must be equal on all ranks: versions, driver and its options,
+    settings, recipe."""
     options = driver.options_type() if plan.options is None else plan.options
     return {
         "version of python": platform.python_version().rpartition(".")[0],
@@ -52,8 +53,8 @@ def start_conditions(
 
 
 def on_rank_0(session: Session, act: Callable[[], T]) -> T:
-    """Call `act` on rank 0; returns its result (JSON types) on all ranks. An error is raised on
-    all ranks: a rank that left alone would leave the others waiting."""
+    """Call `act` on rank 0, and return its result (JSON types) on all ranks. An error is raised on
+    all ranks: if one rank left alone, the others would keep waiting."""
     cause: Exception | None = None
     answer: dict[str, Any] = {}
     if session.world.rank == 0:
@@ -71,8 +72,8 @@ def on_rank_0(session: Session, act: Callable[[], T]) -> T:
 
 
 def agree(session: Session, conditions: Mapping[str, Any]) -> None:
-    """Raises `CollectiveFailed`, with both values of what differs, unless all ranks pass the same.
-    Called once, before the model is built.
+    """Raises `CollectiveFailed`, with both values of each difference, unless all ranks pass the
+    same conditions. Called once, before the model is built.
     """
     mine, own = {key: str(value) for key, value in conditions.items()}, session.world.rank
     for other, theirs in enumerate(session.exchange(mine)):
@@ -97,7 +98,8 @@ def _own_version() -> str:
 
 
 def _recipe(recipe: Recipe) -> dict[str, str]:
-    """Each part of a recipe as its name and, for functions, a fingerprint of what they do."""
+    """Describe each part of a recipe by its name and, for functions, a fingerprint of their
+    code."""
     parts = {item.name: getattr(recipe, item.name) for item in fields(recipe)}
     found = {f"recipe.{name}": _named(part) for name, part in parts.items() if callable(part)}
     sets = {"train_data": recipe.train_data}
@@ -124,8 +126,8 @@ def _named(part: Any) -> str:
 
 
 def _words(code: CodeType) -> Iterator[str]:
-    """The words of a function's code, without its file's place and the order of a set in this
-    process."""
+    """Yield the parts of a function's code that are equal in all processes: no file path, and sets
+    in a fixed order."""
     yield code.co_code.hex()
     yield " ".join(code.co_names)
     for constant in code.co_consts:

@@ -1,4 +1,5 @@
-"""The losses since the last log, apart by whose turn each update was."""
+"""The losses since the last log: of each turn, if updates take turns, and of each part of the
+loss."""
 
 from __future__ import annotations
 
@@ -11,33 +12,43 @@ from torch import Tensor
 from ..kernel.contract import Session
 from ..kernel.errors import CheckpointDamaged
 from ..kernel.progress import losses_from_json, losses_to_json
+from .loss_parts import LossParts
 
 __all__ = ["TurnLosses"]
 
 
 class TurnLosses:
-    """Adds up the losses of one rank, which stay on the device until they are asked for. Every
-    method is called by all ranks in the same order.
+    """Adds up the losses of one rank, which stay on the device until they are read. All ranks call
+    every method in the same order.
 
-    `turn_of(number)`: the name of the turn of that update; None where all updates are alike, and
-    nothing is kept.
+    `turn_of(number)` returns the name of an update's turn; None if updates do not take turns.
+    `parts`: the parts of the loss, if it has any. Without either nothing is kept.
     """
 
-    def __init__(self, turn_of: Callable[[int], str] | None, session: Session) -> None:
-        self.turn_of, self.session = turn_of, session
+    def __init__(
+        self,
+        turn_of: Callable[[int], str] | None,
+        session: Session,
+        parts: LossParts | None = None,
+    ) -> None:
+        self.turn_of, self.parts, self.session = turn_of, parts, session
+        self.keeps = turn_of is not None or parts is not None
         self._losses: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
 
     def add(self, number: int, loss: Tensor) -> None:
-        """One more step; waits for nothing."""
-        if self.turn_of is None:
+        """Add one more step, without waiting for the device."""
+        if not self.keeps:
             return
-        name = self.turn_of(number)
-        self._losses[name] = self._losses.get(name, 0.0) + loss
-        self._steps[name] = self._steps.get(name, 0) + 1
+        found = {} if self.turn_of is None else {self.turn_of(number): loss}
+        found |= {} if self.parts is None else self.parts.take()
+        for name, value in found.items():
+            self._losses[name] = self._losses.get(name, 0.0) + value
+            self._steps[name] = self._steps.get(name, 0) + 1
 
     def means(self) -> dict[str, float]:
-        """The mean loss of each turn that there was, over steps and ranks. Waits for the device."""
+        """Return the mean of each turn and part since the last log, over steps and ranks. Waits for
+        the device."""
         if not self._losses:
             return {}
         device = self.session.world.device
@@ -46,23 +57,23 @@ class TurnLosses:
         return {name: sums[i] / self._steps[name] for i, name in enumerate(self._losses)}
 
     def start_window(self) -> None:
-        """From here on are the steps of the next log."""
+        """Start the window of the next log."""
         self._losses, self._steps = {}, {}
 
     # --- saving and resuming --------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """So that the first log after a resume covers the steps before it, too."""
+        """Return the sums, so that the first log after a resume covers the steps before it, too."""
         return {
             name: {"steps": self._steps[name], "losses": losses_to_json(loss, self.session)}
             for name, loss in self._losses.items()
         }
 
     def restore(self, value: Mapping[str, Any] | None, where: str = "the checkpoint") -> None:
-        """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
+        """Restore the result of `to_json`, at any world size. Raises `CheckpointDamaged`, naming
         `where`, for anything else."""
         self.start_window()
-        if not value or self.turn_of is None:
+        if not value or not self.keeps:
             return
         try:
             for name, kept in value.items():

@@ -1,4 +1,5 @@
-"""Several models in one training, whose updates take turns: each trains some, by its own loss."""
+"""Several models in one run whose updates take turns: each update trains some of the models, by its
+own loss."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ Loss = Callable[["Models", Batch], Tensor]
 
 
 class Models(nn.Module):
-    """Models by name, as one module: placed, saved and averaged together.
+    """Models by name, as one module: moved to devices, saved and averaged together.
 
-    `module(function, *arguments)` is `function(models, *arguments)` within one forward, where
-    `models["name"]` may be called as often as is liked, whatever a driver has wrapped around all.
-    One of which nothing is trained, such as a teacher, stays in evaluation mode.
+    `module(function, *arguments)` is `function(models, *arguments)` within one forward, in which
+    `models["name"]` may be called any number of times, whatever wrapper a driver uses. A model
+    without trainable parameters, such as a teacher, stays in evaluation mode.
     """  # no ModuleDict, which torch 2.8 does not shard
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -37,7 +38,7 @@ class Models(nn.Module):
         return self.get_submodule(name)
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """Iterate over the names."""
         return iter(self._modules)
 
     def forward(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -50,8 +51,9 @@ class Models(nn.Module):
         return function(self, *arguments, **named)
 
     def train(self, mode: bool = True) -> Models:
-        """As that of any module, but for the models of which nothing is trained. In evaluation
-        none is held."""
+        """Set the mode. Models without trainable parameters stay in evaluation mode. In evaluation
+        mode no model is held constant.
+        """
         super().train(mode)
         if not mode and self._learning is not None:
             self.hold_all_but(self)
@@ -60,8 +62,8 @@ class Models(nn.Module):
         return self
 
     def hold_all_but(self, names: Iterable[str]) -> None:
-        """From here on only the models of these names learn; the others are constants, through
-        which gradients flow."""
+        """Train only the models of these names from now on; the others are constants, through which
+        gradients flow."""
         if self._learning is None:
             self._learning = frozenset(n for n, p in self.named_parameters() if p.requires_grad)
         chosen = {id(p) for name in names for p in self[name].parameters()}
@@ -71,20 +73,21 @@ class Models(nn.Module):
 
 
 class Turns:
-    """A `Recipe.loss` for `Models`: each update trains some of them, by the loss that is theirs.
+    """A `Recipe.loss` for `Models`: each update trains some of them, by their own loss.
 
     ::
 
         losses = {"critic": critic_loss, "generator": generator_loss}
         Recipe(..., loss=Turns(losses, order=["critic"] * 5 + ["generator"]))
 
-    Update 1 takes the first of `order` (by default each once, as they stand), and so on, from the
-    beginning again; where a run is resumed the update's number tells whose turn it is. A loss is
-    `loss(models, batch)`, the SUM over the items of the batch, a scalar; several models learn by
-    one where the key is a tuple of names. Whoever's turn it is not is left bit for bit as it is,
-    its state in the optimizer included, and is a constant in the loss.
+    Update 1 takes the first of `order` (by default each loss once, in order), and so on,
+    cyclically; in a resumed run the number of the update selects the turn. A loss is `loss(models,
+    batch)`, the SUM over the items of the batch, a scalar; a tuple of names as the key trains
+    several models by one loss. Models that do not take the turn are left bitwise unchanged, with
+    their optimizer state, and are constants in the loss.
 
-    In an evaluation all losses are added up; as `Recipe.measure`, `measure` tells each by name.
+    In an evaluation all losses are added up; `measure`, used as `Recipe.measure`, reports each by
+    name.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Turns:
             )
 
     def of_update(self, number: int) -> Callable[[nn.Module, Batch], Tensor]:
-        """The loss of the update of that number, from 1."""
+        """Return the loss of an update by its number, from 1."""
         turn = self._turn(number)
         loss = self.losses[turn]
 
@@ -112,17 +115,19 @@ class Turns:
         return of_turn
 
     def name_of_update(self, number: int) -> str:
-        """Whose turn the update of that number is, from 1: what a log calls its loss."""
+        """Return the name of the turn of the update `number`, counted from 1. A log uses it for the
+        loss.
+        """
         return "+".join(_names(self._turn(number)))
 
     def measure(self, module: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The loss of each, and `loss`, all together."""
+        """Return the loss of each turn, and their sum as `loss`."""
         self._models(module)  # raises
         found = {"+".join(_names(turn)): module(loss, batch) for turn, loss in self.losses.items()}
         return {**found, "loss": torch.stack([*found.values()]).sum()}
 
     def __call__(self, module: nn.Module, batch: Batch) -> Tensor:
-        """All losses together."""
+        """Return the sum of all losses."""
         return self.measure(module, batch)["loss"]
 
     def _turn(self, number: int) -> Names:

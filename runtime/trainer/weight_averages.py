@@ -1,13 +1,13 @@
-"""When the averages of a run's weights are moved, and how far."""
+"""When the averages of a run's weights are updated, and how far they move."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from ..checkpoint import CheckpointReader
 from ..checkpoint.averages import WithoutAverages, has_averages
-from ..kernel.contract import Engine
+from ..kernel.contract import AveragesWeights, Engine
 from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.loop import TrainLoop
 from .settings import Settings
@@ -15,22 +15,8 @@ from .settings import Settings
 __all__ = ["AveragesWeights", "WeightAverages", "refuse_no_average"]
 
 
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """An engine that can keep averages of the weights it trains; it need not. They are in float32
-    at least, and pieces of the optimizer, `<fqn>/average`, that `restore` takes or else forgets."""
-
-    def average(self, weight: float) -> None:
-        """Move all by `weight` of the way to the weights; one that is new begins as its weight."""
-        ...
-
-    def averaged(self) -> AbstractContextManager[Any]:
-        """While it is open the module's weights are their averages, where there are some."""
-        ...
-
-
 def refuse_no_average(settings: Settings) -> None:
-    """Raises `SettingError` where averages are to be evaluated, and none are kept."""
+    """Raises `SettingError` if averages shall be evaluated but none are kept."""
     if settings.evaluate.weights == "average" and settings.average.decay is None:
         raise SettingError(
             "evaluate.weights is 'average', and average.decay is none, so that there is none; set "
@@ -39,7 +25,7 @@ def refuse_no_average(settings: Settings) -> None:
 
 
 class WeightAverages:
-    """An engine's averages, or none, as the settings say. Every method is called by all ranks."""
+    """The averages of an engine, or none, by the settings. All ranks call every method."""
 
     def __init__(self, settings: Settings, engine: Engine, driver: str) -> None:
         self.settings, self._done = settings, 0
@@ -55,8 +41,8 @@ class WeightAverages:
             self._engine = engine
 
     def catch_up(self, loop: TrainLoop) -> None:
-        """Move them after an update, at the latest before the next, when it is known whether it
-        was applied: what was not applied does not move them."""
+        """Move the averages after an update, at the latest before the next update, once it is known
+        whether the update was applied. An update that was not applied does not move them."""
         if self._engine is None:
             return
         loop.resolve_pending_outcome()
@@ -69,20 +55,20 @@ class WeightAverages:
             self._engine.average(1.0 - average.decay)
 
     def evaluated(self) -> AbstractContextManager[Any]:
-        """Around an evaluation."""
+        """Evaluate the block with the averages, if the settings ask for them."""
         if self._engine is None or self.settings.evaluate.weights != "average":
             return nullcontext()
         return self._engine.averaged()
 
     def taken_from(self, reader: CheckpointReader) -> CheckpointReader:
-        """Returns the reader of a checkpoint, without averages in a run that keeps none."""
+        """Return the reader of a checkpoint, without averages if the run keeps none."""
         if self._engine is None and has_averages(reader):
             return WithoutAverages(reader.folder)
         return reader
 
     def restored(self, loop: TrainLoop, reader: CheckpointReader) -> tuple[str, ...]:
-        """The loop stands where that checkpoint was written; the note says what it could not give,
-        or what of it is not taken."""
+        """Note that the loop resumed from a checkpoint. Return notes on averages that the
+        checkpoint lacks, or that the run does not load."""
         self._done = loop.progress.applied
         if isinstance(reader, WithoutAverages):
             return ("the checkpoint's averages of weights are left out (average.decay is none)",)

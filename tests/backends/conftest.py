@@ -8,5 +8,5 @@ from environments import build_all
 
 @pytest.fixture(scope="session")
 def environment_of_all() -> None:
-    """The interpreter that `python_of_all` names exists."""
+    """Make sure that the interpreter of `python_of_all` exists."""
     build_all()

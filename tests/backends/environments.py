@@ -1,7 +1,7 @@
-"""The second environment of the tests: torch 2.8 with all drivers but `xpu` in one.
+"""The second environment of the tests: torch 2.8, with all drivers but `xpu`.
 
-torch_xla and intel-extension-for-pytorch hold torch at 2.8, where the tests themselves run on the
-newest. uv builds it beside the first one, from the same pins.
+torch_xla and intel-extension-for-pytorch need torch 2.8, and the tests themselves run on the newest
+torch. uv builds this environment beside the first one, from the same pins.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FOLDER = ROOT / ".venv-all"
 EXTRAS = ("xla", "ipex", "deepspeed", "test")
 LEFT_OUT = ("not-xla", "not-ipex")
 TOO_NEW = ("torchao",)
-"""What cannot be imported with torch 2.8, and every test there does without."""
+"""Packages that cannot be imported with torch 2.8. The tests that run there do without them."""
 OPTIONS_OF_ALL = [
     *(f"--extra={name}" for name in EXTRAS),
     *(f"--no-group={name}" for name in LEFT_OUT),
     *(f"--no-install-package={name}" for name in TOO_NEW),
 ]
-"""What uv is told to make it."""
+"""Options with which uv makes the environment."""
 
 WORLDS = (
     "cpu",
@@ -41,17 +41,17 @@ WORLDS = (
     "xla,devices=2",
     "ipex",
 )
-"""What runs in it, as `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+"""Worlds that run in the environment, as `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
 
 
 def python_of_all() -> str:
-    """Its interpreter, whether or not the environment has been made yet."""
+    """Return the environment's interpreter, whether or not it has been made yet."""
     return str(FOLDER / "bin" / "python")
 
 
 @functools.cache
 def build_all() -> None:
-    """Make or complete it; processes that ask at once wait for the first."""
+    """Make or complete the environment; processes that ask at once wait for the first."""
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
         raise RuntimeError("the tests of xla and ipex need uv to build their environment")

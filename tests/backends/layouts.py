@@ -1,4 +1,4 @@
-"""The layouts of which each resumes each: all drivers, and every way to cut a model.
+"""Layouts that must resume each other: all drivers, and every way to partition a model.
 
     python tests/backends/layouts.py FOLDER
 
@@ -36,11 +36,13 @@ LAYOUTS = (
     "mesh:2,pipeline=2",
     "mesh:4,pipeline=2,tensor=2",
 )
-"""`NAME[:PROCESSES][,OPTION=VALUE ...]`; a mesh shards over what its options leave."""
+"""Layouts as `NAME[:PROCESSES][,OPTION=VALUE ...]`. A mesh shards over the ranks that its options
+leave.
+"""
 
 
 def of_layout(text: str) -> Subject:
-    """On the newest torch that it runs on."""
+    """Return the subject of a layout, on the newest torch that it runs on."""
     if text not in ("xla", "ipex"):
         return parse_subject(text)
     build_all()

@@ -1,7 +1,7 @@
-"""What meshes are tried on: a small decoder that has all that is awkward to cut, and its training.
+"""A small decoder with everything that is awkward to partition, and its training on meshes.
 
-Queries, keys and values are one layer, the embedding and the head are one matrix, the vocabulary
-(13) and the samples of a batch (7, 5) divide by nothing, and some targets do not count.
+Queries, keys and values are one layer. The embedding and the head are one matrix. The sizes of the
+vocabulary (13) and of batches (7, 5) are prime. Some targets do not count.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """By a tensor that is none of its weights."""
+    """A linear layer whose output is scaled by a tensor that is not one of its parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * torch.ones(self.out_features)
@@ -88,7 +88,7 @@ def scaled(decoder: nn.Module) -> nn.Module:
 
 
 def adapted(decoder: nn.Module) -> nn.Module:
-    """By changes that do something from the beginning on, so that faults would be seen."""
+    """Add adapters that have an effect from the first step on, so that faults show."""
     changed = lora(decoder, "qkv|out|up|down", rank=3)
     for name, weight in changed.named_parameters():
         if name.endswith("lora_b"):
@@ -115,7 +115,7 @@ CHANGES = {
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions (https://arxiv.org/abs/2104.09864)."""
+    """Apply rotary positions (https://arxiv.org/abs/2104.09864)."""
     left, right = x.chunk(2, -1)
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat([left * cosine - right * sine, left * sine + right * cosine], -1)
@@ -173,9 +173,11 @@ def own_step_of(
 
 
 def of_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """By classes in the second dimension, and by rows, as models have it; of a part in training."""
+    """Return the sum of two cross entropies: one with the classes in the second dimension, one by
+    rows. In training the logits are partitioned.
+    """
     logits = module(batch["tokens"], batch.get("positions"))
-    if module.training:
+    if module.training and isinstance(module.get_parameter("head.weight"), DTensor):
         assert logits.to_local().shape[-1] < logits.shape[-1] == VOCABULARY
     first = nn.CrossEntropyLoss(reduction="sum")(logits.transpose(1, 2), batch["targets"])
     targets = batch["targets"].flatten()
@@ -186,11 +188,13 @@ def of_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 DRAWN: dict[str, list[tuple[int, float]]] = {"loss": [], "block": []}
-"""By the words of the microbatch, while this process trains."""
+"""Random draws of this process in training, each with the sum of its microbatch's tokens."""
 
 
 def noisy(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """As of a diffusion: what the model is given depends on a draw, and the loss on the same."""
+    """Return a loss like a diffusion model's: the model's input and the loss depend on the same
+    random draw.
+    """
     drawn = torch.rand(())
     if module.training:
         DRAWN["loss"].append((int(batch["tokens"].sum()), float(drawn)))
@@ -255,7 +259,7 @@ def train(
     fault: str = "",
     **changes: Any,
 ) -> dict[str, Any]:
-    """A job: the curve, what an evaluation says, and the weights at the end."""
+    """A job: train; return the curve, the results of an evaluation, and the final weights."""
     if fault == "a normalisation left out":
         normalisation_left_out()
     elif fault:
@@ -272,7 +276,9 @@ def train(
 
 
 def draws(bench: Bench, **arguments: Any) -> dict[str, list[tuple[int, float]]]:
-    """A job: what the loss and the blocks of this rank draw in a training, from the least on."""
+    """A job: return the sorted random numbers that the loss and the blocks of this rank draw in a
+    training.
+    """
     for each in DRAWN.values():
         each.clear()
     train(bench, lossy="noisy", changed="drawing", **arguments)
@@ -286,8 +292,9 @@ def observed(
     length: int = LENGTH,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Of a run: loss and norm of each step, what an evaluation says, and at the end the weights
-    and what the whole module computes."""
+    """Run `fit`. Return the loss and norm of each step, the results of evaluations, and at the end
+    the weights and the outputs of the whole module.
+    """
     recipe = Recipe(
         train_data=Sequences(length=length),
         eval_data={"held out": Sequences(9, length)},
@@ -325,8 +332,9 @@ def observed(
 
 
 def held(bench: Bench, **arguments: Any) -> dict[str, dict[str, Any]]:
-    """A job: of each weight that takes memory on this rank after a training, the part and where in
-    the whole it begins."""
+    """A job: train; return, for each weight that takes memory on this rank, its part and the part's
+    offsets in the whole weight.
+    """
     trained: dict[str, nn.Parameter] = {}
 
     def optimizer(named: Any) -> torch.optim.Optimizer:
@@ -344,17 +352,17 @@ def held(bench: Bench, **arguments: Any) -> dict[str, dict[str, Any]]:
 
 
 def names_of(module: nn.Module) -> list[str]:
-    """Of its parameters, each of which has one."""
+    """Return the names of a module's parameters, one for each."""
     return [name for name, _ in module.named_parameters()]
 
 
 def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
-    """A job: what this rank would write after it has read that checkpoint."""
+    """A job: restore a checkpoint, and return what this rank would save."""
     return parts_of(bench, Recipe(model=Decoder, loss=loss, parallel=PARALLEL), source)
 
 
 def parts_of(bench: Bench, recipe: Recipe, source: str) -> Sequence[dict[str, Any]]:
-    """Likewise, by a recipe."""
+    """Restore a checkpoint into the recipe's model, and return what this rank would save."""
     from drivetrain.checkpoint import CheckpointReader
 
     recipe = dataclasses.replace(recipe, optimizer=adamw)
@@ -384,11 +392,14 @@ def assert_alike(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def assert_near(
     curve: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], precision: str
 ) -> None:
-    """Of a precision of few bits: losses within as many roundings as law 1 derives for AdamW
-    (`LOSS_ROUNDINGS`), and norms, too. An element of a gradient comes of some 28 products, forward
-    and backward through two blocks and a head; they are rounded as often up as down, which leaves
-    about sqrt(28) = 5.3 roundings of one. A norm adds up the squares of thousands of elements,
-    among which these cancel again."""
+    """Require losses and norms near the expected ones, in a precision of few bits.
+
+    The bound is the number of roundings that law 1 derives for AdamW (`LOSS_ROUNDINGS`). It fits
+    norms, too. An element of a gradient comes from some 28 products, forward and backward through
+    two blocks and a head. They are rounded as often up as down, which leaves about sqrt(28) = 5.3
+    roundings of one. A norm adds up the squares of thousands of elements, among which these cancel
+    again.
+    """
     bound = LOSS_ROUNDINGS["AdamW"] * ROUNDING[precision]
     torch.testing.assert_close(curve, expected, rtol=bound, atol=0)
 
@@ -402,9 +413,10 @@ def assert_resumed(
     out: Path,
     **arguments: Any,
 ) -> None:
-    """Weights and moments that the first wrote after so many steps are bit for bit what the other
-    reads, and its curve goes on as that of the whole run; `jobs` has `train`, which is given these
-    arguments, and `parts`."""
+    """Require that `then` resumes what `first` saved after `steps` steps: weights and moments are
+    bit-equal, and the curve continues that of the whole run. `jobs` has a job `train`, which
+    receives the arguments, and a job `parts`.
+    """
     first.run(jobs.train, steps=steps, out=str(out), **arguments)
     source = str(out / "checkpoints" / f"checkpoint-{steps:06}")
     stored, read = (

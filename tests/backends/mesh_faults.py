@@ -1,4 +1,4 @@
-"""Faults of meshes: each forgets one thing that a mesh needs, as it was forgotten in practice."""
+"""Faults of meshes. Each leaves out one thing that a mesh needs, as happened in practice."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch.distributed.tensor import DTensor
 
 from drivetrain.backends.fsdp import dtensor
 from drivetrain.backends.fsdp.driver import FsdpDriver
-from drivetrain.backends.mesh import context, engine, experts, flights, layers, line, pipeline
+from drivetrain.backends.fsdp.engine import FsdpEngine
+from drivetrain.backends.mesh import context, experts, layers, p2p, pipeline, tensor
 from drivetrain.backends.mesh.driver import MeshDriver, MeshSession
-from drivetrain.backends.mesh.engine import MeshEngine
 from drivetrain.backends.mesh.one_layer import Layer
+from drivetrain.backends.mesh.schedule_runner import ScheduleRunner
 from drivetrain.kernel.contract import Outcome, World
 from drivetrain.kernel.shards import Box
 
 __all__ = ["FAULTS", "plant", "planted"]
 
 Change = tuple[Any, str, Any]
-"""Of which object what is replaced, by what."""
+"""An object, the attribute to replace, and its replacement."""
 
 
 def untied() -> Iterable[Change]:
@@ -36,16 +37,16 @@ def cut_as_one() -> Iterable[Change]:
 
 
 def several_unknown() -> Iterable[Change]:
-    cut = engine.cut_layers
+    cut = tensor.cut_layers
 
     def cut_layers(module: nn.Module, parallel: Any, *given: Any, **more: Any) -> Any:
         return cut(module, replace(parallel, fused={}), *given, **more)
 
-    yield engine, "cut_layers", cut_layers
+    yield tensor, "cut_layers", cut_layers
 
 
 def bias_of_each() -> Iterable[Change]:
-    """What is cut by its inputs is added up over ranks, and its bias with it."""
+    """Add the bias on every rank to a layer partitioned by its inputs, whose outputs are summed."""
     cut = Layer.parallelise
 
     def parallelise(self: Layer, mesh: Any, between: Any) -> None:
@@ -66,13 +67,15 @@ def one_divisor() -> Iterable[Change]:
 
 
 def counted_by_each() -> Iterable[Change]:
-    yield World, "counts_once", 1.0
+    yield World, "replicated_sum_weight", 1.0
 
 
 def counted_in_parts() -> Iterable[Change]:
-    """Ranks that share sequences have a part of the items each, and still the sum is divided."""
+    """Divide the sum of items, although ranks that share sequences have only a part of the items
+    each.
+    """
     once = property(lambda self: self.num_readers / self.size / self.feeders_per_reader)
-    yield World, "counts_once", once
+    yield World, "replicated_sum_weight", once
 
 
 def reduced_over_all() -> Iterable[Change]:
@@ -85,7 +88,7 @@ def own_samples() -> Iterable[Change]:
 
 
 def exchanged_twice() -> Iterable[Change]:
-    attend = context.WholeAttention._attend
+    attend = context.UlyssesAttention._attend
 
     def again(self: Any, query: Tensor, key: Tensor, value: Tensor, **more: Any) -> Tensor:
         there, back = cast(Any, context._Exchange.apply), cast(Any, context._Exchange.apply)
@@ -93,18 +96,18 @@ def exchanged_twice() -> Iterable[Change]:
         found: Tensor = back(attend(self, *moved, **more), -2, -3, self.group)
         return found
 
-    yield context.WholeAttention, "_attend", again
+    yield context.UlyssesAttention, "_attend", again
 
 
 def positions_from_0() -> Iterable[Change]:
-    taken = context.SequenceParts._part
+    taken = context.ContextPartition._part
 
     def part(self: Any, batch: Any, length: int) -> Any:
         cut = taken(self, batch, length)
         name = self.parallel.positions
         return {**cut, name: cut[name] - cut[name][:, :1]} if name else cut
 
-    yield context.SequenceParts, "_part", part
+    yield context.ContextPartition, "_part", part
 
 
 def in_another_order() -> Iterable[Change]:
@@ -121,96 +124,98 @@ def in_another_order() -> Iterable[Change]:
 
 
 def norm_of_a_part() -> Iterable[Change]:
-    """Of n ranks each has a part of the square, and it is averaged."""
-    update = MeshEngine.update
+    """Average the squared norm over ranks, though each of them has only a part of it."""
+    update = FsdpEngine.update
 
     def updated(self: Any) -> Outcome:
         outcome = update(self)
         return replace(outcome, grad_norm=outcome.grad_norm / self.world.size**0.5)
 
-    yield MeshEngine, "update", updated
+    yield FsdpEngine, "update", updated
 
 
 # --- pipelines ------------------------------------------------------------------------------------
 
 
 def not_divided_by_items() -> Iterable[Change]:
-    backward = flights.FlyingEngine.backward
+    backward = FsdpEngine.backward
 
     def undivided(self: Any, loss: Tensor, weight: Tensor) -> None:
         backward(self, loss, torch.ones_like(weight))
 
-    yield flights.FlyingEngine, "backward", undivided
+    yield FsdpEngine, "backward", undivided
 
 
 def divided_by_microbatches() -> Iterable[Change]:
-    fly = flights.FlyingEngine._fly
+    run = ScheduleRunner._run_schedule
 
-    def flown(self: Any, queue: Sequence[Any], weight: float) -> Tensor:
-        return fly(self, queue, weight / len(queue))
+    def divided(self: Any, queue: Sequence[Any], weight: float) -> Tensor:
+        return run(self, queue, weight / len(queue))
 
-    yield flights.FlyingEngine, "_fly", flown
+    yield ScheduleRunner, "_run_schedule", divided
 
 
 def tied_apart() -> Iterable[Change]:
-    yield pipeline.PipelineEngine, "_add_up_tied", lambda self: None
+    yield pipeline.PipelinePartition, "_add_up_tied", lambda self: None
 
 
 def tied_counted_by_each() -> Iterable[Change]:
-    yield pipeline.PipelineEngine, "_places_of", lambda self, name: [0]
+    yield pipeline.PipelinePartition, "_holders_of", lambda self, name: [0]
 
 
 def stale_rows() -> Iterable[Change]:
-    take = line.Line.take
+    receive = p2p.PipelineP2P.receive
     kept: dict[int, Tensor] = {}
 
     def shorter(self: Any, rank: int) -> Tensor:
-        found = take(self, rank)
+        found = receive(self, rank)
         held = kept.setdefault(found.dim(), found.clone())
         held[: len(found)] = found[: len(held)]
         return held.clone()
 
-    yield line.Line, "take", shorter
+    yield p2p.PipelineP2P, "receive", shorter
     yield MeshDriver, "capabilities", FsdpDriver.capabilities
 
 
 def rows_of_another() -> Iterable[Change]:
-    """The same, and as many rows are taken of it as there should be."""
-    take = line.Line.take
+    """Keep rows of an earlier tensor when a shorter one is received, and return as many rows as
+    expected.
+    """
+    receive = p2p.PipelineP2P.receive
     kept: dict[int, Tensor] = {}
 
     def shorter(self: Any, rank: int) -> Tensor:
-        found = take(self, rank)
+        found = receive(self, rank)
         held = kept.setdefault(found.dim(), found)
         return held[: len(found)].clone() if len(found) < len(held) else found
 
-    yield line.Line, "take", shorter
+    yield p2p.PipelineP2P, "receive", shorter
 
 
 # --- experts ------------------------------------------------------------------------------------
 
 
 def averaged_as_others() -> Iterable[Change]:
-    yield MeshEngine, "_average_experts", lambda self: None
+    yield experts.ExpertPartition, "complete_gradients", lambda self: None
 
 
 def counted_as_others() -> Iterable[Change]:
-    """In the norm: as if each rank had all experts."""
-    replicas = MeshEngine.num_replicas
+    """Count experts in the norm as if each rank had all of them."""
+    replicas = FsdpEngine.num_replicas
 
     def counted(self: Any, name: str, parameter: nn.Parameter) -> int:
         names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        of_experts = self.mesh.shape.expert if "expert" in (names or ()) else 1
+        of_experts = self.plan.options.expert if "expert" in (names or ()) else 1
         return replicas(self, name, parameter) * of_experts
 
-    yield MeshEngine, "num_replicas", counted
+    yield FsdpEngine, "num_replicas", counted
 
 
 def no_way_back() -> Iterable[Change]:
-    """Tokens travel, and gradients do not."""
+    """Send tokens to their experts, but no gradients back."""
 
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        sent, taken, group = ctx.way
+        sent, taken, group = ctx.sizes
         found = (experts._exchange(each, sent, taken, group) for each in gradients)
         return (None, None, None, *(torch.zeros_like(each) for each in found))
 
@@ -218,13 +223,13 @@ def no_way_back() -> Iterable[Change]:
 
 
 def router_detached() -> Iterable[Change]:
-    checked = experts.Experts._checked
+    checked = experts.Experts._check_inputs
 
     def constant(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         tokens, indices, weights = checked(self, *args, **kwargs)
         return tokens, indices, weights.detach()
 
-    yield experts.Experts, "_checked", constant
+    yield experts.Experts, "_check_inputs", constant
 
 
 def answers_in_another_order() -> Iterable[Change]:
@@ -234,7 +239,7 @@ def answers_in_another_order() -> Iterable[Change]:
 
 def nothing_in_place_of_nothing() -> Iterable[Change]:
     def computed(self: Any, *given: Tensor) -> Tensor:
-        with self._own_weights():
+        with self._local_weights():
             found: Tensor = self._forward(*given)
         return found
 
@@ -242,17 +247,17 @@ def nothing_in_place_of_nothing() -> Iterable[Change]:
 
 
 def each_of_all_tokens() -> Iterable[Change]:
-    join = experts._joined
+    join = experts._gather_rows
 
     def joined(part: Tensor, rows: Sequence[int], group: Any) -> Tensor:
         return join(part, rows, group) * len(rows)
 
-    yield experts, "_joined", joined
+    yield experts, "_gather_rows", joined
 
 
 def parts_apart() -> Iterable[Change]:
-    yield MeshEngine, "_add_up_parts", lambda self: None
-    yield MeshEngine, "_compare_replicas", lambda self: None
+    yield tensor.TensorPartition, "_add_up_parts", lambda self: None
+    yield tensor.TensorPartition, "_compare_replicas", lambda self: None
 
 
 FAULTS: Mapping[str, Callable[[], Iterable[Change]]] = {
@@ -287,14 +292,14 @@ FAULTS: Mapping[str, Callable[[], Iterable[Change]]] = {
 
 
 def plant(name: str) -> None:
-    """For good: this process does nothing else afterwards."""
+    """Plant a fault for good: this process does nothing else afterwards."""
     for owner, key, made in FAULTS[name]():
         setattr(owner, key, made)
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """While it is open; an empty name is no fault."""
+    """Plant a fault for the block; an empty name means no fault."""
     with ExitStack() as stack:
         for owner, key, made in FAULTS[name]() if name else ():
             stack.enter_context(mock.patch.object(owner, key, made, create=True))

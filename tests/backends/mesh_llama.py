@@ -1,4 +1,4 @@
-"""A job: compat's Trainer on a small Llama of transformers, which brings a plan of its own."""
+"""A job: compat's Trainer on a small Llama of transformers, which has a tensor plan of its own."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class Sentences:
 def train(
     bench: Bench, *, folder: str, tp_size: int, tied: bool, adapter: bool = False
 ) -> dict[str, Any]:
-    """Losses, norms, an evaluation, and what is saved: the model, or an adapter that is trained
-    alone, around layers cut in each way and around none."""
+    """Return losses, norms, an evaluation, and the saved weights: those of the model, or those of
+    an adapter that is trained alone. The adapter is around layers of each kind of partition, and
+    around layers that are not partitioned.
+    """
     from accelerate.utils import ParallelismConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -1,7 +1,7 @@
-"""What expert parallelism is tried on: a small decoder whose layers are mixtures of experts.
+"""A small decoder whose layers are mixtures of experts, to test expert parallelism on.
 
-Of six experts the last two are never chosen, so that on three ranks one is given no token; their
-width (15) and their number divide by nothing that is convenient.
+The last two of its six experts are never chosen, so that on three ranks one receives no token.
+Neither their width (15) nor their number is convenient to divide.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PLANS = {"plain": PARALLEL, "in sequence": dataclasses.replace(PARALLEL, tensor=
 
 
 class Experts(nn.Module):
-    """(N, D) tokens, (N, K) indices and weights to (N, D)."""
+    """Experts from (N, D) tokens and (N, K) indices and weights to (N, D)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Experts(nn.Module):
 
 
 class Normalising(Experts):
-    """What others ask of an expert changes its answer."""
+    """Experts whose output depends on the other tokens that they receive."""
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         return super().forward(tokens - tokens.mean(0), indices, weights)
 
 
 class InGroups(Experts):
-    """By one product for each expert, on tokens in the order of experts."""
+    """Experts computed by one product each, on tokens sorted by expert."""
 
     def forward(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         chosen = indices.flatten()
@@ -91,7 +91,7 @@ class InGroups(Experts):
 
 
 class Apart(nn.ModuleList):
-    """Experts that are modules of their own."""
+    """Experts that are separate modules."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
@@ -103,7 +103,7 @@ class Apart(nn.ModuleList):
 
 
 class Unweighted(Experts):
-    """Is called in another way."""
+    """Experts whose forward takes no weights."""
 
     def forward(self, tokens: Tensor, indices: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(tokens, indices, torch.ones_like(indices, dtype=tokens.dtype))
@@ -115,7 +115,9 @@ KINDS: dict[str, type[nn.Module]] = {
 
 
 class Layer(nn.Module):
-    """`routed`: the loss is told how far the router's numbers are from 0."""
+    """A layer of attention and experts. With `routed`, it also returns the router's part of the
+    loss: how far the router's logits are from 0.
+    """
 
     def __init__(self, kind: str, routed: bool) -> None:
         super().__init__()
@@ -167,7 +169,9 @@ class Mixture(nn.Module):
 
 
 def loss(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """With the router's own (https://arxiv.org/abs/2202.08906), a sum over tokens, too."""
+    """Return a loss that includes the router's own term (https://arxiv.org/abs/2202.08906), which
+    is a sum over tokens, too.
+    """
     far: list[Tensor] = []
 
     def logits(*given: Any) -> Tensor:
@@ -192,7 +196,7 @@ def train(
     layers: int = 2,
     **changes: Any,
 ) -> dict[str, Any]:
-    """A job: the curve, what an evaluation says, and the weights at the end."""
+    """A job: train; return the curve, the results of an evaluation, and the final weights."""
     if fault:
         plant(fault)
     parts = {
@@ -207,12 +211,14 @@ def train(
 
 
 def parts(bench: Bench, *, source: str) -> Sequence[dict[str, Any]]:
-    """A job: what this rank would write after it has read that checkpoint."""
+    """A job: read a checkpoint, and return what this rank would write."""
     return parts_of(bench, Recipe(model=Mixture, loss=loss, parallel=PARALLEL), source)
 
 
 def of_transformers(bench: Bench, *, name: str, how: str = "eager") -> dict[str, Any]:
-    """A job: a small model of that name, whose experts are computed by that implementation."""
+    """A job: train the named model of transformers in small, with the named implementation of its
+    experts.
+    """
     import transformers
 
     def model() -> nn.Module:

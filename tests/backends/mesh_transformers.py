@@ -1,4 +1,4 @@
-"""A job: compat's Trainer on small models of transformers, which say how they are cut."""
+"""A job: compat's Trainer on small models of transformers, which have tensor plans of their own."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.conformance.bench import Bench
 
 VOCABULARY, LENGTH = 61, 13
-"""The length divides by nothing that sequences are cut over."""
+"""Length of a sequence. No number of ranks that partition sequences divides it."""
 
 
 class Sentences:
-    """Of several lengths, padded at the end."""
+    """Sentences of several lengths, padded at the end."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -37,7 +37,9 @@ class Sentences:
 
 
 def model_of(kind: str, adapter: bool = False, **more: Any) -> nn.Module:
-    """A model of few weights: `llama`, or `mixtral`, of four experts; or an adapter around it."""
+    """Return a model of few weights: `llama`, or `mixtral` with four experts; or an adapter around
+    one.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
@@ -58,7 +60,7 @@ def model_of(kind: str, adapter: bool = False, **more: Any) -> nn.Module:
 
 
 class Counting(Trainer):
-    """Gathers how many labels ranks train on."""
+    """A Trainer that records the number of labels that ranks train on."""
 
     counted = 0
 
@@ -71,7 +73,7 @@ class Counting(Trainer):
 
 
 class OfMeans(Trainer):
-    """Its loss is a mean over the positions that it is given."""
+    """A Trainer whose loss is a mean over the positions that it receives."""
 
     def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         logits = model(input_ids=inputs["input_ids"], position_ids=inputs["position_ids"]).logits
@@ -79,7 +81,7 @@ class OfMeans(Trainer):
 
 
 class WithoutPositions(Trainer):
-    """Its parts all begin at 0."""
+    """A Trainer that drops the positions, so that all parts of a sequence begin at 0."""
 
     def compute_loss(self, model: Any, inputs: Any, *rest: Any, **more: Any) -> Any:
         inputs.pop("position_ids", None)
@@ -87,7 +89,7 @@ class WithoutPositions(Trainer):
 
 
 class OwnStep(Trainer):
-    """With no more than what HF's does."""
+    """A Trainer that overrides `training_step` without a change."""
 
     def training_step(self, *given: Any, **more: Any) -> Tensor:
         return super().training_step(*given, **more)
@@ -113,9 +115,10 @@ def train(
     cached: bool = False,
     says: bool = True,
 ) -> dict[str, Any]:
-    """Losses, norms and evaluations of five updates, what is saved after the third, and what is
-    said at the end. Of one process, `sizes` of a mesh, or a mesh's own `options`; `given`: more
-    arguments."""
+    """Train five updates; return losses, norms and evaluations, the weights saved after the third,
+    and the final messages. The run has one process, a mesh of these `sizes`, or a mesh with
+    `options`. `given` adds arguments.
+    """
     from accelerate.utils import ParallelismConfig
 
     torch.manual_seed(3)

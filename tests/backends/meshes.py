@@ -1,4 +1,4 @@
-"""The meshes that are compared with one process, and the page of how far they are from it.
+"""Meshes that are compared with one process, and the page of their deviations.
 
 python tests/backends/meshes.py FILE
 """
@@ -26,15 +26,15 @@ JOBS = {"decoder": mesh_decoder.train, "mixture of experts": mesh_mixture.train}
 
 @dataclass(frozen=True)
 class Compared:
-    """So many processes in these dimensions, and how the model is trained on them."""
+    """A mesh of `size` processes in these dimensions, and the training of a model on it."""
 
     size: int
     dimensions: Mapping[str, Any]
     model: str = "decoder"
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the job; one process is given those of the model alone."""
+    """Arguments of the job; one process receives only those that concern the model."""
     always: bool = False
-    """Not only with the slow tests."""
+    """True if it runs without the slow tests, too."""
 
     def __str__(self) -> str:
         return f"{self.size} {self.in_words} {self.trained}"
@@ -42,18 +42,19 @@ class Compared:
     @property
     def in_words(self) -> str:
         shard = Shape.of(MeshOptions(**self.dimensions), self.size).shard
-        told = {**self.dimensions, **({"shard": shard} if shard > 1 else {})}
-        return " ".join(f"{name}={value}" for name, value in told.items()) or "one"
+        named = {**self.dimensions, **({"shard": shard} if shard > 1 else {})}
+        return " ".join(f"{name}={value}" for name, value in named.items()) or "one"
 
     @property
     def trained(self) -> str:
         words = {"layers": "{} blocks", "lossy": "loss {}", "routed": "without a loss of routers"}
-        told = [words.get(k, "{}").format(value) for k, value in self.arguments.items()]
-        return ", ".join([self.model, *told]).replace("_", " ")
+        named = [words.get(k, "{}").format(value) for k, value in self.arguments.items()]
+        return ", ".join([self.model, *named]).replace("_", " ")
 
     def compare(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """What each rank makes of it, and what one process does. Raises AssertionError where more
-        is off than is allowed."""
+        """Return the results of each rank, and those of one process. Raises AssertionError where
+        they differ by more than is allowed.
+        """
         seen = mesh(self.size, **self.dimensions).run(JOBS[self.model], **self.arguments)
         of_model = {k: v for k, v in self.arguments.items() if k in ("layers", "routed")}
         expected = alone(self.model, **of_model)
@@ -74,7 +75,9 @@ def cut(
     layers: int | None = None,
     **dimensions: Any,
 ) -> Compared:
-    """By a plan of that name, with so many `layers` if told; or as a line of so many blocks."""
+    """Return a mesh to compare. `how`: the name of a plan, or a number of blocks; `layers`: the
+    number of blocks with a plan.
+    """
     arguments: dict[str, Any] = {"layers": how} if isinstance(how, int) else {"plan": how}
     if layers is not None:
         arguments["layers"] = layers
@@ -86,8 +89,10 @@ def cut(
 def mix(
     size: int, plan: str = "", always: bool = False, layers: int = 2, **dimensions: Any
 ) -> Compared:
-    """A mixture of experts. What its routers add to the loss is had where no rank has a part of the
-    model's layers or, by the plan "in sequence", of the positions that layers see."""
+    """Return a mesh to compare on a mixture of experts. The routers' term of the loss is left out
+    where a rank has only a part of the model's layers, or, by the plan "in sequence", of the
+    positions that layers receive.
+    """
     arguments: dict[str, Any] = {"plan": plan} if plan else {}
     if layers != 2:
         arguments["layers"] = layers
@@ -99,20 +104,20 @@ def mix(
 MESHES = (
     cut(2, "plain", always=True),
     cut(2, "plain", always=True, replicate=2),
-    cut(2, "in sequence", always=True, tensor=2),
+    cut(2, "in sequence", tensor=2),
     cut(2, "logits", always=True, tensor=2),
     cut(2, "plain", always=True, context=2),
-    cut(4, "in sequence", always=True, tensor=2, context=2),
-    cut(4, "plain", always=True, tensor=2),
-    cut(4, "plain", always=True, replicate=2, context=2),
+    cut(4, "in sequence", tensor=2, context=2),
+    cut(4, "plain", tensor=2),
+    cut(4, "plain", replicate=2, context=2),
     cut(2, 2, always=True, pipeline=2),
-    cut(4, 2, always=True, pipeline=2),
+    cut(4, 2, pipeline=2),
     cut(4, "in sequence", always=True, pipeline=2, tensor=2),
-    cut(4, "plain", always=True, pipeline=2, context=2),
+    cut(4, "plain", pipeline=2, context=2),
     mix(2, always=True, expert=2),
-    mix(2, "plain", always=True, tensor=2, expert=2),
-    mix(4, always=True, pipeline=2, expert=2),
-    mix(4, "in sequence", always=True, pipeline=2, tensor=2, expert=2),
+    mix(2, "plain", tensor=2, expert=2),
+    mix(4, pipeline=2, expert=2),
+    mix(4, "in sequence", pipeline=2, tensor=2, expert=2),
     cut(1, "plain"),
     cut(3, "plain"),
     cut(3, "plain", replicate=3),
@@ -237,7 +242,7 @@ and of what the whole model computes then, absolute ones, of which 1e-5 and 1e-4
 
 
 def row(each: Compared) -> str:
-    """Of the page."""
+    """Return a row of the page."""
     seen, expected = each.compare()
     most = (
         f"{max(column):.1e}" for column in zip(*(apart(r, expected) for r in seen), strict=True)
@@ -246,7 +251,9 @@ def row(each: Compared) -> str:
 
 
 def apart(seen: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[float]:
-    """Losses, norms, evaluations relatively; weights absolutely."""
+    """Yield the largest deviations: relative ones of losses, norms and evaluations, absolute ones
+    of weights.
+    """
     for of in (lambda run: run["curve"], lambda run: run["measured"]):
         mine, other = (torch.tensor(of(run), dtype=torch.float64) for run in (seen, expected))
         relative = (mine - other).abs() / other.abs()

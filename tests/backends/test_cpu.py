@@ -21,7 +21,7 @@ def test_the_norm_of_gradients_in_16_bits_is_exact() -> None:
 
 
 class Marked(torch.Tensor):
-    """A loss of somebody's own kind."""
+    """A loss class of the user's own."""
 
 
 @pytest.mark.parametrize("kind", [torch.Tensor, Marked])

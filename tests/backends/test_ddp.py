@@ -38,7 +38,7 @@ def test_absent_gradients_where_they_are_looked_for(case: Case) -> None:
     assert case.refused is None
 
 
-@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+@pytest.mark.parametrize("backend", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_each_rank_resumes_with_its_own_buffers(backend: str) -> None:
     resumed_run_of_three_ranks_is_bit_exact(Subject(backend, 3, {"sync_buffers": False}))
 
@@ -63,10 +63,12 @@ def refusal_of_accumulation(bench: Bench, *, settings: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("settings", [{"global_batch": 8, "micro_batch": 2}, {}])
 def test_a_static_graph_refuses_to_accumulate(settings: dict[str, Any]) -> None:
-    for told in Subject("ddp", 2, {"static_graph": True}).run(
+    for message in Subject("ddp", 2, {"static_graph": True}).run(
         refusal_of_accumulation, settings=settings
     ):
-        assert "'ddp' refuses backend.static_graph=true in updates of several microbatches" in told
+        assert (
+            "'ddp' refuses backend.static_graph=true in updates of several microbatches" in message
+        )
 
 
 def refusal_of_synced_batch_norm(bench: Bench) -> str:
@@ -78,8 +80,8 @@ def refusal_of_synced_batch_norm(bench: Bench) -> str:
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_batch_normalisation_over_ranks_is_refused_on_the_cpu(backend: str) -> None:
     subject = Subject(backend, 2, {"device": "cpu", "sync_batch_norm": True})
-    for told in subject.run(refusal_of_synced_batch_norm):
-        assert f"{backend!r} refuses backend.sync_batch_norm=true" in told
+    for message in subject.run(refusal_of_synced_batch_norm):
+        assert f"{backend!r} refuses backend.sync_batch_norm=true" in message
 
 
 def test_batch_normalisation_over_ranks_keeps_names_and_weights() -> None:
@@ -91,8 +93,8 @@ def test_batch_normalisation_over_ranks_keeps_names_and_weights() -> None:
 
 
 def test_a_static_graph_refuses_turns() -> None:
-    for told in Subject("ddp", 2, {"static_graph": True}).run(refusal_of_turns):
-        assert "'ddp' refuses backend.static_graph=true in updates that take turns" in told
+    for message in Subject("ddp", 2, {"static_graph": True}).run(refusal_of_turns):
+        assert "'ddp' refuses backend.static_graph=true in updates that take turns" in message
 
 
 def refusal_of_turns(bench: Bench) -> str:
@@ -119,7 +121,9 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 def normalised_turns(bench: Bench) -> dict[str, torch.Tensor]:
-    """A job: two turns of each; the critic normalises, and is called twice in its own."""
+    """A job: train two turns of each model. The critic normalizes, and is called twice in its own
+    turn.
+    """
     recipe = PROBLEMS["regression"].recipe(
         model=normalising,
         loss=Turns(LOSSES),
@@ -133,7 +137,7 @@ def normalised_turns(bench: Bench) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 def test_a_critic_that_normalises_takes_the_statistics_of_each_rank_s_part(backend: str) -> None:
-    """Beside a loop by hand, which calls it for the part of one rank after the other."""
+    """Compare with a plain loop that calls the critic once for each rank's part of the batch."""
     ranks = Subject(backend, 2).run(normalised_turns)
     torch.manual_seed(0)
     built = normalising().double().train()
@@ -159,7 +163,7 @@ def mean_by_hand(module: nn.Module, batch: Any, microstep: Microstep) -> torch.T
 
 
 def trained(bench: Bench, *, by_hand: bool) -> dict[str, torch.Tensor]:
-    """A job: the weights after a few updates of uneven parts."""
+    """A job: return the weights after a few updates on parts of different sizes."""
     step = mean_by_hand if by_hand else None
     data = Samples("regression", 21)
     recipe = PROBLEMS["regression"].recipe(step=step, optimizer=sgd, train_data=data)

@@ -1,4 +1,6 @@
-"""The deepspeed driver keeps the laws at every ZeRO stage; and what is special about it."""
+"""The deepspeed driver keeps the laws at every ZeRO stage, and has tests of its own
+peculiarities.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from quick_cases import is_quick
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 
-from drivetrain.backends.deepspeed import initialize, zero_config
-from drivetrain.backends.deepspeed.driver import DeepspeedOptions
+from drivetrain.backends.deepspeed import operators, twins, zero_config
+from drivetrain.backends.deepspeed.options import DeepspeedOptions
 from drivetrain.checkpoint import CheckpointReader, CheckpointStore
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
@@ -35,9 +38,9 @@ from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.recipe import Recipe
 from drivetrain.trainer.settings import PRECISIONS
 
-# Stages differ in what is cut alone: what shows that it was put together again runs at each of
-# them, the rest at 3, and slow at the others
-OF_WHAT_IS_CUT = (
+# Stages differ only in what they shard. Laws on reassembled tensors are quick at every stage, the
+# others at stage 3 alone.
+OF_WHAT_IS_SHARDED = (
     "1_gradient-clipped_adamw_equals_one_process-language",
     "2_norm-norm_under_adamw",
     "6_resume-resumed_run_is_bit_exact-stops=3",
@@ -51,7 +54,9 @@ OF_WHAT_IS_CUT = (
         pytest.param(
             case,
             id=str(case),
-            marks=[] if stage == 3 or str(case).startswith(OF_WHAT_IS_CUT) else pytest.mark.slow,
+            marks=[]
+            if (stage == 3 and is_quick(case)) or str(case).startswith(OF_WHAT_IS_SHARDED)
+            else pytest.mark.slow,
         )
         for stage, peers in (
             (1, ["cpu", "deepspeed:3"]),  # a peer's stage is 2
@@ -74,7 +79,9 @@ def test_laws(case: Case) -> None:
 
 
 class Awkward(nn.Module):
-    """Its constructors do to their parts whatever sharding them early could make go wrong."""
+    """A model whose constructors change its parts in every way that could break under early
+    sharding.
+    """
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -151,7 +158,9 @@ def carry_on(
     precision: str = "fp32",
     **settings: Any,
 ) -> dict[str, Any]:
-    """Take a checkpoint, tell what was taken, train on (two ragged microbatches), save."""
+    """A job: restore a checkpoint, return the restored tensors, train on (two ragged microbatches),
+    and save.
+    """
     with bench.open(precision=precision, max_grad_norm=0.5, **settings) as session:
         world = session.world
         recipe = Recipe(MODELS[model], summed, optimizer=made(optimizer, arguments or {}))
@@ -227,7 +236,9 @@ def same_bits(actual: State, expected: State) -> None:
 
 
 def follow(subjects: Sequence[Subject], folder: Path, **arguments: Any) -> list[Any]:
-    """Two steps by each, which resumes the one before; each restores bit by bit what it finds."""
+    """Train two steps with each subject. Each resumes the one before, and restores its tensors bit
+    by bit.
+    """
     source, figures = None, []
     for turn, subject in enumerate(subjects):
         answers = subject.run(
@@ -256,12 +267,9 @@ def test_weights_are_those_of_one_process(construct: str, tmp_path: Path) -> Non
     assert actual[0]["alone"] == actual[1]["alone"]
 
 
+@pytest.mark.slow  # a law moves checkpoints between drivers and worlds in each run
 @pytest.mark.parametrize(
-    ("optimizer", "arguments"),
-    [
-        ("AdamW", {"fused": True}),
-        pytest.param("SGD", {"momentum": 0.9}, marks=pytest.mark.slow),
-    ],
+    ("optimizer", "arguments"), [("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9})]
 )
 def test_a_checkpoint_goes_round_bit_by_bit(
     optimizer: str, arguments: dict[str, Any], tmp_path: Path
@@ -292,13 +300,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+QUICK = [(2, "fp32"), (3, "bf16 autocast"), (3, "an optimizer of the JSON")]
+
+
 @pytest.mark.parametrize(
     ("stage", "variant"),
     [
-        pytest.param(stage, variant, marks=pytest.mark.slow if stage == 2 and alike else [])
+        pytest.param(stage, variant, marks=[] if quick else pytest.mark.slow)
         for stage in (2, 3)
         for variant in VARIANTS
-        for alike in [variant not in ("fp32", "fp16 weights")]
+        for quick in [variant == "fp16 weights" or (stage, variant) in QUICK]
     ],
 )
 def test_not_a_number_on_one_rank_changes_nothing_on_any(
@@ -350,7 +361,7 @@ def test_only_optimizers_of_single_elements_pass() -> None:
     def check(name: str, **arguments: Any) -> None:
         parameters = [nn.Parameter(torch.ones(2, 3))]
         optimizer = getattr(torch.optim, name)(parameters, lr=0.0, **arguments)
-        initialize.refuse_unless_elementwise(optimizer, torch.device("cpu"))
+        twins.refuse_unless_elementwise(optimizer, torch.device("cpu"))
 
     for name in ("Adadelta", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
         check(name)
@@ -358,6 +369,22 @@ def test_only_optimizers_of_single_elements_pass() -> None:
     for name in ("Adafactor", "LBFGS", *(("Muon",) if hasattr(torch.optim, "Muon") else ())):
         with pytest.raises(CapabilityRefused, match=name):
             check(name)
+
+
+def test_state_that_was_never_updated_is_as_the_optimizer_begins_it() -> None:
+    """Compare with the optimizers' initial state. Some of it is not zeros, and weight decay does
+    not change it.
+    """
+
+    def fresh(name: str, **arguments: Any) -> dict[str, Any]:
+        weights = torch.tensor([1.0, -2.0])
+        optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(3))], **arguments)
+        found = twins.fresh_state(optimizer, optimizer.param_groups[0], weights)
+        assert weights.tolist() == [1.0, -2.0]
+        return {key: tensor.tolist() for key, tensor in found.items()}
+
+    assert fresh("SGD", lr=0.1, momentum=0.9, weight_decay=0.5) == {"momentum_buffer": [0.0, 0.0]}
+    assert fresh("Rprop", lr=0.25) == {"prev": [0.0, 0.0], "step_size": [0.25, 0.25]}
 
 
 # --- the JSON -----------------------------------------------------------------------------------
@@ -442,43 +469,49 @@ def test_a_lock_left_by_a_killed_build_is_named(
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(cpp_extension, "FileBaton", object, raising=False)  # as in torch 2.8
-    initialize.refuse_stale_locks()
+    operators.refuse_stale_locks()
     lock = tmp_path / "cpu_adam" / "lock"
     lock.parent.mkdir()
     lock.touch()
-    long_ago = time.time() - 2 * initialize.LONGEST_BUILD_SECONDS
+    long_ago = time.time() - 2 * operators.LONGEST_BUILD_SECONDS
     os.utime(lock, (long_ago, long_ago))
     with pytest.raises(BackendUnavailable, match="lock"):
-        initialize.refuse_stale_locks()
+        operators.refuse_stale_locks()
     monkeypatch.delattr(cpp_extension, "FileBaton")
-    initialize.refuse_stale_locks()  # that lock is the system's, its file means nothing
+    operators.refuse_stale_locks()  # that lock is the system's, its file means nothing
 
 
 def warned_of_counts(bench: Bench, *, optimizer: str) -> list[str]:
-    """A job: what is logged where parameters of one group differ in how often they were updated."""
-    told: list[str] = []
+    """A job: return the warnings about parameters of one group that were updated different numbers
+    of times.
+    """
+    reported: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: reported.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("drivetrain").addHandler(handler)
     try:
         train_absent(bench, updates=["all", "none", "all"], microbatch=1, optimizer=optimizer)
     finally:
         logging.getLogger("drivetrain").removeHandler(handler)
-    return [line for line in told if "count of steps" in line]
+    return [line for line in reported if "count of steps" in line]
 
 
 @pytest.mark.parametrize(("optimizer", "times"), [("AdamW", 1), ("SGD", 0)])
-def test_a_count_of_steps_that_many_share_is_told(optimizer: str, times: int) -> None:
-    for told in Subject("deepspeed", 2, {"stage": 3}).run(warned_of_counts, optimizer=optimizer):
-        assert len(told) == times
-        assert all("spare.0.0.bias, spare.0.0.weight" in line for line in told)
+def test_a_warning_names_parameters_that_share_a_count_of_steps(optimizer: str, times: int) -> None:
+    for reported in Subject("deepspeed", 2, {"stage": 3}).run(
+        warned_of_counts, optimizer=optimizer
+    ):
+        assert len(reported) == times
+        assert all("spare.0.0.bias, spare.0.0.weight" in line for line in reported)
 
 
 COMPILER = "torch._functorch.aot_autograd"  # one of its slow parts
 
 
 def compilers(bench: Bench, *, folder: str) -> list[bool]:
-    """A job: whether torch's compiler is imported once it has trained, and once Muon was asked."""
+    """A job: return whether torch's compiler is imported, first after training, then after a call
+    of Muon's.
+    """
     carry_on(bench, steps=1, folder=folder)
     imported = [COMPILER in sys.modules]
     from deepspeed.runtime.zero.muon import original_muon
@@ -488,6 +521,7 @@ def compilers(bench: Bench, *, folder: str) -> list[bool]:
     return [*imported, COMPILER in sys.modules]
 
 
+@pytest.mark.slow
 def test_the_compiler_is_imported_by_who_compiles(tmp_path: Path) -> None:
     subject = Subject("deepspeed", 1, {"stage": 1})
     assert subject.run(compilers, alone=True, folder=str(tmp_path)) == [[False, True]]

@@ -1,5 +1,6 @@
-"""DeepSpeed's own optimizers, and an optimizer whose state lies in files: operators that it
-compiles, once an environment."""
+"""DeepSpeed's own optimizers, and an optimizer whose state is in files. Both need operators that
+DeepSpeed compiles once for each environment.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def slow(subject: Subject) -> Subject:
     params=[pytest.param(name, marks=pytest.mark.slow) for name in ("CPUAdam", "FusedAdam")],
 )
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Once one process has compiled the operator, so that no rank waits for another's compiler."""
+    """Return options of offloading. One process compiles the operator first, so that no rank waits
+    for another rank's compiler.
+    """
     folder = tmp_path_factory.mktemp("alone")
     slow(zero(2, 1, config=OWN[request.param])).run(carry_on, steps=1, folder=str(folder))
     return OWN[request.param]
@@ -59,7 +62,7 @@ def test_its_own_optimizer_takes_over_and_hands_over(
 
 
 def has_libaio(bench: Bench) -> bool:
-    """Asks the linker, in a process of the tests' environment."""
+    """Return whether the linker finds libaio, in a process of the tests' environment."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return bool(AsyncIOBuilder().is_compatible())
@@ -67,7 +70,7 @@ def has_libaio(bench: Bench) -> bool:
 
 @pytest.mark.slow
 def test_state_in_files_is_saved_and_restored_or_refused(tmp_path: Path) -> None:
-    """With libaio it is proved; without, the refusal."""
+    """Prove offloading where libaio is installed, else the refusal."""
     disk = tmp_path / "disk"
     disk.mkdir()
     section = {"offload_optimizer": {"device": "nvme", "nvme_path": str(disk)}}

@@ -1,9 +1,8 @@
-"""What is special about fsdp; the conformance suite carries the weight."""
+"""Peculiarities of fsdp; the conformance suite tests the rest."""
 
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from quick_cases import is_quick
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,7 +37,9 @@ TRAINED = ("SGD", "AdamW", "Adafactor", "schedule-free")
 
 
 class Tied(nn.Module):
-    """Blocks between an embedding and a head that are one weight; normalised, with dropout off."""
+    """Blocks between an embedding and a head that share one weight, with normalization and without
+    dropout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ def build(name: str) -> Any:
 
 
 def step(session: Session, engine: Engine, index: int, rows: int = 12) -> tuple[float, float]:
-    """One update on the part of a batch that is this feeder's, in two microbatches."""
+    """Do one update on this feeder's part of a batch, in two microbatches."""
     world = session.world
     batch = torch.randint(11, (rows, 4), generator=torch.Generator().manual_seed(index))
     mine = batch.tensor_split(world.num_feeders)[world.feeder_index].to(world.device)
@@ -113,7 +115,7 @@ def carry_on(
     max_grad_norm: float | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Take a checkpoint, tell what was taken, train on, save."""
+    """A job: restore a checkpoint, return the restored tensors, train on, and save."""
     with bench.open(precision=precision, max_grad_norm=max_grad_norm, **settings) as session:
         engine = session.prepare(recipe(build(optimizer)))
         if source:
@@ -125,7 +127,9 @@ def carry_on(
 
 
 def look_whole(bench: Bench) -> dict[str, Any]:
-    """What `full_params` gives, what one rank alone computes with it, and what it leaves behind."""
+    """A job: return the content of `full_params`, its outputs on one rank alone, and the state
+    afterwards.
+    """
     with bench.open(precision="fp32") as session:
         engine = session.prepare(recipe(build("AdamW")))
         with engine.autocast(), torch.no_grad():
@@ -155,7 +159,7 @@ def look_whole(bench: Bench) -> dict[str, Any]:
 
 
 class Live(TorchDispatchMode):
-    """The most bytes that tensors made under it took at a time."""
+    """A dispatch mode that records the most bytes that tensors made under it took at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +200,7 @@ def weigh(bench: Bench) -> dict[str, int]:
 
 
 def optimize(bench: Bench, *, name: str) -> dict[str, Any]:
-    """Three updates by one of torch's optimizers."""
+    """A job: do three updates by one of torch's optimizers."""
 
     def make(named: Any) -> torch.optim.Optimizer:
         chosen = [p for _, p in named if p.dim() == 2 or name != "Muon"]  # which is for matrices
@@ -225,7 +229,7 @@ def refused(bench: Bench, *, model: str) -> str:
 
 
 class MixedBlock(nn.Module):
-    """Normalises in another dtype than the rest of it has."""
+    """A block that normalizes in another dtype than its other layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +242,9 @@ class MixedBlock(nn.Module):
 
 
 class Mixed(Tied):
-    """Two dtypes within a unit, a unit all of another, and a parameter of no dimension."""
+    """A model with two dtypes within a unit, one unit of another dtype, and a parameter without
+    dimensions.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +260,7 @@ class Mixed(Tied):
 
 
 def train_mixed(bench: Bench, *, source: str | None, folder: str) -> dict[str, Any]:
-    """Take a checkpoint, if there is one; two clipped updates; save."""
+    """A job: restore a checkpoint, if there is one; do two clipped updates; save."""
     with bench.open(precision="fp32", max_grad_norm=1.0) as session:
         engine = session.prepare(recipe(build("AdamW"), Mixed))
         if source:
@@ -266,7 +272,7 @@ def train_mixed(bench: Bench, *, source: str | None, folder: str) -> dict[str, A
 
 
 def count(bench: Bench) -> str:
-    """How an optimizer that counts in its groups is refused."""
+    """A job: return the error for an optimizer that counts in its groups."""
     with bench.open(precision="fp32") as session:
         engine = session.prepare(recipe(optimizer_called("Counting"), Mixed))
         try:
@@ -286,7 +292,11 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "case", cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"]), ids=str
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
+        for case in cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"])
+    ],
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -318,9 +328,14 @@ def same_bits(actual: State, expected: State) -> None:
             assert torch.equal(actual[kind][name], tensor), name
 
 
-@pytest.mark.parametrize("optimizer", TRAINED)
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(each, marks=[] if each == "AdamW" else pytest.mark.slow) for each in TRAINED],
+)
 def test_a_checkpoint_goes_round_bit_by_bit(optimizer: str, tmp_path: Path) -> None:
-    """cpu -> fsdp x2 -> fsdp x3 -> ddp x2 -> cpu, and the same losses and norms as on cpu alone."""
+    """Pass a checkpoint from cpu to fsdp x2, fsdp x3, ddp x2 and back to cpu. Losses and norms must
+    be those of cpu alone.
+    """
     reference = CPU.run(
         carry_on, optimizer=optimizer, source=None, folder=str(tmp_path / "r"), first=0, steps=10
     )[0]
@@ -467,7 +482,7 @@ def test_meta_trains_alike_at_any_world_size(fresh: bool, tmp_path: Path) -> Non
 
 
 def weights_of_rank_0(bench: Bench) -> list[float]:
-    """The sum of all weights, as each rank has it, of a model that rank 0 alone has read."""
+    """A job: return the sum of all weights on each rank, for a model that rank 0 alone has read."""
     with bench.open(precision="fp32") as session:
 
         def model() -> nn.Module:
@@ -505,9 +520,17 @@ OPTIMIZERS = (
 )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("Adafactor", "AdamW", "SGD") else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_every_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
-    """torch's Adafactor refuses cut tensors, or is silently wrong on them: it steps on whole."""
+    """Update with every optimizer of torch. Adafactor updates whole tensors: on sharded ones it
+    raises, or is silently wrong.
+    """
     expected = whole(CPU.run(optimize, name=name), "final")
     actual = whole(Subject("fsdp", 2).run(optimize, name=name), "final")
     for kind in ("weights", "optimizer"):
@@ -516,13 +539,16 @@ def test_every_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
             torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-4, atol=1e-5, msg=key)
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_cut_are_refused() -> None:
     assert "position" in Subject("fsdp", 2, {"meta": True}).run(refused, model="bare")[1]
 
 
 @pytest.mark.parametrize("options", [{}, {"meta": False, "optimizer_step": "whole"}])
 def test_dtypes_may_differ_in_a_model(options: dict[str, Any], tmp_path: Path) -> None:
-    """What is of another dtype than its unit, or of no dimension, is whole on every rank."""
+    """Require that parameters of no dimension, or of another dtype than their unit, are whole on
+    every rank.
+    """
     source, expected_source = None, None
     for turn in range(2):
         expected = CPU.run(train_mixed, source=expected_source, folder=str(tmp_path / f"a{turn}"))
@@ -537,9 +563,11 @@ def test_dtypes_may_differ_in_a_model(options: dict[str, Any], tmp_path: Path) -
 
 @pytest.mark.parametrize("how", ["parts", "tensors"])
 def test_who_counts_in_groups_is_called_once_a_step(how: str) -> None:
-    """Asked to be called more often, for the parts that are cut alike or for each tensor."""
-    for told in Subject("fsdp", 2, {"optimizer_step": how}).run(count):
-        assert "Counting changes k, started, weight_sum in its parameter groups" in told
+    """Require a refusal where an optimizer would step more often than once an update: once for each
+    group of like parts, or for each tensor.
+    """
+    for reported in Subject("fsdp", 2, {"optimizer_step": how}).run(count):
+        assert "Counting changes k, started, weight_sum in its parameter groups" in reported
 
 
 def test_ties_stay_in_one_unit() -> None:
@@ -572,7 +600,7 @@ def test_the_layout_is_what_is_held() -> None:
 
 
 class OwnBlock(nn.Module):
-    """Each rank skips another block when it is told to."""
+    """Two blocks. With `skips`, each rank skips a different one."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -586,13 +614,14 @@ class OwnBlock(nn.Module):
 
 
 def skipping(bench: Bench, *, evaluates: bool) -> dict[str, Any]:
-    """A job: where ranks share no memory, what the next numbers that they tell each other say of an
-    uneven update, and of an uneven forward without gradients."""
+    """A job without shared memory: return the next exchange between ranks after an even and after
+    an uneven update, or after such forwards without gradients.
+    """
     with pytest.MonkeyPatch.context() as patch, bench.open() as session:
         patch.setattr(shm_tally, "opened", lambda *_: None)
         rank = session.world.rank
         engine = session.prepare(recipe(momentum, lambda: OwnBlock(rank)))
-        told = []
+        reported = []
         for skips in (False, True):
             engine.module.skips = skips
             session.tally([1.0])()
@@ -602,23 +631,26 @@ def skipping(bench: Bench, *, evaluates: bool) -> dict[str, Any]:
                 engine.backward(loss, torch.ones(()))
                 engine.update()
             try:
-                told.append(session.tally([1.0])() if evaluates else session.exchange(rank))
+                reported.append(session.tally([1.0])() if evaluates else session.exchange(rank))
             except RecipeError as error:
-                told.append(str(error))
-        return {"even": told[0], "uneven": told[1]}
+                reported.append(str(error))
+        return {"even": reported[0], "uneven": reported[1]}
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_uneven_layers_are_told_before_a_save_where_no_memory_is_shared(evaluates: bool) -> None:
-    for rank, told in enumerate(Subject("fsdp", 2).run(skipping, evaluates=evaluates)):
-        assert told["even"] == ([2.0] if evaluates else [0, 1])
-        assert "ranks used different layers in one step" in told["uneven"]
-        assert f"rank {rank} used" in told["uneven"] and f"'blocks.{rank}'" in told["uneven"]
+def test_uneven_layers_are_reported_before_a_save_without_shared_memory(evaluates: bool) -> None:
+    for rank, reported in enumerate(Subject("fsdp", 2).run(skipping, evaluates=evaluates)):
+        assert reported["even"] == ([2.0] if evaluates else [0, 1])
+        assert "ranks used different layers in one step" in reported["uneven"]
+        assert (
+            f"rank {rank} used" in reported["uneven"] and f"'blocks.{rank}'" in reported["uneven"]
+        )
 
 
 class OftenInside(OwnBlock):
-    """Each rank uses two layers, for which nothing is gathered, in an order of its own, and one of
-    them as often as it likes."""
+    """Two layers whose weights are not gathered. Each rank calls them in another order
+    and number.
+    """
 
     def forward(self, x: Tensor) -> Any:
         first, second = (part[0] for part in self.blocks)
@@ -628,7 +660,7 @@ class OftenInside(OwnBlock):
 
 
 def training_often_inside(bench: Bench) -> list[float]:
-    """A job: the norms of two updates."""
+    """A job: return the gradient norms of two updates."""
     with bench.open() as session:
         rank, norms = session.world.rank, []
         engine = session.prepare(recipe(momentum, lambda: OftenInside(rank)))
@@ -643,19 +675,3 @@ def training_often_inside(bench: Bench) -> list[float]:
 def test_what_is_used_inside_a_unit_is_a_rank_s_own_matter() -> None:
     first, second = Subject("fsdp", 2, {"min_unit_params": 10**6}).run(training_often_inside)
     assert first == second and all(norm > 0 for norm in first)
-
-
-def threads_after_sessions(bench: Bench) -> list[int]:
-    """How many threads this process has after each of four sessions, one after the other."""
-    seen = []
-    for _ in range(4):
-        optimize(bench, name="SGD")
-        seen.append(len(os.listdir("/proc/self/task")))
-    return seen
-
-
-@pytest.mark.parametrize("backend", ["fsdp", "mesh"])
-def test_sessions_do_not_leave_their_threads_behind(backend: str) -> None:
-    """But for the first, whose mesh torch remembers, and the last, until the next one ends."""
-    for seen in Subject(backend, 2).run(threads_after_sessions, alone=True):
-        assert seen[3] == seen[2] == seen[1], seen

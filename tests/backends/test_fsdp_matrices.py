@@ -1,4 +1,4 @@
-"""On fsdp a matrix is updated whole by one rank, and the work of ranks is even."""
+"""On fsdp one rank updates a whole matrix, and ranks share the work evenly."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain.backends.fsdp.owner_step import deal
+from drivetrain.backends.fsdp.owner_step import partition_work
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.state import assemble, pieces
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.recipe import Recipe
 
 SHAPES = ((7, 3), (5, 7), (2, 5), (11, 2), (1, 11))
-"""Of matrices that no number of ranks divides; the last is on one rank alone."""
+"""Shapes of matrices that no number of ranks divides. The last one is on one rank alone."""
 
 
 def model() -> nn.Module:
@@ -29,7 +29,7 @@ def summed(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def train(bench: Bench, *, steps: int) -> dict[str, Any]:
-    """A job: the state, and the shapes that this rank stepped."""
+    """A job: return the state, and the shapes that this rank updated."""
     stepped: list[list[int]] = []
 
     def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -84,9 +84,9 @@ class Work:
 
 
 @pytest.mark.parametrize("num_owners", [1, 3, 8])
-def test_the_work_is_dealt_evenly(num_owners: int) -> None:
+def test_the_work_is_divided_evenly(num_owners: int) -> None:
     layers = [Work(work) for work in (64, 16, 16, 4) * 24]
-    owners: Sequence[Sequence[Any]] = deal(layers, num_owners)  # type: ignore[arg-type]
+    owners: Sequence[Sequence[Any]] = partition_work(layers, num_owners)  # type: ignore[arg-type]
     assert sorted(map(id, (w for owner in owners for w in owner))) == sorted(map(id, layers))
     loads = [sum(each.work for each in owner) for owner in owners]
     assert max(loads) <= 1.05 * sum(loads) / num_owners

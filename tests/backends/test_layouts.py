@@ -1,5 +1,6 @@
-"""Each layout of a model resumes each other: weights and moments bit-equal, the same samples next,
-and the next ten losses those of the run that was not interrupted."""
+"""Every layout of a model resumes every other: weights and moments are bit-equal, the next samples
+are the same, and the next ten losses are those of the uninterrupted run.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NEWEST = ("cpu", "ddp:2", "fsdp:2")
 """Drivers that run on the newest torch as well as on 2.8."""
 
 RING = ("cpu", "ddp:2", "fsdp:2", "deepspeed:2,stage=3", "xla", "ipex")
-"""Each driver once, on the newest torch that it runs on: each resumes the one before it."""
+"""Each driver once, on the newest torch that it runs on. Each resumes the one before it."""
 
 CROSSINGS = [
     (reader, writer, training)
@@ -31,7 +31,7 @@ CROSSINGS = [
     for training in TRAININGS
     if training == "AdamW" or HUB in (reader, writer)
 ]
-"""In the order in which the fewest processes are started."""
+"""Pairs in the order that starts the fewest processes."""
 
 
 @functools.cache
@@ -57,7 +57,9 @@ def saved(text: str, training: str, newest: bool = False) -> Saved:
 
 @pytest.fixture(scope="module")
 def all_saved(request: pytest.FixtureRequest) -> None:
-    """What the chosen tests read, by one driver after the other: the ranks of each start once."""
+    """Save the checkpoints that the chosen tests read, driver by driver: the ranks of each start
+    once.
+    """
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     needed = {(each["writer"], each["training"]) for each in chosen if "training" in each}
     for text in WORLDS:
@@ -69,7 +71,7 @@ def all_saved(request: pytest.FixtureRequest) -> None:
 @pytest.mark.parametrize(("writer", "reader"), [*itertools.pairwise([*RING, RING[0]])])
 @pytest.mark.slow
 def test_each_driver_resumes_the_one_before(writer: str, reader: str) -> None:
-    """On the newest torch that either runs on."""
+    """Resume on the newest torch that either driver runs on."""
     old = {"xla", "ipex"}
     crossing(saved(writer, "AdamW", writer not in old), subject(reader, reader not in old))
 
@@ -91,7 +93,7 @@ def test_checkpoints_cross(reader: str, writer: str, training: str) -> None:
 @pytest.mark.parametrize("driver", NEWEST)
 @pytest.mark.parametrize("other", WORLDS)
 def test_checkpoints_cross_between_versions_of_torch(other: str, driver: str) -> None:
-    """Written on the newest torch, resumed on 2.8, and the other way round."""
+    """Save on the newest torch and resume on 2.8, and the other way round."""
     crossing(saved(driver, "AdamW", newest=True), subject(other))
     crossing(saved(other, "AdamW"), subject(driver, newest=True))
 

@@ -1,4 +1,4 @@
-"""The mesh driver keeps the laws; meshes have the curve of one process, or are refused by name."""
+"""The mesh driver keeps the laws. Meshes have the curve of one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from environments import python_of_all
 from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
+from quick_cases import is_quick
 
-from drivetrain import Models, Parallel, Recipe, Turns, fit
+from drivetrain import Models, Parallel, Recipe, Turns
 from drivetrain.backends.mesh.driver import driver
 from drivetrain.backends.mesh.one_layer import layer_of
 from drivetrain.backends.mesh.shape import MeshOptions, Shape
@@ -24,7 +25,8 @@ from drivetrain.conformance.state import assemble
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CapabilityRefused, RecipeError, SettingError
 from drivetrain.kernel.plan import Plan
-from drivetrain.kernel.registry import refuse_unpromised
+from drivetrain.registry import refuse_unpromised
+from drivetrain.trainer.fit import fit
 
 ALWAYS = {
     "tensor": ("1_", "2_", "6_resume"),
@@ -33,14 +35,19 @@ ALWAYS = {
     "replicate": (),
     "shard": (),
 }
-"""What of the laws is proved not only with the slow tests: of the gradient, its norm and
-checkpoints; what others are about is done as by `fsdp`."""
+"""Laws that run without the slow tests, too, by dimension: those on the gradient, its norm and
+checkpoints. In all others a mesh works as `fsdp` does.
+"""
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, id=f"{name}-{c}", marks=() if str(c).startswith(laws) else pytest.mark.slow)
+        pytest.param(
+            c,
+            id=f"{name}-{c}",
+            marks=() if str(c).startswith(laws) and is_quick(c) else pytest.mark.slow,
+        )
         for name, laws in {**ALWAYS, "tensor expert": ()}.items()
         for c in cases("mesh", num_processes=2, options=dict.fromkeys(name.split(), 2))
     ],
@@ -60,7 +67,7 @@ def test_laws(case: Case) -> None:
     ],
 )
 def test_laws_with_the_oldest_torch(case: Case) -> None:
-    """What it cannot do is refused."""
+    """Require the laws, or a refusal where this torch is too old."""
     case.check()
 
 
@@ -74,18 +81,22 @@ def test_pipelines_are_refused_with_the_oldest_torch() -> None:
 
 @functools.cache
 def alone(**arguments: Any) -> dict[str, Any]:
-    """What one process makes of it."""
+    """Return the results of one process."""
     return Subject("cpu").run(train, **arguments)[0]
 
 
-@pytest.mark.parametrize("heads", [3, 1])
+@pytest.mark.parametrize("heads", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_heads_that_do_not_divide_gather_keys_and_values(heads: int) -> None:
     assert_alike(mesh(2, context=2).run(train, heads=heads)[0], alone(heads=heads))
 
 
-@pytest.mark.parametrize("dimensions", [{"context": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "dimensions", [pytest.param({"context": 2}, marks=pytest.mark.slow), {"tensor": 2}], ids=str
+)
 def test_activations_are_recomputed(dimensions: dict[str, int]) -> None:
-    """In backward, too, attention is over whole sequences and layers are cut."""
+    """Compare with one process. Recomputed attention, too, sees whole sequences, and layers are
+    partitioned.
+    """
     settings = {"activation_checkpointing": ["Block"]}
     assert_alike(mesh(2, **dimensions).run(train, settings=settings)[0], alone())
 
@@ -93,26 +104,26 @@ def test_activations_are_recomputed(dimensions: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("size", "dimensions", "plan"),
     [
-        (2, {"tensor": 2}, "in sequence"),
+        pytest.param(2, {"tensor": 2}, "in sequence", marks=pytest.mark.slow),
         pytest.param(4, {"tensor": 2}, "logits", marks=pytest.mark.slow),
         pytest.param(2, {"pipeline": 2}, "plain", marks=pytest.mark.slow),
         pytest.param(4, {"pipeline": 2, "tensor": 2}, "in sequence", marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_compute_the_same(size: int, dimensions: dict[str, int], plan: str) -> None:
-    """Traced as the laws of `compile` do, but not compiled to machine code."""
+    """Trace as the laws of `compile` do, without compiling to machine code."""
     compiled = {"compile": True, "compile_options": {"backend": "aot_eager"}}
     settings = {**compiled, "activation_checkpointing": ["Block"]}
     assert_alike(mesh(size, **dimensions).run(train, plan=plan, settings=settings)[0], alone())
 
 
 def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before there is a process group."""
+    """Require refusals before there is a process group."""
     with pytest.raises(CapabilityRefused, match="refuses compile"):
         refuse_unpromised(driver, Plan(compile=True, options=MeshOptions(context=2)), 2)
     plan = Plan(compile=True, compile_options={"dynamic": True}, options=MeshOptions(tensor=2))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CapabilityRefused, match="compiled anew for each shape"), driver.open(plan):
+    with pytest.raises(CapabilityRefused, match="compiled again for each shape"), driver.open(plan):
         pass
     monkeypatch.setattr(torch, "__version__", "2.8.0")
     with pytest.raises(CapabilityRefused, match="refuses compile"):
@@ -154,7 +165,9 @@ def test_what_the_model_cannot_be_cut_by_is_refused_before_ranks_meet(
 def test_losses_that_take_turns_are_refused_whatever_the_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Even of models that no stages could be made of: before these are looked at."""
+    """Require the refusal before the models are divided into stages, which would be impossible for
+    this one.
+    """
     monkeypatch.setenv("WORLD_SIZE", "4")
     recipe = Recipe(
         model=lambda: Models({"only": torch.nn.Linear(4, 6)}),
@@ -166,12 +179,13 @@ def test_losses_that_take_turns_are_refused_whatever_the_models(
 
 
 def test_a_loss_may_draw_random_numbers() -> None:
-    """Whole and cut layers are compared by the same, and the training draws those of one
-    process."""
+    """Require that the comparison of whole and partitioned layers draws the same numbers for both,
+    and that the training draws those of one process.
+    """
     assert_alike(mesh(2, tensor=2).run(train, lossy="noisy")[0], alone(lossy="noisy"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_mixed_precision(precision: str) -> None:
     settings = {"precision": precision}
     for dimensions in ({"context": 2}, {"tensor": 2}):
@@ -179,18 +193,14 @@ def test_mixed_precision(precision: str) -> None:
         assert_near(seen["curve"], expected["curve"], precision)
 
 
+@pytest.mark.slow  # tests/backends/test_mesh_transformers.py trains such models in each run
 @pytest.mark.parametrize(
-    "model",
-    [
-        {"tied": True},
-        pytest.param({"tied": False}, marks=pytest.mark.slow),
-        {"tied": False, "adapter": True},
-    ],
-    ids=str,
+    "model", [{"tied": True}, {"tied": False}, {"tied": False, "adapter": True}], ids=str
 )
 def test_a_model_of_transformers_brings_its_plan(model: dict[str, bool], tmp_path: Path) -> None:
-    """By compat's Trainer and `parallelism_config`: ranks of one layer see the same samples. Also
-    with an adapter around layers, which is saved whole."""
+    """Train by compat's Trainer with `parallelism_config`: ranks of one layer see the same samples.
+    Adapters around layers are saved whole.
+    """
     (one,) = Subject("cpu").run(llama, folder=str(tmp_path / "one"), tp_size=1, **model)
     for seen in mesh(2, tensor=2).run(llama, folder=str(tmp_path / "two"), tp_size=2, **model):
         for name in ("losses", "norms", "evaluated"):
@@ -202,13 +212,15 @@ def test_a_model_of_transformers_brings_its_plan(model: dict[str, bool], tmp_pat
 
 @pytest.mark.parametrize("plan", ["plain", pytest.param("in sequence", marks=pytest.mark.slow)])
 def test_adapters_are_cut_as_the_layers_that_they_stand_for(plan: str) -> None:
-    """Also around layers that are several in one."""
+    """Compare with one process, for adapters around fused layers, too."""
     seen, *_ = mesh(2, tensor=2).run(train, plan=plan, changed="adapted")
     assert_alike(seen, alone(changed="adapted"))
 
 
 def stand_in(*sizes: int, **buffers: torch.Tensor) -> torch.nn.Module:
-    """For a layer of 8 inputs and 24 outputs, with a weight of this size besides."""
+    """Return a module that replaces a layer of 8 inputs and 24 outputs, with another weight of
+    these sizes.
+    """
     module: Any = torch.nn.Module()
     module.in_features, module.out_features = 8, 24
     module.layer = torch.nn.Linear(8, 24)
@@ -238,24 +250,29 @@ def test_what_stands_in_for_a_layer_is_refused(part: torch.nn.Module, said: str)
         layer_of("q", "column", part).check_order()
 
 
-# --- what goes wrong in silence is seen ----------------------------------------------------------
+# --- silent faults are detected ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("dimensions", "plan", "fault"),
     [
-        ({"tensor": 2}, "plain", "weights untied"),
-        ({"tensor": 2}, "plain", "several in one cut as one"),
-        ({"tensor": 2}, "plain", "one divisor for all norms"),
-        ({"tensor": 2}, "plain", "items counted by each rank"),
-        ({"tensor": 2}, "plain", "losses reduced over all ranks"),
         ({"tensor": 2}, "plain", "each rank reads its own samples"),
         ({"context": 2}, "plain", "exchanged twice"),
         ({"tensor": 2}, "in sequence", "a normalisation left out"),
+        *(
+            pytest.param({"tensor": 2}, "plain", fault, marks=pytest.mark.slow)
+            for fault in (
+                "weights untied",
+                "several in one cut as one",
+                "one divisor for all norms",
+                "items counted by each rank",
+                "losses reduced over all ranks",
+            )
+        ),
     ],
 )
 def test_a_planted_fault_is_seen(dimensions: dict[str, int], plan: str, fault: str) -> None:
-    """By the curve, the norm or the weights, or since the run does not come to its end."""
+    """Require another curve, norm or weights, or a failed run."""
 
     def run() -> None:
         first, *_ = mesh(2, **dimensions).run(train, alone=True, plan=plan, fault=fault)
@@ -265,11 +282,24 @@ def test_a_planted_fault_is_seen(dimensions: dict[str, int], plan: str, fault: s
         run()
 
 
-@pytest.mark.parametrize("fault", ["", "cut in another order"])
-def test_what_is_saved_is_what_was_trained(fault: str, tmp_path: Path) -> None:
-    """Also where one dimension is cut twice, which wrong boxes would put together otherwise."""
+@pytest.mark.parametrize(
+    ("size", "fault"),
+    [
+        (4, ""),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((4, "cut in another order"), (6, ""))
+        ),
+    ],
+)
+def test_what_is_saved_is_what_was_trained(size: int, fault: str, tmp_path: Path) -> None:
+    """Compare stored and trained weights, also where 6 ranks partition one dimension twice,
+    unevenly. Wrong boxes would join the parts wrongly.
+    """
     out = str(tmp_path / "run")
-    seen = mesh(4, tensor=2).run(train, alone=bool(fault), steps=1, out=out, fault=fault)[0]
+    seen = mesh(size, tensor=2).run(
+        train, alone=bool(fault), steps=1, out=out, fault=fault, compare=not fault
+    )[0]
     source = f"{out}/checkpoints/checkpoint-000001"
     stored = assemble(Subject("cpu").run(parts, source=source))["weights"]
     same = [torch.equal(tensor, seen["weights"][name]) for name, tensor in stored.items()]
@@ -285,13 +315,13 @@ LAYOUTS = {
 }
 
 
-IN_TURN = list(zip(LAYOUTS, [*list(LAYOUTS)[1:], *LAYOUTS], strict=False))
+QUICK = [("tensor 2", "context 2"), ("tensor 2 x shard 2", "cpu")]
 
 
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        pytest.param(one, two, marks=[] if (one, two) in IN_TURN else pytest.mark.slow)
+        pytest.param(one, two, marks=[] if (one, two) in QUICK else pytest.mark.slow)
         for one in LAYOUTS
         for two in LAYOUTS
     ],
@@ -300,13 +330,13 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
     assert_resumed(mesh_decoder, LAYOUTS[first], LAYOUTS[then], 3, alone(), tmp_path)
 
 
-# --- what would be wrong in silence is refused ---------------------------------------------------
+# --- silent faults are refused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("dimensions", "arguments", "said"),
     [
-        ({"context": 2}, {"lossy": "forgets_positions"}, "Each part must know its positions"),
+        ({"context": 2}, {"lossy": "forgets_positions"}, "be given the positions of each part"),
         ({"context": 2}, {"lossy": "mean"}, "a sum over positions"),
         ({"context": 2}, {"length": 7}, "pad them to 8"),
         ({"context": 2}, {"sequence": {}}, "does not say which dimension"),
@@ -371,7 +401,7 @@ def test_ranks_that_do_not_fit_are_refused_before_they_are_started(
 @pytest.mark.parametrize(
     ("options", "replicate", "shard"), [({}, 1, 4), ({"replicate": 2}, 2, 2), ({"shard": 2}, 2, 2)]
 )
-def test_what_is_not_told_takes_the_ranks_that_are_left(
+def test_a_dimension_without_a_size_takes_the_remaining_ranks(
     options: dict[str, int], replicate: int, shard: int
 ) -> None:
     shape = Shape.of(MeshOptions(context=2, **options), 8)

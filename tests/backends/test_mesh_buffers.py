@@ -1,5 +1,6 @@
-"""Buffers of stages, such as the statistics of batch normalisation: shared by the ranks of a stage,
-or each rank's own."""
+"""Buffers of stages, such as the statistics of batch normalization: the ranks of a stage share
+them, or each rank has its own.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +43,19 @@ class Normalised(nn.Module):
 
 
 def train(bench: Bench, *, steps: int = 6, **arguments: Any) -> dict[str, Any]:
-    """A job: the curve, evaluations, and the model's weights and buffers at the end."""
+    """A job: return the curve, evaluations, and the final weights and buffers."""
     parts = {"model": Normalised, "loss": loss}
     even = {"global_batch": 8, "micro_batch": 2}  # what is repeated would count in the statistics
     return observed(bench, parts, {"steps": steps, **even}, **arguments)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("synced", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("synced", [False, True])
 def test_ranks_of_a_stage_normalise_as_ranks_of_fsdp(schedule: str, synced: bool) -> None:
-    """In evaluation, too: by the statistics of the first, or by their own."""
+    """Compare with fsdp, in evaluation, too: with the statistics of the first rank, and with each
+    rank's own.
+    """
     alone = Subject("fsdp", 2, {"sync_buffers": synced}).run(train)
     seen = mesh(4, pipeline=2, schedule=schedule, sync_buffers=synced).run(train)
     for rank in seen:
@@ -60,7 +64,7 @@ def test_ranks_of_a_stage_normalise_as_ranks_of_fsdp(schedule: str, synced: bool
 
 @pytest.mark.parametrize("then", ["as it was", pytest.param("by fsdp", marks=pytest.mark.slow)])
 def test_each_rank_resumes_with_its_own_buffers(then: str, tmp_path: Path) -> None:
-    """As many ranks as held a stage, be it in a pipeline or not."""
+    """Resume with as many ranks as held a stage, in a pipeline and without one."""
     in_stages = mesh(4, pipeline=2, sync_buffers=False)
     in_stages.run(train, steps=3, out=str(tmp_path))
     subject = in_stages if then == "as it was" else Subject("fsdp", 2, {"sync_buffers": False})

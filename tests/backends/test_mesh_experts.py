@@ -1,4 +1,4 @@
-"""Experts that are dealt over ranks learn as those of one process, or are refused by name."""
+"""Experts that are partitioned over ranks learn as in one process, or are refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from drivetrain.kernel.errors import RecipeError, SettingError
 
 @functools.cache
 def alone(**arguments: Any) -> dict[str, Any]:
-    """What one process makes of it."""
+    """Return the results of one process."""
     return Subject("cpu").run(train, **arguments)[0]
 
 
@@ -29,7 +29,7 @@ def alone(**arguments: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("part", ["Layer", "Experts"])
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_activations_are_recomputed(part: str, tensor: int) -> None:
-    """Tokens are sent again where their experts are computed again."""
+    """Require that tokens are sent again when their experts are recomputed."""
     settings = {"activation_checkpointing": [part]}
     assert_alike(mesh(2, expert=2, tensor=tensor).run(train, settings=settings)[0], alone())
 
@@ -89,7 +89,7 @@ def test_mixed_precision(precision: str, tensor: int) -> None:
 def test_a_planted_fault_is_seen(
     size: int, dimensions: dict[str, int], plan: str, fault: str
 ) -> None:
-    """By the curve, the norm or the weights, or since the run does not come to its end."""
+    """Require another curve, norm or weights, or a failed run."""
     model = {"routed": plan == "plain"}
     settings = {"timeout_seconds": 10}
 
@@ -106,23 +106,23 @@ def test_a_planted_fault_is_seen(
 @pytest.mark.parametrize(
     ("size", "dimensions", "name", "how"),
     [
-        (2, {"expert": 2, "tensor": 2}, "Qwen3Moe", "eager"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in [
-                (2, {"expert": 2}, "Mixtral", "eager"),
-                (2, {"expert": 2}, "Mixtral", "grouped_mm"),
-                (2, {"tensor": 2}, "Mixtral", "eager"),
-                (2, {"expert": 2, "tensor": 2}, "Mixtral", "eager"),
-                (4, {"expert": 2, "pipeline": 2}, "Mixtral", "eager"),
-            ]
-        ),
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in [
+            (2, {"expert": 2, "tensor": 2}, "Qwen3Moe", "eager"),
+            (2, {"expert": 2}, "Mixtral", "eager"),
+            (2, {"expert": 2}, "Mixtral", "grouped_mm"),
+            (2, {"tensor": 2}, "Mixtral", "eager"),
+            (2, {"expert": 2, "tensor": 2}, "Mixtral", "eager"),
+            (4, {"expert": 2, "pipeline": 2}, "Mixtral", "eager"),
+        ]
     ],
 )
-def test_a_mixture_of_transformers_is_dealt(
+def test_a_mixture_of_transformers_is_partitioned(
     size: int, dimensions: dict[str, int], name: str, how: str
 ) -> None:
-    """Its experts are stacked, and called so; its layers are cut by its own plan."""
+    """Compare with one process. transformers stacks its experts, and calls them as this driver
+    needs; its own plan partitions the layers.
+    """
     (one,) = Subject("cpu").run(of_transformers, name=name)
     for seen in mesh(size, **dimensions).run(of_transformers, name=name, how=how):
         assert_alike(seen, one)
@@ -138,10 +138,7 @@ LAYOUTS = {
     "expert 2 x tensor 2 x pipeline 2": mesh(4, expert=2, tensor=2, pipeline=2),
 }
 ALWAYS = [
-    ("cpu", "expert 2"),
-    ("expert 2", "cpu"),
     ("expert 2", "expert 2 x tensor 2"),
-    ("expert 2 x tensor 2", "expert 2 x tensor 2 x pipeline 2"),
     ("expert 2 x tensor 2 x pipeline 2", "cpu"),
 ]
 
@@ -163,7 +160,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("dimensions", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_experts_that_no_rank_ever_held_whole(dimensions: dict[str, int], tmp_path: Path) -> None:
-    """They come from a checkpoint."""
+    """Resume experts from a checkpoint, on ranks that build the model on the meta device."""
     out, whole = str(tmp_path / "run"), alone(routed=False)
     Subject("cpu").run(train, steps=2, out=out, routed=False)
     source = f"{out}/checkpoints/checkpoint-000002"
@@ -172,7 +169,7 @@ def test_experts_that_no_rank_ever_held_whole(dimensions: dict[str, int], tmp_pa
     torch.testing.assert_close(resumed["curve"], whole["curve"][2:], rtol=1e-5, atol=0)
 
 
-# --- what would be wrong in silence is refused ---------------------------------------------------
+# --- silent faults are refused -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +190,9 @@ def test_experts_that_no_rank_ever_held_whole(dimensions: dict[str, int], tmp_pa
     ],
     ids=str,
 )
-def test_what_cannot_be_dealt_is_refused(size: int, arguments: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_partitioned_is_refused(
+    size: int, arguments: dict[str, Any], said: str
+) -> None:
     with pytest.raises(WorkerFailure, match=said):
         mesh(size, expert=size).run(train, alone=True, **arguments)
 
@@ -204,14 +203,17 @@ def test_what_cannot_be_dealt_is_refused(size: int, arguments: dict[str, Any], s
         {},
         pytest.param({"activation_checkpointing": ["Layer"]}, marks=pytest.mark.slow),
         pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
-        {"compile": True, "compile_options": {"backend": "aot_eager"}},
+        pytest.param(
+            {"compile": True, "compile_options": {"backend": "aot_eager"}}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
 def test_a_loss_of_a_part_of_the_positions_is_refused(settings: dict[str, Any]) -> None:
-    """Also where nothing is compared, as of large models: its gradient would be right, and what is
-    told of it would not."""
-    with pytest.raises(WorkerFailure, match="is added to the loss, such as what routers say"):
+    """Require the refusal without a comparison, as for large models. The gradient would be right,
+    and the reported loss wrong.
+    """
+    with pytest.raises(WorkerFailure, match="is added to the loss, such as an auxiliary loss"):
         mesh(2, tensor=2, check=False).run(train, alone=True, plan="in sequence", settings=settings)
 
 
@@ -222,9 +224,9 @@ ROUTER_WHOLE = {name: how for name, how in IN_SEQUENCE.items() if "router" not i
 @pytest.mark.parametrize(
     ("size", "dimensions", "arguments", "said"),
     [
-        (2, {"tensor": 2}, {"plan": "in sequence"}, "such as what routers say"),
+        (2, {"tensor": 2}, {"plan": "in sequence"}, "such as an auxiliary loss of routers"),
         (2, {"tensor": 2}, {"tensor": ROUTER_WHOLE, "routed": False}, "router.weight differ"),
-        (4, {"pipeline": 2}, {}, "'layers.0' returns tuple"),
+        (4, {"pipeline": 2}, {}, "layers.0.router.weight past the blocks of the last stage"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""A head whose outputs stay cut: in bf16, and what is refused. See `meshes` for fp32."""
+"""A head whose outputs stay partitioned: in bf16, and refusals. `meshes` compares it in fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drivetrain.conformance.harness import WorkerFailure
 
 @pytest.mark.slow
 def test_mixed_precision() -> None:
-    """As with a head that is whole."""
+    """Compare with a head that is not partitioned."""
     settings: dict[str, Any] = {"precision": "bf16"}
     cut, whole = (
         mesh(2, tensor=2).run(train, plan=plan, settings=settings)[0]["curve"]
@@ -27,6 +27,7 @@ def test_a_rank_must_have_words() -> None:
         mesh(8, tensor=8).run(train, alone=True, plan="logits", heads=8)
 
 
+@pytest.mark.slow
 def test_another_loss_is_refused() -> None:
     with pytest.raises(WorkerFailure, match="cut the head by 'vocabulary', which gives each rank"):
         mesh(2, tensor=2).run(train, plan="logits", lossy="by_hand")

@@ -1,6 +1,6 @@
 """Checkpoints of an earlier version of drivetrain (0.1.0.dev0 of November 2026) resume.
 
-`old_checkpoints/` holds one of each driver's, and what the run that wrote it did afterwards.
+`old_checkpoints/` holds one for each driver, with the later figures of the run that wrote it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from drivetrain.conformance.crossing import Saved, crossing
 from drivetrain.conformance.matrix import parse_subject
 from drivetrain.conformance.state import read_all
 
-FOLDERS = sorted(path.parent for path in Path(__file__).parent.glob("old_checkpoints/*/told.json"))
+FOLDERS = sorted(
+    path.parent for path in Path(__file__).parent.glob("old_checkpoints/*/expected.json")
+)
 
 
 def old(folder: Path) -> tuple[str, Saved]:
-    """By whom it was written, and what `crossing` compares a resume with."""
-    told = json.loads((folder / "told.json").read_text())
+    """Return the writer's subject, and the saved run that `crossing` compares a resume with."""
+    reported = json.loads((folder / "expected.json").read_text())
     (checkpoint,) = folder.glob("checkpoint-*")
     state = read_all(CheckpointReader(checkpoint))
-    return told["subject"], Saved(told["writer"], told["training"], str(checkpoint), told, state)
+    return reported["subject"], Saved(
+        reported["writer"], reported["training"], str(checkpoint), reported, state
+    )
 
 
 @pytest.mark.parametrize(
     "folder",
-    # xla starts another process for each number of devices, and compiles anew
+    # xla starts another process for each number of devices, and compiles again
     [
-        pytest.param(f, marks=[pytest.mark.slow] * f.name.startswith(("xla", "deepspeed")))
+        pytest.param(f, marks=[pytest.mark.slow] * f.name.startswith(("ddp", "xla", "deepspeed")))
         for f in FOLDERS
     ],
     ids=lambda folder: folder.name,

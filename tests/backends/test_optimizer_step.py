@@ -1,4 +1,4 @@
-"""The step of an optimizer: as torch takes it, bit for bit, with all that is hung on it."""
+"""The step of an optimizer: bit-equal to torch's own, with all hooks and changes of its user."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def an_optimizer() -> torch.optim.Optimizer:
 
 
 def test_a_step_of_an_optimizer_is_taken_with_its_hooks() -> None:
-    optimizer, heard = an_optimizer(), list[str]()
+    optimizer, seen = an_optimizer(), list[str]()
     take_step(optimizer)
     for register in (
         optimizer.register_step_pre_hook,
@@ -30,27 +30,27 @@ def test_a_step_of_an_optimizer_is_taken_with_its_hooks() -> None:
         hooks.register_optimizer_step_pre_hook,
         hooks.register_optimizer_step_post_hook,
     ):
-        handle = register(lambda *_: heard.append(register.__name__))  # noqa: B023
+        handle = register(lambda *_: seen.append(register.__name__))  # noqa: B023
         take_step(optimizer)
         handle.remove()
-    assert len(set(heard)) == 4
+    assert len(set(seen)) == 4
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 5
 
 
 def test_a_step_of_an_optimizer_is_taken_as_its_user_has_changed_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard = list[str]()
+    seen = list[str]()
 
-    def heard_as(name: str, step: Any) -> Any:
-        return functools.wraps(step)(lambda *given: (heard.append(name), step(*given))[1])
+    def noting(name: str, step: Any) -> Any:
+        return functools.wraps(step)(lambda *given: (seen.append(name), step(*given))[1])
 
     optimizer = an_optimizer()
-    monkeypatch.setattr(torch.optim.AdamW, "step", heard_as("class", torch.optim.AdamW.step))
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting("class", torch.optim.AdamW.step))
     take_step(optimizer)
-    optimizer.step = heard_as("own", optimizer.step)
+    optimizer.step = noting("own", optimizer.step)
     take_step(optimizer)
-    assert heard == ["class", "own", "class"]
+    assert seen == ["class", "own", "class"]
     monkeypatch.undo()
     optimizer = an_optimizer()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -58,9 +58,9 @@ def test_a_step_of_an_optimizer_is_taken_as_its_user_has_changed_it(
         warnings.simplefilter("error")  # of a schedule that has seen no step
         take_step(optimizer)
         schedule.step()
-    optimizer.step = heard_as("over the schedule's", optimizer.step)
+    optimizer.step = noting("over the schedule's", optimizer.step)
     take_step(optimizer)
-    assert heard[3:] == ["over the schedule's"]
+    assert seen[3:] == ["over the schedule's"]
 
 
 def test_a_profiler_sees_the_step_of_an_optimizer() -> None:
@@ -131,8 +131,9 @@ def of_layers(kind: Any, dtypes: list[torch.dtype], **settings: Any) -> torch.op
 
 
 def trained(optimizer: torch.optim.Optimizer, step: Any, without: int | None = None) -> Any:
-    """Weights, state and rate after some steps, the third of which finds no gradient of the weight
-    `without`."""
+    """Return weights, state and rate after some steps. In the third step the weight `without` has
+    no gradient.
+    """
     generator = torch.Generator().manual_seed(1)
     weights = optimizer.param_groups[0]["params"]
     for number in range(5):
@@ -155,7 +156,7 @@ def assert_same_bits(ours: Any, torchs: Any) -> None:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each step, whether torch's own was left out."""
+    """Record, for each step, whether torch's own `step` was skipped."""
     taken = list[bool]()
     update = optimizer_step._update_fused
     noted = functools.wraps(update)(lambda *given: (taken.append(update(*given)), taken[-1])[1])
@@ -169,7 +170,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_the_short_way_is_that_of_torch_bit_for_bit(
     kind: Any, dtype: torch.dtype, setting: dict[str, Any], short: list[bool]
 ) -> None:
-    """It begins where there is state."""
+    """Compare with torch's own step. The short path begins when the optimizer has state."""
     ours, torchs = (of_layers(kind, [dtype] * 3, fused=True, **setting) for _ in "12")
     assert_same_bits(trained(ours, take_step, without=1), trained(torchs, kind.step, without=1))
     assert short == [False, True, True, True, True]

@@ -1,5 +1,6 @@
-"""Several models in one run: whoever resumes it goes on amid the turns; and what is frozen beside
-what learns, in changes of low rank (`lora`) and in a teacher with its student."""
+"""Several models in one run: any driver resumes in the middle of the turns. Frozen models beside
+trained ones: in changes of low rank (`lora`), and as the teacher of a student.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def low_rank() -> nn.Module:
 
 
 def taught() -> Models:
-    """The teacher would draw random numbers, and count, in training mode."""
+    """Return a teacher and its student. In training mode the teacher would draw random numbers and
+    count forwards.
+    """
     plain = PROBLEMS["regression"].model
     teacher = nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5), plain()).requires_grad_(False)
     return Models({"student": plain(), "teacher": teacher})
@@ -66,7 +69,7 @@ def recipe(kind: str) -> Recipe:
 
 
 def trained(bench: Bench, *, kind: str) -> dict[str, Tensor]:
-    """A job: weights and buffers at the end."""
+    """A job: return the final weights and buffers."""
     state = bench.fit(recipe(kind), SETTINGS, finish=lambda m: copy.deepcopy(m.state_dict())).finish
     return {name: tensor.detach().cpu() for name, tensor in state.items()}
 
@@ -93,8 +96,9 @@ def test_what_is_frozen_stays_and_what_learns_is_as_in_one_process(
 def test_another_driver_goes_on_amid_the_turns(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Each from what the one before it saved after a turn more: the turns of two models, of which
-    one learns twice as often, by optimizers of their own."""
+    """Resume on one driver after the other, each from its predecessor's checkpoint one step later.
+    Two models take turns, one of them twice as often, by optimizers of their own.
+    """
     request.getfixturevalue("environment_of_all")
     first, expected, _ = law_1_turns.by_hand()
     saved, _ = Subject("cpu").run(law_1_turns.run, out=str(tmp_path / "cpu"))[0]

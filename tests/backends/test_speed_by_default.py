@@ -1,4 +1,4 @@
-"""What decision 17 says is on is on, and what it keeps off for safety is off."""
+"""Options that decision 17 turns on are on, and options that it keeps off for safety are off."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings, fit
+from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.kernel.contract import Engine
-from drivetrain.kernel.registry import usable_driver
+from drivetrain.registry import usable_driver
+from drivetrain.trainer.fit import fit
 
 OPTIONS = {"cpu": None, "ddp": DdpOptions(device="cpu")}
 
@@ -76,7 +77,7 @@ def test_gradients_are_views_of_ddp_s_buckets(engine: Engine) -> None:
 
 
 class Remembers(nn.Module):
-    """Makes a table when it is first needed, as rotary embeddings are often written."""
+    """A module that makes a table when it is first needed, as rotary embeddings often do."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The xla driver keeps the laws, on one device and on two; what is special about it."""
+"""The xla driver keeps the laws, on one device and on two, and has tests of its own
+peculiarities.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from quick_cases import is_quick
 
 from drivetrain.conformance import Case, cases
 from drivetrain.conformance.bench import Bench
@@ -24,7 +27,11 @@ pytestmark = pytest.mark.usefixtures("environment_of_all")
 
 
 @pytest.mark.parametrize(
-    "case", cases("xla", options={"devices": 1}, peers=["cpu"], python=PYTHON), ids=str
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
+        for case in cases("xla", options={"devices": 1}, peers=["cpu"], python=PYTHON)
+    ],
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -34,7 +41,9 @@ def test_laws(case: Case) -> None:
 
 
 def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
-    """Updates of these numbers of microbatches; the compilations so far after each."""
+    """A job: do updates of the given numbers of microbatches; return the compilations so far after
+    each.
+    """
     from torch_xla.debug import metrics
 
     problem, samples = PROBLEMS["language"], Samples("language", 10**6)
@@ -70,7 +79,9 @@ def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
 
 
 def fit_and_count(bench: Bench, *, epochs: float) -> list[int]:
-    """Compilations so far after each step of `fit`: 41 samples in groups of 12, 12, 12 and 5."""
+    """A job: return the compilations so far after each step of `fit`, on 41 samples in groups of
+    12, 12, 12 and 5.
+    """
     counts = []
 
     def observe(event: object) -> None:
@@ -89,7 +100,7 @@ def fit_and_count(bench: Bench, *, epochs: float) -> list[int]:
 
 
 def restart(bench: Bench, *, devices: int) -> str:
-    """The refusal of another number of devices in a process where XLA runs."""
+    """A job: return the refusal of another number of devices in a process that already runs XLA."""
     with bench.open():
         pass
     try:
@@ -121,14 +132,13 @@ def test_nothing_is_compiled_after_the_warm_up(subject: Subject) -> None:
     assert seen["tied"]
 
 
-@pytest.mark.parametrize(
-    "subject", [pytest.param(ONE, marks=pytest.mark.slow), TWO], ids=["one", "two"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", [ONE, TWO], ids=["one", "two"])
 def test_a_short_group_at_the_end_of_an_epoch_compiles_nothing(subject: Subject) -> None:
     (counts,) = subject.run(fit_and_count, epochs=2.0)
     assert len(counts) == 8
     assert counts[1] == counts[2], "the third group is as the second"
-    assert counts[3:] == [counts[3]] * 5, "evaluation came after the third, and not anew after it"
+    assert counts[3:] == [counts[3]] * 5, "only evaluation after the third compiled"
 
 
 def test_weights_and_optimizer_state_are_cut_over_the_devices() -> None:

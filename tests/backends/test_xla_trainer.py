@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("environment_of_all")
 
 
 class Tied(nn.Module):
-    """Its last layer has the weight of its first."""
+    """A model whose last layer shares the weight of its first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,9 @@ def samples() -> list[dict[str, Tensor]]:
 
 
 def run(folder: Path, resume: str | None = None, **changes: Any) -> Any:
-    """Two epochs of two updates of two microbatches, evaluated and saved after each epoch."""
+    """A job: train two epochs of two updates of two microbatches, with an evaluation and a save
+    after each epoch.
+    """
     args = TrainingArguments(
         str(folder),
         use_cpu=True,
@@ -95,6 +97,7 @@ def train(bench: Bench, *, folder: str) -> dict[str, Any]:
 @pytest.mark.row(
     "Z5", status="differs", note="checkpoints are those of every driver, and resume on any other"
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_training_saving_and_resuming(tmp_path: Path, devices: int) -> None:
     subject = Subject("xla", 1, {"devices": devices}, python=python_of_all())

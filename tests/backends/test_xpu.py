@@ -1,4 +1,4 @@
-"""What of the xpu driver does not need the device; the rest is proved where there is one."""
+"""Tests of the xpu driver that need no device; the laws are proved on a machine that has one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drivetrain.backends.xpu import driver
 from drivetrain.conformance import Case, cases
 from drivetrain.kernel.errors import BackendUnavailable, SettingError
 from drivetrain.kernel.plan import Plan
-from drivetrain.kernel.registry import usable_driver
+from drivetrain.registry import usable_driver
 from drivetrain.trainer.setting_values import override
 
 without_device = pytest.mark.skipif(driver.probe().usable, reason="there is an Intel GPU")

@@ -1,4 +1,4 @@
-"""What a run of the command line is given, and what it came to."""
+"""Files and settings for runs of the command line, and their results."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -56,7 +57,7 @@ RECIPE = """
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command came to."""
+    """Exit code and output of a command."""
 
     code: int
     stdout: str
@@ -69,6 +70,7 @@ class Ran:
 def child(arguments: tuple[str, ...], folder: Path, environment: dict[str, str]) -> None:
     os.chdir(folder)
     os.environ.update(environment)
+    tempfile.tempdir = None  # found again: the environment may name another
     for number, name in ((1, "stdout"), (2, "stderr")):
         handle = os.open(folder / f".{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(handle, number)

@@ -1,4 +1,6 @@
-"""A run of the command line costs seconds of imports, so tests run it in forks of this process."""
+"""Fixtures that run the command line in forks of one process, since each start costs seconds of
+imports.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,19 @@ from command_line import RECIPE, Drive, Meanwhile, Ran, child
 
 @pytest.fixture(scope="session")
 def server() -> multiprocessing.context.ForkServerContext:
-    """Forks from a process that has imported what a run needs, and run nothing."""
+    """Return a context that forks from a process which has imported what a run needs, and has run
+    nothing.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["drivetrain.cli.app", "drivetrain.cli.train", "torch._dynamo", "matplotlib.figure"]
+        ["drivetrain.cli.app", "drivetrain.cli.training.train", "torch._dynamo"]
     )
     return context
 
 
 @pytest.fixture
 def drive(tmp_path: Path, server: multiprocessing.context.ForkServerContext) -> Drive:
-    """Run `drivetrain ARGUMENTS` in the test's folder."""
+    """Return a function that runs `drivetrain ARGUMENTS` in the test's folder."""
 
     def run(*arguments: object, meanwhile: Meanwhile | None = None, **environment: str) -> Ran:
         words = tuple(str(argument) for argument in arguments)
@@ -44,7 +48,7 @@ def drive(tmp_path: Path, server: multiprocessing.context.ForkServerContext) -> 
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Drive:
-    """Paste a command into a shell in the test's folder."""
+    """Return a function that runs a command in a shell in the test's folder."""
 
     def run(command: str) -> Ran:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -65,7 +69,7 @@ def shell(tmp_path: Path) -> Drive:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A recipe file in the test's folder that trains in a moment."""
+    """Write a recipe file that trains in a moment, in the test's folder."""
     path = tmp_path / "small.py"
     path.write_text(textwrap.dedent(RECIPE))
     return path

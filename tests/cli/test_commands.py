@@ -1,10 +1,12 @@
-"""The smaller commands."""
+"""The smaller commands of the command line."""
 
 from __future__ import annotations
 
 import json
+import os
 import pydoc
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +17,10 @@ import typer
 from command_line import Drive
 from typer.testing import CliRunner
 
+import drivetrain
 from drivetrain.cli.app import app
-from drivetrain.cli.launch import Launch, adopt_slurm
+from drivetrain.cli.process.launch import Launch
+from drivetrain.launched import adopt_slurm
 
 
 def commands(command: Any) -> Iterator[Any]:
@@ -26,10 +30,32 @@ def commands(command: Any) -> Iterator[Any]:
         yield command
 
 
-def test_each_command_tells_errors_and_can_be_debugged() -> None:
+def test_each_command_reports_errors_and_can_be_debugged() -> None:
     found = list(commands(typer.main.get_command(app)))
     assert len(found) > 15
     assert not [each.name for each in found if "debug" not in {p.name for p in each.params}]
+
+
+def test_the_version_is_shown(drive: Drive) -> None:
+    ran = drive("--version")
+    assert (ran.code, ran.stdout.strip()) == (0, f"drivetrain {drivetrain.__version__}")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("train --backend d", ["ddp", "deepspeed"]),
+        ("train --set optimizer.l", ["optimizer.lr=", "optimizer.layer_decay="]),
+        ("explain --set backend.sta", ["backend.static_graph=", "backend.stage="]),
+    ],
+)
+def test_a_shell_completes(words: str, completed: list[str], drive: Drive) -> None:
+    line = f"drivetrain {words}"
+    ran = drive(
+        _DRIVETRAIN_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(line.count(" "))
+    )
+    assert {*completed} <= {*ran.stdout.split()}
+    assert all(word.startswith(words.rsplit(maxsplit=1)[-1]) for word in ran.stdout.split())
 
 
 def test_backends(drive: Drive) -> None:
@@ -43,12 +69,20 @@ def test_backends(drive: Drive) -> None:
 
 
 def test_checkpoints(drive: Drive, recipe: Path, tmp_path: Path) -> None:
-    drive("train", recipe, "--out", "run")
+    trained = drive("train", recipe, "--out", "run").stdout
     shown = drive("checkpoint", "inspect", "run", COLUMNS="120").stdout
     assert "step 6, written by cpu" in shown
+    best = re.search(r"best checkpoint: step 6, loss ([0-9.]+): run@best", trained)
+    assert best is not None, trained
+    assert f"best checkpoint: step 6, loss {best[1]}: run/checkpoints/checkpoint-000006" in shown
+    text = (tmp_path / "run/report.html").read_text()
+    assert f"<dt>Best checkpoint</dt><dd>step 6, loss {best[1]}</dd>" in text
+    assert "run@best" in text and "Memory of the process (bytes)" in text
     assert "0.weight" in shown
     record = json.loads(drive("checkpoint", "inspect", "run", "--json").stdout)
     assert record["tensors"]["weights"]["0.weight"] == {"dtype": "float32", "shape": [4, 3]}
+    assert (record["best"]["step"], record["best"]["name"]) == (6, "run@best")
+    assert json.loads(drive("checkpoint", "inspect", "run@best", "--json").stdout)["best"] is None
 
     assert drive("checkpoint", "export", "run", "exported").code == 0
     assert (tmp_path / "exported/model.safetensors").is_file()
@@ -149,6 +183,7 @@ def test_flags_for_torchrun() -> None:
 
 def test_slurm_tasks_are_ranks() -> None:
     environment = {
+        "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "3",
         "SLURM_NTASKS": "4",
         "SLURM_LOCALID": "1",
@@ -161,6 +196,59 @@ def test_slurm_tasks_are_ranks() -> None:
     assert environment["LOCAL_RANK"] == "1"
     assert environment["MASTER_ADDR"] == "node7"
     assert environment["MASTER_PORT"] == "13234"
-    alone = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"SLURM_NTASKS": "1", "SLURM_STEP_ID": "0"},
+        {"SLURM_NTASKS": "4"},
+        {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},
+    ],
+    ids=["one task", "a batch script", "an interactive shell"],
+)
+def test_a_single_process_of_an_allocation_is_no_rank(others: dict[str, str]) -> None:
+    alone = {"SLURM_PROCID": "0", **others}
     adopt_slurm(alone)
     assert "RANK" not in alone
+
+
+def test_folders_whose_names_are_no_text_and_links_that_lead_nowhere(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    first, second = (os.fsdecode(b"run-\xff" + end) for end in (b"1", b"2"))
+    assert drive("train", recipe, "--out", first).code == 0
+    shutil.copytree(tmp_path / first, tmp_path / second)
+    verified = drive("checkpoint", "verify", first)
+    assert verified.code == 0 and "complete and unaltered" in verified.stdout
+    assert drive("report", first, second).code == 0
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for out in ("a", "a/run"):
+        ran = drive("train", recipe, "--out", out)
+        assert ran.code == 2 and "Traceback" not in ran.stderr
+        assert ran.stderr.startswith("error: ") and "give another" in ran.stderr
+
+
+def test_the_best_evaluation_is_named_where_no_checkpoint_has_it(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    """Let the loss grow from the first evaluation on."""
+    worse = ["--set", "optimizer.lr=1.0", "--set", "evaluate.every=1", "--set", "log_every=1"]
+    trained = drive("train", recipe, "--out", "run", *worse)
+    assert trained.code == 0, trained.stderr
+    named = r"best evaluation: step (\d), loss ([0-9.]+), which no checkpoint records; "
+    best = re.search(
+        named + r"checkpoint.save_best=true .*\nbest checkpoint: step 6", trained.stdout
+    )
+    assert best is not None, trained.stdout
+    shown = drive("checkpoint", "inspect", "run", COLUMNS="200").stdout
+    assert best[0].splitlines()[0] in shown
+    assert best[0].splitlines()[0] in (tmp_path / "run/report.html").read_text()
+    record = json.loads(drive("checkpoint", "inspect", "run", "--json").stdout)
+    assert record["unsaved_best"]["step"] == int(best[1]) < 6
+    assert record["unsaved_best"]["value"] < record["best"]["value"]
+
+    kept = drive("train", recipe, "--out", "kept", *worse, "--set", "checkpoint.save_best=true")
+    assert f"best checkpoint: step {best[1]}, loss {best[2]}: kept@best" in kept.stdout
+    assert "best evaluation" not in kept.stdout

@@ -12,8 +12,8 @@ from command_line import Drive
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from drivetrain.cli.config_files import read_config_files
-from drivetrain.cli.schema import schema
+from drivetrain.cli.settings.config_files import read_config_files
+from drivetrain.cli.settings.schema import schema
 from drivetrain.kernel.errors import SettingError
 
 TOML = """
@@ -46,7 +46,7 @@ VALUES = {
 
 @pytest.fixture
 def small(tmp_path: Path, recipe: Path) -> Path:
-    """A recipe in a folder of its own."""
+    """Make a recipe in a folder of its own."""
     (tmp_path / "recipes").mkdir()
     return recipe.rename(tmp_path / "recipes" / "small.py")
 
@@ -125,7 +125,7 @@ def test_epochs_in_a_file_lift_steps_below_it_and_not_above(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "reported"),
     [
         ("a.toml", "[optimizer]\nlrr = 1\n", ["a.toml", "optimizer.lrr", "optimizer.lr"]),
         ("a.toml", 'steps = "many"\n', ["a.toml", "steps", "many"]),
@@ -142,13 +142,13 @@ def test_epochs_in_a_file_lift_steps_below_it_and_not_above(
     ],
 )
 def test_what_is_wrong_is_named_with_its_file(
-    tmp_path: Path, small: Path, drive: Drive, name: str, text: str | None, told: list[str]
+    tmp_path: Path, small: Path, drive: Drive, name: str, text: str | None, reported: list[str]
 ) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     ran = drive("train", small, "--backend", "cpu", "--config", name, "--out", "run")
     assert ran.code == 2
-    assert all(word in " ".join(ran.stderr.split()) for word in told), ran.stderr
+    assert all(word in " ".join(ran.stderr.split()) for word in reported), ran.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -174,6 +174,16 @@ def test_the_schema_takes_what_a_run_takes(small: Path) -> None:
         {"recipe": {"widht": 8}},
         {"backend": {"thread": 8}},
         {"data": {"workers": 0.5}},
+        {"precision": "bf17"},
+        {"schedule": {"name": "cos"}},
+        {"schedule": {"warmup": -1}},
+        {"schedule": {"decay": 0}},
+        {"global_batch": 0},
+        {"stall_seconds": 0},
+        {"optimizer": {"layer_decay": 1.5}},
+        {"optimizer": {"groups": [{"lr": -1}]}},
+        {"backend": {"tensor": 0}},
+        {"backend": {"stage": 4}},
     ):
         with pytest.raises(ValidationError):
             validator.validate(wrong)
@@ -193,3 +203,48 @@ def test_a_file_for_a_run_is_no_pickle(tmp_path: Path) -> None:
     (tmp_path / "a.pkl").write_bytes(b"")
     with pytest.raises(SettingError, match="must end in"):
         read_config_files([tmp_path / "a.pkl"])
+
+
+@pytest.fixture
+def demanding(recipe: Path) -> Path:
+    """Make a recipe whose configuration has fields without a default."""
+    text = recipe.read_text().replace(
+        "width: int = 4", "width: int\n    depth: int\n    seed: int = 1"
+    )
+    recipe.write_text(text)
+    return recipe
+
+
+def test_fields_without_a_default_are_given(drive: Drive, demanding: Path, tmp_path: Path) -> None:
+    given = ("--set", "recipe.width=8", "--set", "recipe.depth=2", "--set", "recipe.seed=3")
+    ran = drive("train", demanding, "--out", "run", *given)
+    assert ran.code == 0, ran.stderr
+    settings = json.loads((tmp_path / "run/config.json").read_text())["settings"]
+    assert settings["recipe.width"] == {"value": 8, "source": "command line"}
+    assert settings["recipe.seed"] == {"value": 3, "source": "command line"}
+    (tmp_path / "a.toml").write_text("[recipe]\nwidth = 8\n")
+    ran = drive("explain", demanding, "--config", "a.toml", "--set", "recipe.depth=1", "--json")
+    assert ran.code == 0, ran.stderr
+    found = schema(demanding)["properties"]["recipe"]["anyOf"][1]["properties"]
+    assert found["width"]["type"] == "integer"
+    assert found["seed"]["default"] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((), "recipe.width, recipe.depth of small.py have no default: give them, as by --set"),
+        (("--set", "recipe.width=8"), "recipe.depth of small.py has no default: give it, as by"),
+        (
+            ("--set", "recipe.width=wide", "--set", "recipe.depth=1"),
+            "recipe.width is 'wide', which",
+        ),
+        (("--set", "recipe.width=1", "--set", "recipe.depth=1", "--set", "recipe.x=1"), "recipe.x"),
+    ],
+)
+def test_fields_that_nobody_gave(
+    given: tuple[str, ...], words: str, drive: Drive, demanding: Path
+) -> None:
+    ran = drive("train", demanding.name, "--out", "run", *given)
+    assert ran.code == 2
+    assert words in " ".join(ran.stderr.split())

@@ -1,4 +1,6 @@
-"""`drivetrain evaluate`: checkpoints are measured on another driver, and as they come."""
+"""`drivetrain evaluate`: checkpoints are evaluated on another driver, and as soon as they are
+saved.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from command_line import Drive
 
 from drivetrain import evaluate
-from drivetrain.cli.recipe_file import load_recipe_file
+from drivetrain.cli.settings.recipe_file import load_recipe_file
 
 
 def evaluated(run: Path) -> list[dict[str, Any]]:
@@ -46,21 +48,22 @@ def test_a_checkpoint_measures_as_in_training(drive: Drive, recipe: Path, tmp_pa
     assert metrics["held_out"] == pytest.approx(newest[0]["metrics"])
 
 
+@pytest.mark.slow
 def test_each_checkpoint_is_measured_as_it_comes(
     drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:
-    """The second half of a run is trained while it is followed; the follower ends when it does."""
+    """Follow a run that trains its second half. The follower ends with the run."""
     drive("train", recipe, *TRAIN, "--steps", "2", "--out", "run")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if '"run_ended"' not in line]
-    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(kept) + "\n")  # it goes on
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(kept) + "\n")  # the run has not ended
     came: list[int] = []
 
-    def go_on(follower: BaseProcess) -> None:
+    def end_the_run(follower: BaseProcess) -> None:
         until(lambda: evaluated_elsewhere(tmp_path / "run") == [2], follower)
         came.append(drive_beside(drive, recipe, tmp_path))
 
-    ran = drive("evaluate", "run", "--follow", "--seconds", "0.1", meanwhile=go_on)
+    ran = drive("evaluate", "run", "--follow", "--seconds", "0.1", meanwhile=end_the_run)
     assert came == [0]
     assert ran.code == 0, ran.stderr
     assert evaluated_elsewhere(tmp_path / "run") == [2, 4, 6]
@@ -69,7 +72,9 @@ def test_each_checkpoint_is_measured_as_it_comes(
 
 
 def drive_beside(drive: Drive, recipe: Path, folder: Path) -> int:
-    """Another command, in a folder of its own so that outputs do not mix."""
+    """Return a function that runs another command, in a separate folder so that outputs
+    do not mix.
+    """
     import subprocess
     import sys
 

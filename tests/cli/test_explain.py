@@ -1,7 +1,8 @@
-"""explain: where values come from, what refuses, and estimates that hold against measured peaks."""
+"""explain: the origin of values, the refusals, and estimates that hold against measured peaks."""
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 from drivetrain import OptimizerSettings, Recipe, Settings
-from drivetrain.cli.explain import activation_bytes, explain, state_bytes
-from drivetrain.kernel.errors import UnknownBackend
+from drivetrain.cli.app import app
+from drivetrain.cli.settings.explain import activation_bytes, explain, show_explanation, state_bytes
+from drivetrain.kernel.errors import RecipeError, UnknownBackend
 
 RECIPE = """
 import torch
@@ -39,8 +43,8 @@ recipe = Recipe(model=model, loss=loss, train_data=torch.utils.data.TensorDatase
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from drivetrain.cli.recipe_file import load_recipe_file
-from drivetrain import fit
+from drivetrain.cli.settings.recipe_file import load_recipe_file
+from drivetrain.trainer.fit import fit
 import torch._dynamo  # the first optimizer imports it: not the model's
 file = load_recipe_file(Path(sys.argv[1]))
 recipe = file.build(None)
@@ -83,6 +87,19 @@ def test_each_value_has_its_source(recipe_path: Path) -> None:
     assert sources["precision"] == "default"
     assert sources["log_every"] == "a.toml"
     assert sources["backend.bucket_cap_mb"] == "command line"
+
+
+def test_the_sizes_of_a_batch_that_grows(recipe_path: Path) -> None:
+    given = ("command line", {"data.batch_warmup": "10", "data.batch_warmup_from": "4"})
+    records = explain(recipe_path, ["cpu"], [given], 1)
+    found = [(stage["step"], stage["size"]) for stage in records[0]["batches"]]
+    assert found == [(1, 4), (5, 8), (8, 12), (11, 16)]
+    console = Console(file=io.StringIO(), width=120)
+    show_explanation(records, console)
+    expected = (
+        "Global batch: 4 from step 1, 8 from step 5, 12 from step 8, 16 from step 11; the last"
+    )
+    assert expected in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_driver_that_refuses_says_so_beside_the_others(recipe_path: Path) -> None:
@@ -133,11 +150,29 @@ def test_an_unknown_backend_is_refused(recipe_path: Path) -> None:
 
 
 def test_the_command_prints_json(recipe_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "drivetrain.cli", "explain", str(recipe_path), "--all", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = CliRunner().invoke(app, ["explain", str(recipe_path), "--all", "--json"])
+    assert run.exit_code == 0, run.output
     records = json.loads(run.stdout)
     assert {"cpu", "ddp", "fsdp"} <= {record["backend"] for record in records}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (".square().sum()", ".square().mean()", "recipe.loss returns a mean"),
+        (
+            "TensorDataset(inputs))",
+            "TensorDataset(inputs), eval_data={'a': [inputs[0]]}, measure=lambda *_: {'a': _[9]})",
+            "recipe.measure of eval_data['a']",
+        ),
+    ],
+)
+def test_the_check_that_a_run_begins_with_is_made(
+    old: str, new: str, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(RECIPE.replace("12288", "8").replace(old, new))
+    with pytest.raises(RecipeError) as raised:
+        explain(path, ["cpu"], [], 1)
+    assert words in str(raised.value)
+    assert explain(path, ["cpu"], [("", {"evaluate.sanity_check": "false"})], 1)

@@ -1,4 +1,4 @@
-"""`drivetrain predict`: each sample's outputs once, in order, whole or not at all."""
+"""`drivetrain predict`: each sample's outputs once, in order; the file is complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from command_line import Drive
 
-from drivetrain.cli.prediction_files import check_output, prediction_file
+from drivetrain.cli.training.prediction_files import check_output, prediction_file
 from drivetrain.kernel.errors import OutputError, RecipeError
 from drivetrain.trainer.predictions import Chunk
 
@@ -27,7 +27,7 @@ def predict(module, batch):
 
 @pytest.fixture
 def trained(drive: Drive, recipe: Path) -> Path:
-    """A recipe with `predict`, and `run` beside it."""
+    """Make a recipe with `predict`, and the folder `run` of a run beside it."""
     recipe.write_text(recipe.read_text().replace("Points(8)", "Points(45)") + PREDICT)
     assert drive("train", recipe, "--backend", "cpu", "--out", "run").code == 0
     return recipe
@@ -65,11 +65,14 @@ def test_predictions(drive: Drive, trained: Path, tmp_path: Path) -> None:
     assert json.loads(ran.stdout)["samples"] == 40
 
 
+@pytest.mark.slow
 def test_two_ranks_write_each_sample_once(drive: Drive, trained: Path, tmp_path: Path) -> None:
     drive("predict", "run", "--out", "one.parquet", "--backend", "cpu")
     words = ("predict", "run", "--out", "two.parquet", "--backend", "ddp", "--nproc", "2")
-    ran = drive(*words, "--set", "micro_batch=3", "--json")
+    (temporary := tmp_path / "temporary").mkdir()
+    ran = drive(*words, "--set", "micro_batch=3", "--json", TMPDIR=str(temporary))
     assert ran.code == 0, ran.stderr
+    assert not list(temporary.glob("torchelastic_*"))
     assert '"samples": 45' in ran.stdout and ran.stdout.count("samples") == 1
     one, two = (read(tmp_path / f"{name}.parquet") for name in ("one", "two"))
     assert [row["index"] for row in two] == list(range(45))
@@ -118,7 +121,7 @@ def test_what_cannot_be_predicted_is_refused(drive: Drive, trained: Path, tmp_pa
     wrong.write_text(
         text.replace("def predict(module, batch)", "predict = 3\ndef other(module, batch)")
     )
-    for words, told in (
+    for words, message in (
         (("run", "--out", "a.csv"), "must end in .parquet or .jsonl"),
         (("run", "--out", "none/a.jsonl"), "no folder none"),
         (("empty", "--out", "a.jsonl"), "empty"),
@@ -130,7 +133,7 @@ def test_what_cannot_be_predicted_is_refused(drive: Drive, trained: Path, tmp_pa
     ):
         ran = drive("predict", *words)
         assert ran.code == 2, (words, ran.stderr)
-        assert told in " ".join(ran.stderr.split()), ran.stderr
+        assert message in " ".join(ran.stderr.split()), ran.stderr
     assert (tmp_path / "kept.jsonl").read_text() == "kept"
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".writing")]
 

@@ -1,4 +1,4 @@
-"""`--profile FIRST:END`: traces of these steps, and of no others."""
+"""`--profile FIRST:END`: traces of exactly these steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drivetrain.trainer.profiler import parse_steps
 
 
 def spans(path: Path) -> tuple[list[str], set[str]]:
-    """The steps that a trace holds, and the names of all that it holds."""
+    """Return the steps in a trace, and the names of all its events."""
     with gzip.open(path) as stream:
         found: list[dict[str, Any]] = json.load(stream)["traceEvents"]
     names = [str(event.get("name")) for event in found]
@@ -57,12 +57,12 @@ FETCHED = """    def __getitem__(self, index):
 """
 BROKEN = f"""{FETCHED}\
         self.taken = getattr(self, "taken", 0) + 1
-        if self.taken > 18:
+        if self.taken > 26:  # of which 8 before the first step
             raise ValueError("a damaged sample")
 """
 
 
-def test_a_run_that_resumes_behind_it_says_so(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+def test_a_run_that_resumes_after_it_says_so(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     given = ("--backend", "cpu", "--out", "run")
     assert drive("train", recipe, *given, "--steps", "4").code == 0
     again = drive("train", recipe, *given, "--resume", "auto", "--steps", "6", "--profile", "3:5")
@@ -84,8 +84,8 @@ def test_a_trace_that_cannot_be_written_ends_no_run(
         "train", recipe, "--backend=cpu", "--profile=3:5", "--out=run", "--resume=auto", "--json"
     )
     assert ran.code == 0, ran.stderr
-    (told,) = [record["message"] for record in ran.records() if record["event"] == "warned"]
-    assert "steps-3-4.rank-0.json.gz cannot be written" in told
+    (reported,) = [record["message"] for record in ran.records() if record["event"] == "warned"]
+    assert "steps-3-4.rank-0.json.gz cannot be written" in reported
     assert ran.records()[-1]["step"] == 6
 
 

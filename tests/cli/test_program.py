@@ -1,4 +1,4 @@
-"""The command that a run tells begins as the one that started it."""
+"""Commands that a run suggests begin as the command that started it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.cli import program
+from drivetrain.cli.process import program
 
-TELL = "import json; from drivetrain.cli.program import program; print(json.dumps(program()))"
+REPORT = (
+    "import json; from drivetrain.cli.process.program import program; print(json.dumps(program()))"
+)
 
 
 def test_started_by_uv(tmp_path: Path) -> None:
-    child = [sys.executable, "-c", TELL, "train", "my recipe.py"]
+    child = [sys.executable, "-c", REPORT, "train", "my recipe.py"]
     parent = f"import subprocess; subprocess.run({child!r}, check=True)"
-    told = subprocess.run(
+    ran = subprocess.run(
         ["/some/where/uv", "-c", parent, "train", "my recipe.py"],
         executable=sys.executable,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(told.stdout) == ["uv", "-c", parent]
+    assert json.loads(ran.stdout) == ["uv", "-c", parent]
 
 
 def test_started_as_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    main = Path(program.__file__).with_name("__main__.py")
+    main = Path(program.__file__).parents[1] / "__main__.py"
     monkeypatch.setattr(sys, "argv", [str(main), "train"])
     monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "drivetrain.cli", "train"])
     assert program.program() == ["python3", "-m", "drivetrain.cli"]
@@ -45,6 +47,6 @@ def test_started_as_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert program.program() == ["drivetrain"]
 
 
-def test_ranks_tell_what_their_launcher_was_started_as(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_report_the_command_of_their_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRIVETRAIN_PROGRAM", "uv run 'my env' drivetrain")
     assert program.program() == ["uv", "run", "my env", "drivetrain"]

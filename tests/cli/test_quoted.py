@@ -1,4 +1,4 @@
-"""What others wrote reaches the terminal as text, and nothing more."""
+"""Texts of strangers reach the terminal as text, and cannot control it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from rich.console import Console
 
 from drivetrain.checkpoint import MANIFEST, Manifest
 from drivetrain.checkpoint.manifest import FileEntry, write_manifest
-from drivetrain.cli.checkpoints import inspect, show
-from drivetrain.cli.failure import say
-from drivetrain.cli.quoted import quoted
+from drivetrain.cli.report.checkpoints import inspect, show
 from drivetrain.kernel.errors import CheckpointDamaged, DataError, printable
+from drivetrain.run.quoted import quoted, say
 
 STEERS = "\x1b[2J\x1b]0;mine\x07[/b][red]\u202e\ud800\r\x9b31m"
 SAFE = r"\x1b[2J\x1b]0;mine\x07[/b][red]\u202e\ud800\r\x9b31m"
@@ -83,5 +82,5 @@ def test_the_commands(drive: Drive, tmp_path: Path) -> None:
 
 
 def renamed(folder: Path) -> Path:
-    """Of step 6, in a folder that says 7."""
+    """Write a checkpoint of step 6 into a folder named for step 7."""
     return checkpoint(folder / "checkpoint-000007", "w")

@@ -1,10 +1,17 @@
-"""Signals to a command: before it trains, while it ends, to its launcher, to one of its ranks."""
+"""Signals to a command: before it trains, while it ends, to its launcher, and to one of
+its ranks.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -53,26 +60,163 @@ def when_it_trains(folder: Path, act: Callable[[BaseProcess], None]) -> Callable
     return meanwhile
 
 
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGUSR1, *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[:2])],
-    ids=name,
-)
-def test_the_launcher_passes_it_on(drive: Drive, recipe: Path, tmp_path: Path, number: int) -> None:
-    def send(process: BaseProcess) -> None:
-        os.kill(process.pid or 0, number)
+def cases() -> list[object]:
+    """Return each signal, sent to the command alone, to one of its ranks, or to all processes as
+    job queues do.
+    """
+    every = itertools.product(
+        ("cpu", "ddp"), (0, 2), SIGNALS, ("the launcher", "one rank", "all processes")
+    )
+    quick = {
+        ("ddp", 2, signal.SIGUSR1, "the launcher"),
+        ("cpu", 2, signal.SIGTERM, "all processes"),
+    }
+    return [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{case[1]} workers-{name(case[2])}-{case[3]}",
+            marks=[] if case in quick else [pytest.mark.slow],
+        )
+        for case in every
+        if (case[0], case[3]) != ("cpu", "one rank")
+    ]
 
-    words = ["--out=run", "--steps=1000000", "--nproc=2", "--json"]
+
+@pytest.mark.parametrize(("backend", "workers", "number", "whom"), cases())
+def test_it_saves_and_stops(
+    drive: Drive, recipe: Path, tmp_path: Path, backend: str, workers: int, number: int, whom: str
+) -> None:
+    def send(process: BaseProcess) -> None:
+        ranks = children(process.pid) if backend == "ddp" else []
+        below = [pid for rank in ranks for pid in children(rank)] or children(process.pid)
+        pids = {"the launcher": [], "one rank": ranks[-1:], "all processes": [*below, *ranks]}[whom]
+        for pid in pids if whom == "one rank" else [*pids, process.pid or 0]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    words = [f"--backend={backend}", f"--nproc={1 if backend == 'cpu' else 2}"]
+    words += ["--out=run", "--steps=1000000", f"--set=data.workers={workers}", "--json"]
     ran = drive("train", recipe, *words, meanwhile=when_it_trains(tmp_path, send))
     assert ran.code == EXIT_PREEMPTED, ran.stderr
     assert ran.records()[-1]["reason"] == "preempted"
     assert (tmp_path / ran.records()[-1]["checkpoint"] / "manifest.json").is_file()
+    if whom != "one rank":
+        again = "press" if number == signal.SIGINT else "signal"
+        answer = f": saving after this step; {again} again to stop without saving"
+        assert ran.stderr.count("saving after this step") == ran.stderr.count(answer) <= 1
+
+
+IMPORTING = """
+import os, signal, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.{})
+sys.meta_path.insert(0, Finder)
+sys.argv = ["drivetrain", "train"]
+from drivetrain.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=name)
+def test_while_torch_is_imported(tmp_path: Path, number: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", IMPORTING.format(name(number))],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == EXIT_PREEMPTED, ran.stderr
+    assert ran.stderr == (
+        f"error: {name(number)} came before training began: nothing was done, so nothing is saved. "
+        "Run the same command again\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_before_a_rank_has_begun(drive: Drive, recipe: Path, tmp_path: Path) -> None:
+    """Send a signal before the first line of a rank. Ranks are started with signals blocked."""
+    site = "import os, signal\nif 'RANK' in os.environ: os.kill(os.getpid(), signal.SIGTERM)\n"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(site)
+    ran = drive("train", recipe, "--out=run", "--nproc=2", PYTHONPATH=str(tmp_path / "site"))
+    assert ran.code == EXIT_PREEMPTED, ran.stderr
+    assert "SIGTERM came before training began" in ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+ONE = "import os, signal\nif os.environ.get('RANK') == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["its first line", "its recipe"])
+def test_to_one_rank_before_ranks_have_met(
+    drive: Drive, recipe: Path, tmp_path: Path, where: str
+) -> None:
+    """Require that all ranks end, as after one signal to the launcher."""
+    (tmp_path / "site").mkdir()
+    if where == "its first line":
+        (tmp_path / "site" / "sitecustomize.py").write_text(ONE)
+    else:
+        recipe.write_text(ONE + recipe.read_text())
+    ran = drive("train", recipe, "--out=run", "--nproc=2", PYTHONPATH=str(tmp_path / "site"))
+    assert ran.code == EXIT_PREEMPTED, ran.stderr
+    assert "rank 1" in ran.stderr and "SIGTERM came before training began" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DRIVETRAIN_SIGNALS", "6"))))
+def test_at_any_time(recipe: Path, tmp_path: Path, seed: int) -> None:
+    """Send a signal to the command or all its processes, from the first moment at which Python can
+    handle it.
+    """
+    chance = random.Random(f"signals {seed}")
+    ranks, workers = chance.choice([1, 2]), chance.choice([0, 2])
+    number, whole = chance.choice(SIGNALS), chance.random() < 0.5
+    words = ["--out=run", f"--nproc={ranks}", f"--set=data.workers={workers}", "--steps=100000"]
+    words += ["--backend=ddp"] if ranks > 1 else []
+    code = "import sys; open('began', 'w').close(); from drivetrain.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import signal; {CLEARLY}; {code}", "train", str(recipe), *words],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 15 * ranks))
+    pids = [process.pid]
+    if whole:
+        pids += children(process.pid)
+        pids += [pid for child in pids[1:] for pid in children(child)]
+    for pid in reversed(pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    try:
+        _, printed = process.communicate(timeout=100)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_PREEMPTED, (ranks, workers, name(number), whole, printed)
+    assert "Traceback" not in printed
+    saved = "before training began" not in printed
+    assert any((tmp_path / "run" / "checkpoints").glob("checkpoint-*/manifest.json")) == saved
+
+
+CLEARLY = (
+    "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])"
+)
+"""The start of the interpreter, before any code of drivetrain, is not part of the test."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_alone_is_told(drive: Drive, recipe: Path, rank: int) -> None:
-    """It sends it to itself. Who ends first must not have the others ended before they have."""
+def test_a_signal_to_one_rank_stops_all(drive: Drive, recipe: Path, rank: int) -> None:
+    """Let a rank send the signal to itself. The first rank to end must not end the others early."""
     first = f"""
 import os, signal
 sent = []
@@ -91,6 +235,7 @@ def first():
 TOGETHER = "from drivetrain.trainer import signals\nsignals._TOGETHER_SECONDS = 0.2\n"
 
 
+@pytest.mark.slow
 def test_a_second_one_to_the_launcher_stops_all(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     slow = "open(f'pid-{os.getpid()}', 'w').close() or time.sleep(600) or "
     text = recipe.read_text().replace(
@@ -122,10 +267,13 @@ def nap(index):
 """
 
 
+@pytest.mark.slow
 def test_a_launcher_that_is_killed_takes_its_ranks_along(
     drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:
-    """And their data workers, one of which is asleep in the data set. A restart goes on at once."""
+    """Require the end of ranks and their data workers, one of which sleeps in the data set. A
+    restart trains at once.
+    """
     head = "def __getitem__(self, index):\n"
     text = recipe.read_text().replace(head, f"{head}        nap(index)\n")
     recipe.write_text(f"{text}{NAP}")
@@ -148,7 +296,9 @@ def test_a_launcher_that_is_killed_takes_its_ranks_along(
 
 
 def none_lives_on(pids: list[int]) -> None:
-    """They are killed when their launcher ends: the kernel of the machine takes a moment for it."""
+    """Require the end of processes that are killed when their launcher ends; the operating system
+    takes a moment for it.
+    """
     deadline = time.monotonic() + 10
     while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists()]:
         assert time.monotonic() < deadline, f"{alive} live on"

@@ -1,4 +1,4 @@
-"""Nothing that is printed for people is cut: folded at 80 columns, whole in a pipe."""
+"""Nothing printed for people is truncated: it is folded at 80 columns, and whole in a pipe."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from drivetrain.cli.backends import backend_records, show_backends
-from drivetrain.cli.checkpoints import show
-from drivetrain.cli.explain import explain, show_explanation
-from drivetrain.cli.tables import open_console
+from drivetrain.cli.report.backends import backend_records, show_backends
+from drivetrain.cli.report.checkpoints import show
+from drivetrain.cli.settings.explain import explain, show_explanation
+from drivetrain.registry import install_hint
+from drivetrain.run.tables import open_console
 
 NAME = ".".join(["a_module_of_a_long_name"] * 8)
 TENSOR = {"dtype": "float32", "shape": [123456, 1024], "bytes": 1}
@@ -35,7 +36,7 @@ def printed(show: Any, *arguments: Any, width: int) -> str:
 
 
 def whole(text: str) -> str:
-    """Without what folding adds."""
+    """Remove the white space that folding adds."""
     return "".join(text.split())
 
 
@@ -54,7 +55,7 @@ def test_backends_at_80_columns() -> None:
     assert "…" not in text
     for record in records:
         for part in (record["name"], record["reason"], record["install"]):
-            assert whole(part) in whole(text)
+            assert whole(install_hint(part)) in whole(text)
 
 
 @pytest.mark.parametrize("width", [40, 80, 10_000])

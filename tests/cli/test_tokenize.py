@@ -1,4 +1,6 @@
-"""`drivetrain data tokenize`: the same tokens from every kind of file, and after any kill."""
+"""`drivetrain data tokenize`: the same tokens from every kind of file, and after a kill at any
+moment.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drivetrain import TokenShards
-from drivetrain.cli.tokenize import TokenizeRequest, tokenize
+from drivetrain.cli.data.tokenize import TokenizeRequest, tokenize
 from drivetrain.data.open_dataset import by_sample
 from drivetrain.kernel.batches import Position
 from drivetrain.kernel.errors import DataError, UsageError
@@ -42,7 +44,7 @@ def encoded(texts: list[str]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of both libraries, and the texts in every kind of file."""
+    """Make a tokenizer of both libraries, and the texts in every kind of file."""
     folder = tmp_path_factory.mktemp("made")
     words = {word: number for number, word in enumerate([*WORDS, "<end>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
@@ -116,15 +118,15 @@ def test_the_same_command_goes_on_where_it_was_ended(
         parts = request(made, Path(folder, "parts"), name, shard_tokens=size)
         tokenize(whole)
         for count in ends:
-            told: list[str] = []
+            reported: list[str] = []
 
-            def tell(text: str, told: list[str] = told, count: int = count) -> None:
-                told.append(text)
-                if len(told) >= count:
+            def report(text: str, reported: list[str] = reported, count: int = count) -> None:
+                reported.append(text)
+                if len(reported) >= count:
                     raise Ended
 
             try:
-                tokenize(parts, tell)
+                tokenize(parts, report)
             except Ended:
                 (parts.out / ".tokens-00099.bin.writing").write_bytes(b"torn")
         tokenize(parts)
@@ -132,6 +134,7 @@ def test_the_same_command_goes_on_where_it_was_ended(
         assert files(parts.out) == files(whole.out)
 
 
+@pytest.mark.slow
 def test_a_killed_command_is_resumed_by_the_same_one(
     made: Path, drive: Drive, tmp_path: Path
 ) -> None:
@@ -150,7 +153,7 @@ def test_a_killed_command_is_resumed_by_the_same_one(
     assert killed.code == -signal.SIGKILL
     assert drive("data", "verify", "parts").code == 2  # not whole
     ran = drive(*words, "--out", "parts", "--json")
-    assert "going on after" in ran.stderr
+    assert "resuming after" in ran.stderr
     assert json.loads(ran.stdout)["documents"] == len(TEXTS) * 8
     assert TokenShards(tmp_path / "parts", 1).tokens(0, 10**6).tolist() == encoded(TEXTS * 8)
     again = drive(*words, "--out", "parts")
@@ -286,6 +289,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.slow
 def test_a_billion_tokens_are_opened_and_shuffled_in_32_megabytes(tmp_path: Path) -> None:
     shards = []
     for number in range(4):

@@ -1,4 +1,4 @@
-"""A run: its folder, its output, and how it goes on."""
+"""A run: its folder, its output, and its resumption."""
 
 from __future__ import annotations
 
@@ -46,10 +46,12 @@ def test_the_run_folder(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     page = (run / "report.html").read_text()
     for part in ("finished at step 6", "a &lt;sample&gt;", "--resume run", "held_out", "MFU"):
         assert part in page
-    assert page.count("<svg") == 4
+    assert page.count('<svg class="chart"') == 7
     assert "var(--line-1)" in page
     assert "currentColor" in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    for own in ("http://www.w3.org", "<meta http-equiv=", 'protocol.startsWith("http")'):
+        page = page.replace(own, "")
+    assert "http" not in page
 
 
 def test_plain_output_says_everything(drive: Drive, recipe: Path) -> None:
@@ -84,6 +86,37 @@ def test_a_loss_that_is_not_finite_is_valid_json(
     assert "failed: NonFiniteTraining" in (tmp_path / "run/report.html").read_text()
 
 
+def test_a_recipe_file_names_observers_and_settings_stop(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    recipe.write_text(
+        recipe.read_text()
+        + "\n\ndef report(event):\n    print('observed', type(event).__name__)\n\n"
+        + "observers = [report]\n"
+    )
+    never_better = ("stop.metric=held_out.loss", "stop.patience=1", "stop.min_change=1e9")
+    words = [word for setting in never_better for word in ("--set", setting)]
+    ran = drive("train", recipe, "--out", "run", "--set", "evaluate.every=1", *words)
+    assert ran.code == 0, ran.stderr
+    assert "observed Evaluated" in ran.stdout
+    assert "stopped early: held_out.loss did not improve in the last evaluation" in ran.stdout
+    ended = lines(tmp_path / "run/metrics.jsonl")[-1]
+    assert (ended["step"], ended["reason"]) == (2, "stopped")
+
+
+@pytest.mark.parametrize(
+    ("observers", "words"),
+    [("print", "it must be a list"), ("[Config]", "give an object of it: Config(...)")],
+)
+def test_observers_of_a_recipe_file_that_cannot_be(
+    observers: str, words: str, drive: Drive, recipe: Path
+) -> None:
+    recipe.write_text(f"{recipe.read_text()}\n\nobservers = {observers}\n")
+    ran = drive("train", recipe, "--out", "run")
+    assert ran.code == 2
+    assert words in " ".join(ran.stderr.split())
+
+
 def test_epochs_lift_the_recipe_s_steps(drive: Drive, recipe: Path) -> None:
     ran = drive("train", recipe, "--out", "run", "--json", "--epochs", 2)
     assert ran.records()[-1]["step"] == 20
@@ -103,10 +136,9 @@ def test_resume_auto_appends_and_the_later_record_wins(
     assert after[: len(before)] == before
     assert "steps was 6, is 8" in again.stdout
 
-    from drivetrain.cli.records import history
+    from drivetrain.run.run_history import RunHistory
 
-    logged = [record["step"] for record in history(after) if record["event"] == "logged"]
-    assert logged == [2, 4, 6, 8]
+    assert [step for step, _ in RunHistory.of(after).figures("loss")] == [2, 4, 6, 8]
 
 
 def test_a_run_goes_on_without_its_recipe_being_named(

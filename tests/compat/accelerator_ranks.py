@@ -1,4 +1,4 @@
-"""Run by two processes: the facade beside accelerate's own Accelerator, call by call."""
+"""A job of two processes: the facade compared with accelerate's own Accelerator, call by call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from drivetrain.compat import TrainingArguments
 from drivetrain.compat.accelerate.accelerator import Accelerator
 from drivetrain.compat.arguments import backend
-from drivetrain.kernel.registry import find_driver
+from drivetrain.registry import find_driver
 
 NAMES = (
     "num_processes",

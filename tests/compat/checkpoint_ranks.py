@@ -1,4 +1,4 @@
-"""A job of two ranks: evaluate, train, save and resume; what each of them found."""
+"""A job of two ranks: evaluate, train, save and resume; returns the results of each rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drivetrain.conformance.bench import Bench
 
 
 class Wide(nn.Module):
-    """Outputs as wide as the largest sample of the batch; some that are no tensors."""
+    """A model whose outputs are as wide as the largest sample of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Wide(nn.Module):
 
 
 class Overriding(Trainer):
-    """It adds to clipping, saving and loading."""
+    """A Trainer that overrides clipping, saving and loading."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
         return float(super()._get_grad_norm(model, grad_norm=grad_norm)) + 100
@@ -58,7 +58,7 @@ class Overriding(Trainer):
 
 
 def continued(kind: type[Trainer], folder: Path, **changes: Any) -> dict[str, Any]:
-    """A whole run of that Trainer, and one that is resumed."""
+    """Train a whole run with that Trainer, and resume another one; return the losses of both."""
     side = Side(kind, TrainingArguments, folder)
     whole = side.trainer(train_dataset=samples(24), **changes)
     whole.train()
@@ -69,7 +69,7 @@ def continued(kind: type[Trainer], folder: Path, **changes: Any) -> dict[str, An
 
 
 class Halves(TrainerCallback):
-    """The first rank edits each checkpoint, and takes its time."""
+    """Halves the weights in each checkpoint, slowly, on the first rank alone."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}", "model.safetensors")
@@ -79,7 +79,9 @@ class Halves(TrainerCallback):
 
 
 def edited(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The best model of a run whose checkpoints are edited, and what goes on from one."""
+    """Return the best model of a run whose checkpoints are edited, and the losses of a run that
+    resumes from one.
+    """
     side = Side(Trainer, TrainingArguments, folder)
     asked = {**changes, "eval_strategy": "steps", "load_best_model_at_end": True, "eval_steps": 2}
     data = samples(24)
@@ -96,7 +98,7 @@ def edited(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Speaks(TrainerCallback):
-    """The model generates while it is trained, for more steps on one rank than on the other."""
+    """Generates with the model during training, for more steps on one rank than on the other."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -118,7 +120,9 @@ def spoken(folder: Path, **driver: Any) -> list[int]:
 
 
 def smoothed(folder: Path, **driver: Any) -> list[float]:
-    """Losses of a language model with smoothed labels, and its evaluation's."""
+    """Return the losses of a language model with smoothed labels, and the loss of its
+    evaluation.
+    """
     asked = {"max_steps": 2, "label_smoothing_factor": 0.2, "per_device_eval_batch_size": 2}
     args = arguments(compat, folder, **asked, **driver)
     given = {"train_dataset": sentences(), "eval_dataset": sentences(8)}
@@ -128,7 +132,7 @@ def smoothed(folder: Path, **driver: Any) -> list[float]:
 
 
 def everything(bench: Bench, *, out: str) -> dict[str, Any]:
-    """All of it, in one process group."""
+    """A job: run all scenarios in one process group."""
     found: dict[str, Any] = {}
     folder = Path(out)
     side = ours(folder)
@@ -137,6 +141,7 @@ def everything(bench: Bench, *, out: str) -> dict[str, Any]:
     output = trainer.predict(samples(11))
     found["predictions"] = [output.predictions.tolist(), output.label_ids.tolist()]
     found["metrics"] = without_times(output.metrics)
+    found["loss alone"] = side.trainer(**driver).evaluate(samples(11))["eval_loss"]
     if bench.backend == "ddp":
         wide = [{"x": torch.tensor(float(n)), "labels": torch.tensor(n)} for n in (2, 3, 1, 4, 5)]
         output = side.trainer(Wide, **driver, per_device_eval_batch_size=2).predict(wide)

@@ -1,4 +1,6 @@
-"""Tests that hold of either library, and the end of what Trainers leave."""
+"""The parameter `library` of tests that hold for either library, and a check that no Trainer is
+left open.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def library(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """It outlives the Trainers that made it: a test that makes one also ends it."""
+    """Require that a test ends its process group, which outlives the Trainers that made it."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()  # the tests that follow are not at fault

@@ -1,4 +1,5 @@
-"""A Hub on loopback: as much of its API as creating a repository and uploading a folder takes.
+"""A Hub on loopback, with the part of its API that creating a repository and uploading a folder
+need.
 
 It answers `repos/create`, `validate-yaml`, `preupload` (every file is to be sent within the commit,
 none through LFS), `commit`, and questions about a model. Nothing is stored but in memory.
@@ -20,7 +21,7 @@ OWNER = "tester"
 
 @dataclass(frozen=True)
 class Commit:
-    """One upload."""
+    """An upload."""
 
     repository: str
     revision: str
@@ -31,7 +32,7 @@ class Commit:
 
 @dataclass
 class Hub:
-    """What the server was asked for. While `gate` is not set, commits wait."""
+    """Requests that the server received. While `gate` is not set, commits wait."""
 
     endpoint: str = ""
     repositories: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -40,7 +41,9 @@ class Hub:
     refuses: bool = False
 
     def answer(self, path: str, body: bytes, token: str | None) -> dict[str, Any]:
-        """The reply to a POST request. Raises PermissionError for a commit that is refused."""
+        """Return the reply to a POST request. Raises PermissionError for a commit that
+        is refused.
+        """
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or OWNER}/{asked['name']}"
@@ -75,7 +78,7 @@ def _commit(repository: str, revision: str, body: bytes, token: str | None) -> C
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """A Hub at `endpoint`, on a free port of this machine."""
+    """Start a Hub at `endpoint`, on a free port of this machine."""
     hub = Hub()
     hub.gate.set()
 
@@ -101,7 +104,7 @@ def serving() -> Iterator[Hub]:
             self.wfile.write(text)
 
         def log_message(self, *ignored: Any) -> None:
-            """Quiet."""
+            """Write no log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

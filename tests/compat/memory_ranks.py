@@ -1,4 +1,4 @@
-"""A job for two processes: memory runs out on one of them alone."""
+"""A job of two processes: memory runs out on one of them alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from drivetrain.conformance.bench import Bench
 
 
 class CrampedEvaluation(Cramped):
-    """It has as little room when it is evaluated."""
+    """A model that has as little memory in evaluation as in training."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         if not self.training and len(x) > self.room:
@@ -25,7 +25,7 @@ class CrampedEvaluation(Cramped):
 
 
 class Fails(compat.TrainerCallback):
-    """Raises in the second step, as code of the user's does."""
+    """Raises in the second step, as the user's code might."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
@@ -33,7 +33,7 @@ class Fails(compat.TrainerCallback):
 
 
 def alone(bench: Bench, *, folder: str, evaluates: bool, fails: bool, **asked: Any) -> None:
-    """Writes the error by which training ends on each rank."""
+    """Write the error that ends training on each rank to a file."""
     torch.manual_seed(1)
     if evaluates:
         asked |= {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2}
@@ -45,11 +45,11 @@ def alone(bench: Bench, *, folder: str, evaluates: bool, fails: bool, **asked: A
     trainer = compat.Trainer(
         model, args, train_dataset=data, eval_dataset=data, callbacks=callbacks
     )
-    told = "it trained"
+    reported = "it trained"
     try:
         trainer.train()
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-    Path(folder, str(args.process_index)).write_text(told)
+        reported = f"{type(error).__name__}: {error}"
+    Path(folder, str(args.process_index)).write_text(reported)
     if args.process_index == 1:
-        os._exit(1)  # as an error ends it that nobody catches
+        os._exit(1)  # as an uncaught error does

@@ -1,4 +1,6 @@
-"""A job of two ranks: searches of the real Trainer, each over values that rank 0 alone draws."""
+"""A job of two ranks: searches with the real Trainer. Rank 0 alone draws the values of
+each search.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from drivetrain.compat import Trainer, TrainerCallback, TrainingArguments
 from drivetrain.conformance.bench import Bench
 
 RATES = (1e-2, 1e-4, 2e-2)
-"""The second is hopeless, and pruned."""
+"""Learning rates. The second is hopeless, and pruned."""
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
@@ -23,7 +25,7 @@ DEEPSPEED = {
 
 
 class Noting(TrainerCallback):  # type: ignore[misc]
-    """What each trial is trained with, as its callbacks see it."""
+    """Records the arguments of each trial, as its callbacks see them."""
 
     def __init__(self) -> None:
         self.trials: list[dict[str, Any]] = []
@@ -49,7 +51,7 @@ class Noting(TrainerCallback):  # type: ignore[misc]
 
 
 def search(folder: Path, space: Any, n_trials: int, **more: Any) -> dict[str, Any]:
-    """What a search found on this rank."""
+    """Run a search, and return its result on this rank."""
     given = {**ARGUMENTS, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1}
     options = {key: more.pop(key) for key in ("pruner", "sampler") if key in more}
     noting = Noting()
@@ -87,7 +89,7 @@ def batches(trial: Any) -> dict[str, Any]:
 
 
 def everything(bench: Bench, *, out: str) -> dict[str, Any]:
-    """What the searches found on this rank, by driver."""
+    """A job: run the searches, and return their results on this rank, by driver."""
     folder = Path(out)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     grid = optuna.samplers.GridSampler({"learning_rate": list(RATES)}, seed=0)

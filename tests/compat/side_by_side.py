@@ -1,4 +1,4 @@
-"""One model and its data, given to drivetrain's Trainer and to transformers' in its place."""
+"""One model and its data, for drivetrain's Trainer and for transformers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 class Libraries(Mapping[str, Any]):
-    """The modules of these names, each imported when it is taken: ours goes without theirs."""
+    """The modules of these names. Each is imported on access, so that drivetrain's runs without
+    transformers.
+    """
 
     def __init__(self, **modules: str) -> None:
         self.modules = modules
@@ -36,7 +38,9 @@ LIBRARIES = Libraries(ours="drivetrain.compat", theirs="transformers")
 
 
 class Classifier(nn.Module):
-    """Four features to three classes, of any precision; it knows nothing of transformers."""
+    """A classifier of four features into three classes, in any precision, that does not depend on
+    transformers.
+    """
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ def accuracy(prediction: Any) -> dict[str, Any]:
 
 
 def llama() -> transformers.LlamaForCausalLM:
-    """A language model that divides its loss by the count that it is given."""
+    """Return a language model that divides its loss by the count that it receives."""
     import transformers
 
     torch.manual_seed(1)
@@ -84,7 +88,7 @@ def llama() -> transformers.LlamaForCausalLM:
 
 
 def sentences(count: int = 14) -> list[dict[str, Any]]:
-    """Eight tokens each, of which more and more are not to be learned."""
+    """Return sentences of eight tokens, of which more and more are ignored by the loss."""
     dice = torch.Generator().manual_seed(3)
     made = []
     for number in range(count):
@@ -111,7 +115,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def arguments(library: Any, folder: Path, **changes: Any) -> Any:
-    """Batches of two, and large steps."""
+    """Return arguments with batches of two, and large steps."""
     given = {**QUIET, "per_device_train_batch_size": 2, "learning_rate": 0.05, **changes}
     return library.TrainingArguments(output_dir=str(folder), **given)
 
@@ -130,8 +134,8 @@ class Side:
         return cls(library.Trainer, library.TrainingArguments, folder / name)
 
     def trainer(self, model: Callable[[], nn.Module] = Classifier, **keywords: Any) -> Any:
-        """A Trainer with a model that starts from the same weights on either side. Keywords that
-        are the Trainer's own are given to it, the others to the arguments.
+        """Return a Trainer whose model starts from the same weights in either library. Keywords
+        that the Trainer knows are passed to it, the others to the arguments.
         """
         torch.manual_seed(1)
         own = {name: keywords.pop(name) for name in list(keywords) if name in _OWN}
@@ -162,12 +166,12 @@ def both(folder: Path) -> tuple[Side, Side]:
 
 
 def losses(trainer: Any) -> list[float]:
-    """What was logged while training, to the last bit."""
+    """Return the losses logged while training, to the last bit."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 TIMES = ("_runtime", "_per_second", "_preparation_time")
-"""Ends of the keys whose figures a clock decides."""
+"""Ends of the keys whose values depend on a clock."""
 
 
 def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +181,7 @@ def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
 def assert_same_history(
     ours: list[dict[str, Any]], theirs: list[dict[str, Any]], rel: float = 2e-5
 ) -> None:
-    """Equal keys in each log, and equal figures but for times."""
+    """Require equal keys in each log, and equal values but for times."""
     assert [sorted(log) for log in ours] == [sorted(log) for log in theirs]
     for mine, other in zip(ours, theirs, strict=True):
         wanted = without_times(other)

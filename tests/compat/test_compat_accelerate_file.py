@@ -1,4 +1,4 @@
-"""Files of `accelerate config`, as accelerate itself writes them, read as arguments."""
+"""Files of `accelerate config`, written by accelerate itself and read as arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accelerator facade: as accelerate's own, in one process and in two."""
+"""The accelerator facade: it behaves like accelerate's own, in one process and in two."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ from drivetrain import Recipe
 from drivetrain.compat import Accelerator, TrainerCallback, TrainingArguments
 from drivetrain.compat.accelerate.collectives import exchange_objects
 from drivetrain.compat.arguments import backend
-from drivetrain.kernel.registry import find_driver
+from drivetrain.registry import find_driver
 
 
 @pytest.fixture
 def trainer() -> Any:
-    """What the facade looks at of a Trainer, on one CPU process."""
+    """Return a stand-in for a Trainer, with the attributes that the facade reads, on one CPU
+    process.
+    """
     args = TrainingArguments("o", use_cpu=True)
     with find_driver("cpu").open(backend.planned(args)) as session:
         own = SimpleNamespace(
@@ -38,6 +40,7 @@ def trainer() -> Any:
 
 
 @pytest.mark.row("A7", "X1", "D26", "X7")
+@pytest.mark.slow
 def test_two_processes_see_what_accelerate_gives(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
@@ -129,6 +132,7 @@ def test_nothing_is_pickled(trainer: Any, tmp_path: Path) -> None:
     assert (tmp_path / "w.safetensors").exists()
 
 
+@pytest.mark.slow  # another process imports torch
 @pytest.mark.row("A9")
 def test_it_needs_no_accelerate() -> None:
     script = """
@@ -166,8 +170,8 @@ def test_trackers_of_its_own_there_are_none(trainer: Any, caplog: pytest.LogCapt
     assert caplog.text.count("call trainer.log") == 1
 
 
-class Keeper(TrainerCallback):
-    """Saves at the first step, and goes back there after the third."""
+class KeepsWeights(TrainerCallback):
+    """Saves at the first step, and restores that state after the third."""
 
     found: Any = None
 
@@ -182,18 +186,18 @@ class Keeper(TrainerCallback):
 
 
 def test_a_state_is_saved_and_loaded_in_a_run(tmp_path: Path) -> None:
-    keeper = Keeper()
-    keeper.trainer = ours(tmp_path).trainer(max_steps=3, callbacks=[keeper])  # type: ignore[attr-defined]
-    made = keeper.trainer  # type: ignore[attr-defined]
+    kept = KeepsWeights()
+    kept.trainer = ours(tmp_path).trainer(max_steps=3, callbacks=[kept])  # type: ignore[attr-defined]
+    made = kept.trainer  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="call it in a callback"):
         made.accelerator.save_state(str(tmp_path))
     made.train()
-    assert all(torch.equal(keeper.first[n], keeper.found[n]) for n in keeper.first)
+    assert all(torch.equal(kept.first[n], kept.found[n]) for n in kept.first)
     assert made.lr_scheduler.last_epoch == 1
     made.accelerator.save_model(made.model, tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     again = ours(tmp_path).trainer(max_steps=3)
-    assert again.train(resume_from_checkpoint=keeper.folder).global_step == 3
+    assert again.train(resume_from_checkpoint=kept.folder).global_step == 3
 
 
 def test_every_member_of_accelerate_s_is_here_or_refused_by_name(trainer: Any) -> None:
@@ -207,7 +211,9 @@ def test_every_member_of_accelerate_s_is_here_or_refused_by_name(trainer: Any) -
 
 
 def test_accelerate_s_functions_work_beside_a_trainer(tmp_path: Path) -> None:
-    """As libraries call them once a Trainer is built; with transformers' it has made the state."""
+    """Call the functions that libraries call once a Trainer is built; transformers' Trainer has
+    made the state by then.
+    """
     for side in both(tmp_path):
         AcceleratorState._reset_state(reset_partial_state=True)
         try:

@@ -1,4 +1,4 @@
-"""Arguments drawn at random: the same events, logs, files and weights as transformers' Trainer."""
+"""Random arguments: the same events, logs, files and weights as with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ ASKED = st.none() | st.tuples(
 
 
 def figures(logs: dict[str, Any]) -> dict[str, Any]:
-    """But for times, and what the callback that prints takes out, there for all who come after."""
+    """Return logs without times, and without the entry that the printing callback removes for later
+    callbacks.
+    """
     return {k: value for k, value in without_times(logs).items() if k != "total_flos"}
 
 
@@ -75,16 +77,17 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return iter(samples(9))
 
 
-def observer(side: str, told: list[Any], asked: tuple[str, int, str] | None) -> Any:
-    """A callback that writes down each event with the state and control that it saw, and asks for
-    something at one of them."""
+def observer(side: str, reported: list[Any], asked: tuple[str, int, str] | None) -> Any:
+    """Return a callback that writes down each event with the state and control that it saw, and
+    sets a flag at one of them.
+    """
 
     def event(name: str) -> Any:
         def happened(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
             seen = {field.name: getattr(control, field.name) for field in fields(control)}
             best = Path(state.best_model_checkpoint or "").name, state.best_global_step
-            told.append((name, state.global_step, round(state.epoch or 0, 6), seen, best))
-            told.append((*sorted(given), figures(given.get("logs", {})).keys()))
+            reported.append((name, state.global_step, round(state.epoch or 0, 6), seen, best))
+            reported.append((*sorted(given), figures(given.get("logs", {})).keys()))
             if asked is not None and asked[:2] == (name, state.global_step):
                 setattr(control, f"should_{asked[2]}", True)
 
@@ -97,7 +100,7 @@ def observer(side: str, told: list[Any], asked: tuple[str, int, str] | None) -> 
 def run(
     side: Side, name: str, drawn: dict[str, Any], streamed: bool, asked: Any, resumed: bool
 ) -> dict[str, Any]:
-    """All that can be seen of a run, and of one that goes on from its first checkpoint."""
+    """Return everything observable of a run, and of one that resumes from its first checkpoint."""
     found: dict[str, Any] = {"events": []}
 
     def made() -> Any:

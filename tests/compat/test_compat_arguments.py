@@ -1,4 +1,4 @@
-"""TrainingArguments: names, defaults, checks and setters, beside transformers' own."""
+"""TrainingArguments: names, defaults, checks and setters, compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 
 import drivetrain.compat
 from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig, backend
 
 OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format", "fp8"]
+OURS += ["time_parts"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),
@@ -200,15 +202,17 @@ def test_a_command_line_is_read(tmp_path: Path) -> None:
 
 
 REFUSED_LATER = ["adamw_hf", "adamw_apex_fused"]
-"""Optimizers of old that a command line may name: they are refused with what to use instead."""
+"""Removed optimizers that a command line may name. They are refused, and the message names a
+replacement.
+"""
 NOT_IN_A_LINE = "parallelism_config"
-"""An object, which no word of a command line is: either parser ends with an error."""
+"""An object, which no word of a command line can give: both parsers end with an error."""
 
 
 @pytest.mark.row("C28")
 @pytest.mark.parametrize("pair", PAIRS, ids=["plain", "seq2seq"])
 def test_a_command_line_is_parsed_as_theirs(pair: tuple[type, type]) -> None:
-    """Every option: how it is spelled, how many values it takes and which, what it is without."""
+    """Compare every option: its spelling, the number and type of its values, and its default."""
 
     def options(arguments: type) -> dict[tuple[str, ...], list[Any]]:
         return {
@@ -286,8 +290,32 @@ def test_accelerator_config_in_all_its_forms(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", [transformers, drivetrain.compat])
+def test_accelerate_s_loggers_can_be_used_with_arguments(library: Any, tmp_path: Path) -> None:
+    """Log before there is a Trainer, as Trainers of other libraries do."""
+    from accelerate.logging import get_logger
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(RuntimeError, match="initialize the accelerate state"):
+        get_logger("there").info("nothing")
+    library.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    get_logger("there").info("something")
+    assert PartialState._shared_state["num_processes"] == 1
+
+
+def test_a_local_rank_alone_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set LOCAL_RANK alone, which DeepSpeed needs in a single process. accelerate would wait for a
+    group.
+    """
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert drivetrain.compat.TrainingArguments("o", use_cpu=True).world_size == 1
+    assert not PartialState().use_distributed
+    assert os.environ["LOCAL_RANK"] == "0" and not {"RANK", "WORLD_SIZE"} & {*os.environ}
+
+
+@pytest.mark.parametrize("library", [transformers, drivetrain.compat])
 def test_the_state_of_earlier_arguments_is_one_that_was_configured(library: Any) -> None:
-    """sentence-transformers asks for it, once the user has made arguments."""
+    """Read accelerate's state after arguments were made, as sentence-transformers does."""
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         library.TrainingArguments("o", use_cpu=True).device  # noqa: B018
@@ -298,8 +326,9 @@ def test_the_state_of_earlier_arguments_is_one_that_was_configured(library: Any)
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.slow  # another process imports transformers
 def test_without_a_state_none_can_be_used() -> None:
-    """In a process of its own, where no arguments were made before."""
+    """Run in a new process, where no arguments were made before."""
     program = """
 from drivetrain.compat import TrainingArguments
 config = {"use_configured_state": True}
@@ -318,7 +347,7 @@ TrainingArguments("o", use_cpu=True, accelerator_config=config)
 
 @pytest.mark.row("G11")
 @pytest.mark.parametrize("asked", ["none", "tensorboard", ["kubeflow"]])
-def test_in_kubeflow_it_hears_of_progress(monkeypatch: pytest.MonkeyPatch, asked: Any) -> None:
+def test_in_kubeflow_progress_is_reported(monkeypatch: pytest.MonkeyPatch, asked: Any) -> None:
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://localhost")
     for refused in ("false", "true"):
         monkeypatch.setenv("DISABLE_KUBEFLOW_INTEGRATION", refused)
@@ -368,7 +397,7 @@ def test_the_launcher_says_which_process_this_is(monkeypatch: pytest.MonkeyPatch
     assert args.should_save and args.should_log
 
 
-def test_copies_leave_the_open_place_behind() -> None:
+def test_copies_leave_out_the_open_place() -> None:
     args = TrainingArguments("o", seed=5)
     args._driver_session = object()
     assert copy.deepcopy(args)._driver_session is None

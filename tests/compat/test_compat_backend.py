@@ -1,4 +1,4 @@
-"""Which driver the arguments choose, with which options, and what is refused."""
+"""Choice of the driver and its options from the arguments, and refusals."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.compat.arguments import backend
 from drivetrain.compat.arguments.launcher import launched
 from drivetrain.kernel.errors import CapabilityRefused, SettingError
-from drivetrain.kernel.registry import find_driver
+from drivetrain.registry import find_driver
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As a launcher of two processes would have it."""
+    """Set the environment of a launcher of two processes."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     return monkeypatch
@@ -340,7 +340,7 @@ def test_deepspeed_s_auto_is_filled_in_and_contradictions_are_named() -> None:
     )
     with pytest.raises(
         ValueError, match=r"train_batch_size is 9.*optimizer.params.lr is 1.*"
-    ) as told:
+    ) as reported:
         made(
             deepspeed={
                 "train_batch_size": 9,
@@ -348,15 +348,15 @@ def test_deepspeed_s_auto_is_filled_in_and_contradictions_are_named() -> None:
                 "fp16": {"enabled": True},
             }
         )
-    assert "fp16.enabled is True and fp16 is False" in str(told.value)
+    assert "fp16.enabled is True and fp16 is False" in str(reported.value)
 
 
 def test_what_makes_no_difference_is_said(ranks: pytest.MonkeyPatch) -> None:
     config = {"use_orig_params": False, "limit_all_gathers": True}
     args = made(fsdp=True, fsdp_config=config, ddp_static_graph=True, debug="tpu_metrics_debug")
-    told = list(backend.notes(args, "fsdp"))
-    assert len(told) == 3
-    assert any("use_orig_params" in line and "always kept" in line for line in told)
+    reported = list(backend.notes(args, "fsdp"))
+    assert len(reported) == 3
+    assert any("use_orig_params" in line and "always kept" in line for line in reported)
     assert not list(backend.notes(made(use_cpu=True), "cpu"))
 
 
@@ -462,7 +462,7 @@ def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.row(
     "X27",
     status="differs",
-    note="xpu has a driver; on others the CPU is used and said so, until a driver is installed",
+    note="the driver accelerator takes them; if torch knows too little of one, the CPU is used",
 )
 @pytest.mark.parametrize("device", ["mps", "privateuseone", "hpu"])
 def test_a_device_without_a_driver_is_said(

@@ -1,4 +1,4 @@
-"""What either library calls and tells, noted in one way and compared."""
+"""Calls and events of both libraries, recorded in the same way and compared."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import huggingface_hub
-import numpy as np
 import pytest
-import torch
 import transformers
 import transformers.trainer
 from side_by_side import LIBRARIES, arguments, classifier, llama, samples, sentences
-from transformers.integrations import TensorBoardCallback as TheirTensorBoard
-
-from drivetrain.compat.integrations.trackers import TensorBoardCallback
 
 EVENTS = [name for name in dir(transformers.TrainerCallback) if name.startswith("on_")]
 FLAGS = ("training_stop", "epoch_stop", "save", "evaluate", "log")
 
 
 class Flags(transformers.TrainerCallback):  # type: ignore[misc]
-    """The flags that are up at each event."""
+    """Records the flags that are set at each event."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, int, list[str]]] = []
@@ -66,7 +61,9 @@ def test_the_flags_that_are_up_at_each_event_of_two_runs(tmp_path: Path) -> None
 @pytest.mark.row("C21")
 @pytest.mark.parametrize("data", ["dummy", [], {}])
 def test_only_no_data_to_evaluate_on_is_refused(tmp_path: Path, data: Any) -> None:
-    """sentence-transformers gives a text where it has an evaluator."""
+    """Give evaluation data of odd types: sentence-transformers gives a text when it has an
+    evaluator.
+    """
     for library in LIBRARIES.values():
         args = arguments(library, tmp_path, eval_strategy="epoch")
         given = {"train_dataset": samples(), "eval_dataset": data}
@@ -75,49 +72,8 @@ def test_only_no_data_to_evaluate_on_is_refused(tmp_path: Path, data: Any) -> No
             library.Trainer(classifier(), args, train_dataset=samples())
 
 
-class Writer:
-    """What TensorBoard would be given."""
-
-    def __init__(self) -> None:
-        self.given: list[Any] = []
-
-    def add_scalar(self, *given: Any) -> None:
-        self.given.append(("scalar", *given))
-
-    def add_text(self, *given: Any) -> None:
-        self.given.append(("text", *given))
-
-    def flush(self) -> None:
-        pass
-
-
-@pytest.mark.row("G17")
-def test_what_a_tracker_is_given_of_a_log(caplog: pytest.LogCaptureFixture) -> None:
-    logs = {
-        "loss": 1.0,
-        "count": 2,
-        "good": True,
-        "word": "x",
-        "list": [1],
-        "none": None,
-        "float32": np.float32(1),
-        "float64": np.float64(1),
-        "tensor": torch.ones(()),
-        "eval_x": 1.0,
-    }
-    given = []
-    for kind in (TensorBoardCallback, TheirTensorBoard):
-        writer = Writer()
-        state = transformers.TrainerState(global_step=3, is_world_process_zero=True)
-        kind(writer).on_log(None, state, None, logs=logs)
-        given.append(writer.given)
-    assert given[0] == given[1] and len(given[0]) == 6
-    for dropped in ("list", "none", "float32", "tensor"):
-        assert f"train/{dropped} is left out" in caplog.text
-
-
 class Api:
-    """A Hub whose uploads are done at once, or never."""
+    """A stand-in for the Hub, whose uploads are done at once, or never."""
 
     calls: ClassVar[list[Any]] = []
     done: ClassVar[bool] = True
@@ -178,7 +134,7 @@ def test_pushes_of_a_run(
 
 @pytest.mark.row("U6")
 def test_who_says_by_which_token_a_repository_is_made(tmp_path: Path, calls: list[Any]) -> None:
-    """An empty one is one."""
+    """Compare tokens. An empty one counts as given."""
     seen = []
     for library in LIBRARIES.values():
         args = arguments(library, tmp_path, hub_token="token", hub_private_repo=True)

@@ -1,4 +1,4 @@
-"""The handler, the default flow, early stopping, progress: side by side with transformers' own."""
+"""The handler, the default flow, early stopping and progress: compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KEYWORDS = {
     "eval_dataloader",
 }
 EVENTS = [name for name in dir(theirs.TrainerCallback) if name.startswith("on_")]
-CARRIED = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}
+PASSED = {"on_evaluate": "metrics", "on_predict": "metrics", "on_log": "logs"}
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
@@ -60,7 +60,7 @@ def handler(*callbacks: Any, default_flow: bool = True) -> CallbackHandler:
 
 
 class Recorder(TrainerCallback):
-    """Remembers each event and the keywords that came with it."""
+    """Records each event and its keywords."""
 
     def __init__(self, answer: Callable[[Any], Any] = lambda control: None) -> None:
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -83,16 +83,16 @@ def test_every_event_reaches_every_callback_with_its_keywords(event: str) -> Non
     first, second = Recorder(), Recorder()
     chain = handler(first, second)
     assert isinstance(chain, TrainerCallback)
-    more = ({"loss": 1.0},) if event in CARRIED else ()
+    more = ({"loss": 1.0},) if event in PASSED else ()
     control = TrainerControl()
     assert getattr(chain, event)(arguments(), TrainerState(max_steps=9), control, *more) is control
     assert first.seen == second.seen
     [(name, kwargs)] = first.seen
     assert name == event
-    assert set(kwargs) == KEYWORDS | {CARRIED[e] for e in [event] if e in CARRIED}
+    assert set(kwargs) == KEYWORDS | {PASSED[e] for e in [event] if e in PASSED}
     assert (kwargs["model"], kwargs["processing_class"]) == ("model", "tokenizer")
-    if event in CARRIED:
-        assert kwargs[CARRIED[event]] is more[0]
+    if event in PASSED:
+        assert kwargs[PASSED[event]] is more[0]
 
 
 @pytest.mark.row("B17", "B18")
@@ -100,7 +100,7 @@ def test_every_event_reaches_every_callback_with_its_keywords(event: str) -> Non
 def test_an_event_lowers_the_flags_that_theirs_lowers(event: str) -> None:
     flags = list(TrainerControl.__dataclass_fields__)
     assert flags == list(theirs.TrainerControl.__dataclass_fields__)
-    more = ({},) if event in CARRIED else ()
+    more = ({},) if event in PASSED else ()
     left = []
     for library in (ours, theirs):
         control = library.TrainerControl(**dict.fromkeys(flags, True))
@@ -177,7 +177,7 @@ def test_their_classes_name_what_stands_here(
 def test_after_install_their_classes_are_these(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A script may look for them by `isinstance`."""
+    """Require the same classes, since a script may look for them by `isinstance`."""
     for library in ("trl", "sentence_transformers", "setfit"):
         monkeypatch.delitem(sys.modules, library, raising=False)
     names = ("DefaultFlowCallback", "PrinterCallback", "ProgressCallback")
@@ -198,7 +198,9 @@ def test_after_install_their_classes_are_these(
     "kind", [DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback]
 )
 def test_a_subclass_calls_an_event_as_it_calls_theirs(kind: type, event: str) -> None:
-    """`super().on_log(args, state, control, logs)`: what may be given by place may be here."""
+    """Call `super().on_log(args, state, control, logs)`: arguments may be positional, as in
+    transformers.
+    """
 
     def by_place(event: Callable[..., Any]) -> list[str]:
         parameters = inspect.signature(event).parameters.values()
@@ -413,6 +415,6 @@ def test_their_callbacks_run_on_our_handler() -> None:
     args = arguments(eval_strategy="steps")
     state, control = TrainerState(max_steps=4, best_metric=1.0), TrainerControl()
     for event in EVENTS:
-        more = ({"eval_loss": 2.0},) if event in CARRIED else ()
+        more = ({"eval_loss": 2.0},) if event in PASSED else ()
         control = getattr(chain, event)(args, state, control, *more)
     assert chain.callbacks[1].early_stopping_patience_counter == 1

@@ -1,4 +1,4 @@
-"""Models whose buffers change their shape in training, or that load in a way of their own."""
+"""Models whose buffers change shape during training, or that have a loading method of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps":
 
 
 class Growing(nn.Module):
-    """It keeps every sample that it was trained on."""
+    """A model that keeps every sample that it has trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LoadsItself(Growing):
 
 
 class PartLoadsItself(nn.Module):
-    """A part of it does."""
+    """A model with a part that has a loading method of its own."""
 
     class Part(Growing):
         def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -55,8 +55,8 @@ class PartLoadsItself(nn.Module):
 @pytest.mark.row("K11", "K12")
 @pytest.mark.parametrize("model", [LoadsItself, PartLoadsItself, Growing])
 def test_a_model_that_changes_its_shape_is_resumed(tmp_path: Path, model: Any) -> None:
-    """In the second epoch, on each side by what it saved; with theirs, a model without a way to
-    load of its own is not.
+    """Resume in the second epoch, on each side from its own checkpoint. transformers cannot resume
+    a model without a way to load of its own.
     """
     for side in both(tmp_path):
         if model is Growing and side.folder.name == "theirs":

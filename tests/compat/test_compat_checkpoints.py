@@ -1,4 +1,4 @@
-"""What a checkpoint holds, which stay, and resuming; beside transformers' Trainer."""
+"""Contents of checkpoints, their rotation, and resuming, compared with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import time
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -31,7 +33,7 @@ SCORES = [5.0, 4.0, 4.5, 3.0, 6.0]
 
 
 def files(folder: Path) -> set[str]:
-    """But for the lock of the process that trains there."""
+    """List the names in a folder, without the lock of the process that trains there."""
     return {path.name for path in folder.iterdir() if not path.name.startswith(LOCK)}
 
 
@@ -42,7 +44,7 @@ def equal(mine: nn.Module, other: nn.Module) -> bool:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run to the end on either side, with dropout, and every checkpoint on the way."""
+    """Train a run to the end in each library, with dropout and several checkpoints."""
     dropping = partial(Classifier, dropout=0.2)
     folder = tmp_path_factory.mktemp("runs")
     found: dict[str, Any] = {"model": dropping}
@@ -95,9 +97,63 @@ def test_resuming_ends_bit_equal(runs: dict[str, Any], tmp_path: Path, step: int
     assert files(tmp_path / "ours") == {f"checkpoint-{n}" for n in (2, 4, 5) if n > step}
 
 
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Data whose samples differ each time, drawn from each of the host's generators."""
+
+    def __init__(self) -> None:
+        self.kept = samples()
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = torch.rand(4) + random.random() + float(np.random.rand())
+        return {**self.kept[index], "x": self.kept[index]["x"] * noise}
+
+
+@pytest.mark.row("K12", "R4")
+def test_data_that_draw_random_numbers_resume_bit_equal(tmp_path: Path) -> None:
+    """Resume at steps in the middle of an epoch and at its end, and resume a resumed run."""
+    dropping = partial(Classifier, dropout=0.2)
+    keywords = {**STEPS, "gradient_accumulation_steps": 2, "max_steps": 7}
+    keywords |= {"train_dataset": Augmented(), "save_total_limit": None}
+    whole = both(tmp_path / "whole")[0].trainer(dropping, **keywords)
+    whole.train()
+    for step in (1, 3, 6):
+        folder = Path(whole.args.output_dir, f"checkpoint-{step}")
+        torch.manual_seed(99 + step)
+        again = both(tmp_path / str(step))[0].trainer(dropping, **keywords)
+        again.train(resume_from_checkpoint=str(folder))
+        assert losses(again) == losses(whole), step
+        assert equal(again.model, whole.model), step
+        folder = Path(again.args.output_dir, "checkpoint-6")
+        if step == 3:
+            torch.manual_seed(5)
+            chained = both(tmp_path / "chained")[0].trainer(dropping, **keywords)
+            chained.train(resume_from_checkpoint=str(folder))
+            assert equal(chained.model, whole.model)
+
+
+def test_random_numbers_of_data_workers_are_named_where_a_run_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Require the warning in the middle of an epoch with workers only."""
+    side = both(tmp_path)[0]
+    whole = side.trainer(**{**STEPS, "max_steps": 6}, save_total_limit=None)
+    whole.train()
+    per_epoch = len(whole.get_train_dataloader())
+    for workers, step, reported in ((1, 1, True), (0, 1, False), (1, per_epoch, False)):
+        caplog.clear()
+        again = side.trainer(**{**STEPS, "max_steps": step}, dataloader_num_workers=workers)
+        again.train(resume_from_checkpoint=str(side.folder / f"checkpoint-{step}"))
+        assert ("no random state of such data workers" in caplog.text) is reported, (workers, step)
+
+
 @pytest.mark.row("K11")
 def test_the_training_loss_of_a_resumed_run_is_of_its_own_updates(tmp_path: Path) -> None:
-    """The losses since the last log go on in the next one's mean, and not in that of the run."""
+    """Require that losses since the last log count in the mean of the next log, but not in the
+    run's `train_loss`.
+    """
     found = []
     for side in both(tmp_path):
         keywords = {**STEPS, "save_steps": 4, "logging_steps": 3, "max_steps": 6}
@@ -146,8 +202,10 @@ def test_files_for_other_tools(runs: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.row("B31")
-def test_nothing_goes_on_behind_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a checkpoint replaced is gone when `on_save` and the caller hear of it."""
+def test_nothing_runs_after_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Require that a replaced checkpoint is gone before `on_save` is called, and before `train`
+    returns.
+    """
     remove, seen = store._remove, []
 
     def slowly(retired: list[Any]) -> None:
@@ -179,9 +237,9 @@ def test_nothing_goes_on_behind_train(tmp_path: Path, monkeypatch: pytest.Monkey
     ids=lambda how: how["optim"],
 )
 def test_their_trainer_goes_on_bit_equal(tmp_path: Path, how: dict[str, Any]) -> None:
-    """From `checkpoint_format="hf"`, in the middle of an epoch, with dropout where nothing is
-    evaluated: their evaluations draw random numbers. All that is pickled there is loaded by torch's
-    unpickler of weights alone.
+    """Let transformers resume from `checkpoint_format="hf"`, in the middle of an epoch. Dropout is
+    used where nothing is evaluated, since transformers' evaluations draw random numbers. torch's
+    unpickler loads the pickled files with weights only.
     """
     ours, theirs = both(tmp_path)
     keywords = {**STEPS, **how, "gradient_accumulation_steps": 2}
@@ -228,11 +286,11 @@ def test_only_the_model(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> No
     assert past.train(resume_from_checkpoint=str(folder)).global_step == 2
 
 
-def test_train_data_of_another_length_are_told(
+def test_train_data_of_another_length_are_reported(
     runs: dict[str, Any], tmp_path: Path, caplog: Any
 ) -> None:
     checkpoint = Path(runs["ours"].args.output_dir, "checkpoint-2")
-    for length, told in ((30, "had 22 samples, and has 30"), (22, "")):
+    for length, reported in ((30, "had 22 samples, and has 30"), (22, "")):
         trainer = both(tmp_path)[0].trainer(
             runs["model"],
             gradient_accumulation_steps=2,
@@ -242,7 +300,7 @@ def test_train_data_of_another_length_are_told(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert told in caplog.text and ("come twice" in caplog.text) is bool(told)
+        assert reported in caplog.text and ("come twice" in caplog.text) is bool(reported)
 
 
 @pytest.mark.row("K9", "K10")
@@ -268,7 +326,7 @@ def test_which_checkpoint(runs: dict[str, Any], tmp_path: Path, caplog: Any) -> 
 
 
 @pytest.mark.row("K13")
-def test_the_epoch_anew(runs: dict[str, Any], tmp_path: Path) -> None:
+def test_the_epoch_starts_over(runs: dict[str, Any], tmp_path: Path) -> None:
     found = []
     for name, side in zip(("ours", "theirs"), both(tmp_path), strict=True):
         trainer = side.trainer(
@@ -305,7 +363,7 @@ def test_the_batch_size_that_was_found(tmp_path: Path) -> None:
 
 
 class Scores(TrainerCallback):
-    """Gives each evaluation the next score."""
+    """Returns the next of the given scores from each evaluation."""
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         kwargs["metrics"]["eval_score"] = SCORES[state.global_step - 1]
@@ -322,7 +380,7 @@ TRACKED: dict[str, Any] = {
 
 
 class Listing(transformers.TrainerCallback):
-    """Which checkpoints there were after each save."""
+    """Records the checkpoints that exist after each save."""
 
     def __init__(self) -> None:
         self.seen: list[list[str]] = []
@@ -399,28 +457,10 @@ def test_states_of_callbacks(tmp_path: Path, caplog: Any) -> None:
     assert "does not have: EarlyStoppingCallback" in caplog.text
 
 
-class Odd(nn.Module):
-    def __init__(self, extra: str) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.add_module(extra, nn.Linear(2, 1))
-
-
-@pytest.mark.row("K20", "K18")
-def test_keys_that_differ_are_named(tmp_path: Path, caplog: Any) -> None:
-    ours, _ = both(tmp_path)
-    trainer = ours.trainer(partial(Odd, "mine"))
-    trainer.save_model(str(tmp_path / "saved"))
-    other = Odd("yours")
-    with caplog.at_level(logging.WARNING):
-        trainer._load_from_checkpoint(str(tmp_path / "saved"), other)
-    assert "missing keys in the checkpoint model loaded: ['yours.weight', 'yours" in caplog.text
-    assert "unexpected keys in the checkpoint model loaded: ['mine.bias'" in caplog.text
-    assert torch.equal(other.inner.weight, trainer.model.inner.weight)
-
-
 def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path, caplog: Any) -> None:
-    """And training goes on, to a checkpoint that is like that of another run."""
+    """Require that training continues, and that its later checkpoint equals that of an undisturbed
+    run.
+    """
     ours, _ = both(tmp_path)
     trainer = ours.trainer(**STEPS)
     save = trainer._save
@@ -432,7 +472,7 @@ def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path, caplog: Any) -
 
     trainer._save = failing
     assert trainer.train().global_step == trainer.state.max_steps > 3
-    assert re.search("checkpoint-3 was not saved.*no space left.*Training goes on", caplog.text)
+    assert re.search("checkpoint-3 was not saved.*no space left.*Training continues", caplog.text)
     saved = {f"checkpoint-{step}" for step in range(1, trainer.state.max_steps + 1)}
     assert files(ours.folder) == saved - {"checkpoint-3"}
     assert CheckpointReader(ours.folder / "checkpoint-2").verify() == []
@@ -441,7 +481,7 @@ def test_a_save_that_fails_leaves_the_ones_before(tmp_path: Path, caplog: Any) -
 def test_what_is_not_written_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state, the metrics and the model of a folder, when they cannot be written anew."""
+    """Fail to write the state, the metrics and the model: the earlier files stay."""
     ours, _ = both(tmp_path)
     trainer = ours.trainer(**STEPS)
     folder = ours.folder
@@ -470,7 +510,7 @@ def test_what_is_not_written_leaves_what_was_there(
 
 
 class Halves(transformers.TrainerCallback):
-    """Edits each checkpoint, as averages of weights do: the model's file alone is written anew."""
+    """Edits each checkpoint, like averages of weights: rewrites the model's file alone."""
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
@@ -484,7 +524,9 @@ class Halves(transformers.TrainerCallback):
 def test_edited_weights_count(
     tmp_path: Path, driver: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For resuming and as the best model, on whole weights and on parts of them; and it is said."""
+    """Require that edited weights count for resuming and as the best model, whole or sharded, with
+    a message.
+    """
     found, chosen = [], {"backend": driver}
     for side in both(tmp_path):
         trainer = side.trainer(callbacks=[Halves, TheirScores()], **TRACKED, **chosen)
@@ -506,7 +548,9 @@ def test_edited_weights_count(
 
 @pytest.mark.parametrize("how", ["torn", "gone"])
 def test_a_checkpoint_has_its_own_weights(runs: dict[str, Any], tmp_path: Path, how: str) -> None:
-    """They count where the file beside them is torn, and where it was deleted to save room."""
+    """Require the checkpoint's own weights if the file beside them is torn, or was deleted to save
+    room.
+    """
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(Path(runs["ours"].args.output_dir, folder.name), folder)
     if how == "torn":
@@ -568,7 +612,7 @@ def test_every_checkpoint_is_a_pretrained_model(tmp_path: Path, caplog: Any) -> 
 
 
 class Words:
-    """A processing class, as far as saving goes."""
+    """A stand-in for a processing class, which can only be saved."""
 
     def save_pretrained(self, folder: str) -> None:
         Path(folder, "words.json").write_text("{}")

@@ -1,8 +1,7 @@
-"""Collators: the same batches as transformers' own, and with transformers out of the way."""
+"""Collators: the same batches as transformers' own, also when transformers cannot be imported."""
 
 from __future__ import annotations
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from drivetrain import compat
-from drivetrain.compat.data.collators import PaddingCollator, collator_for, default_data_collator
+from drivetrain.compat.data.collators import collator_for, default_data_collator
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -68,32 +67,12 @@ def test_a_tokenizer_brings_padding_and_nothing_else_does() -> None:
         assert collator_for(other) is default_data_collator
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("multiple", [None, 4])
-def test_our_padding_pads_as_theirs(side: str, multiple: int | None) -> None:
-    words = tokenizer(padding_side=side)
-    samples = [{"input_ids": [1, 0, 1], "label": 1}, {"input_ids": [0], "label": 0}]
-    samples = [{**s, "attention_mask": [1] * len(s["input_ids"])} for s in samples]
-    theirs = transformers.DataCollatorWithPadding(words, pad_to_multiple_of=multiple)(samples)
-    assert_same(PaddingCollator(words, multiple)(samples), dict(theirs))
-    without_mask = [{k: v for k, v in s.items() if k != "attention_mask"} for s in samples]
-    assert_same(PaddingCollator(words, multiple)(without_mask), dict(theirs))
-
-
-def test_labels_and_other_sequences_have_fillers_of_their_own() -> None:
-    samples = [{"labels": [1, 2], "types": [1, 1]}, {"labels": [3], "types": [1]}]
-    batch = PaddingCollator()(samples)
-    assert batch["labels"].tolist() == [[1, 2], [3, -100]]
-    assert batch["types"].tolist() == [[1, 1], [1, 0]]
-    assert samples[1] == {"labels": [3], "types": [1]}
-
-
-def test_a_logger_of_a_users_own_is_told_once_which_columns_are_left_out() -> None:
-    """It may take nothing but a text."""
+def test_a_users_logger_receives_the_left_out_columns_once() -> None:
+    """Use a logger that takes nothing but a text."""
     lines: list[str] = []
-    told = SimpleNamespace(info=lines.append)
+    reported = SimpleNamespace(info=lines.append)
     collator = compat.RemoveColumnsCollator(
-        default_data_collator, ["x"], logger=told, model_name="Net", description="training"
+        default_data_collator, ["x"], logger=reported, model_name="Net", description="training"
     )
     for _ in range(2):
         assert list(collator([{"x": 1, "spare": 2}, {"x": 3, "spare": 4}])) == ["x"]
@@ -106,13 +85,3 @@ def test_collators_of_transformers_have_their_names_here() -> None:
         assert getattr(compat, name) is getattr(transformers, name)
     with pytest.raises(AttributeError):
         compat.DataCollatorOfNobody  # noqa: B018
-
-
-def test_without_transformers_ours_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    from drivetrain.compat.data import collators
-
-    assert collators.DataCollatorWithPadding is PaddingCollator
-    assert_same(collators.DefaultDataCollator()([{"x": 1}, {"x": 2}]), {"x": torch.tensor([1, 2])})
-    with pytest.raises(ImportError, match="pip install transformers"):
-        collators.DataCollatorForSeq2Seq  # noqa: B018

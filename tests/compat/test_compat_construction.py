@@ -1,4 +1,4 @@
-"""How a Trainer comes to be. What takes `library` holds of transformers' Trainer too."""
+"""Construction of a Trainer. Tests with `library` hold for transformers' Trainer, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from drivetrain import compat
 
 
 def trainer(library: Any, folder: Path, *, model: Any = None, **changes: Any) -> Any:
-    """A Trainer with the given parameters; what is not one of them goes into its arguments."""
+    """Return a Trainer with the given parameters. Keywords that are not parameters are passed to
+    its arguments.
+    """
     known = inspect.signature(library.Trainer.__init__).parameters
     given = {name: changes.pop(name) for name in list(changes) if name in known}
     if model is None and "model_init" not in given:
@@ -30,12 +32,12 @@ def trainer(library: Any, folder: Path, *, model: Any = None, **changes: Any) ->
     return library.Trainer(**{"model": model, "args": args, "train_dataset": samples(), **given})
 
 
-def anew() -> Classifier:
+def new_model() -> Classifier:
     return classifier()
 
 
 def drawn() -> Classifier:
-    """Its weights are whatever the generator has next."""
+    """Return a model whose weights are the next numbers of the generator."""
     return Classifier()
 
 
@@ -45,7 +47,7 @@ class Stream(IterableDataset):
 
 
 class Tokenizer:
-    """As much of one as is saved."""
+    """Stand-in for a tokenizer that can only be saved."""
 
     def save_pretrained(self, folder: str) -> None:
         (Path(folder) / "words.txt").write_text("a b")
@@ -81,7 +83,7 @@ def test_the_parameters_are_theirs_and_nothing_is_trained(tmp_path: Path) -> Non
     ("changes", "error", "words"),
     [
         ({"model_init": None}, RuntimeError, "model_init"),
-        ({"model_init": anew, "optimizers": "adam"}, RuntimeError, "optimizers"),
+        ({"model_init": new_model, "optimizers": "adam"}, RuntimeError, "optimizers"),
         (
             {"optimizers": "adam", "optimizer_cls_and_kwargs": (torch.optim.SGD, {})},
             RuntimeError,
@@ -118,13 +120,13 @@ def test_what_contradicts_itself_is_refused(
 @pytest.mark.row("C3")
 def test_a_model_and_a_model_init_are_too_many(tmp_path: Path, library: Any) -> None:
     with pytest.raises(ValueError, match="model_init"):
-        trainer(library, tmp_path, model=classifier(), model_init=anew)
+        trainer(library, tmp_path, model=classifier(), model_init=new_model)
 
 
 @pytest.mark.row("C3")
 def test_the_old_profile_lets_model_init_win(tmp_path: Path) -> None:
     given = classifier()
-    made = trainer(compat, tmp_path, model=given, model_init=anew, profile="4.47")
+    made = trainer(compat, tmp_path, model=given, model_init=new_model, profile="4.47")
     assert made.model is given
     made.train()
     assert made.model is not given
@@ -207,16 +209,16 @@ def test_the_old_name_tokenizer_is_taken(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.row("C11")
-def test_the_processing_class_is_told_and_saved(tmp_path: Path, library: Any) -> None:
-    told: list[Any] = []
+def test_the_processing_class_is_passed_on_and_saved(tmp_path: Path, library: Any) -> None:
+    reported: list[Any] = []
 
-    class Told(library.TrainerCallback):
+    class Listener(library.TrainerCallback):
         def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            told.append(kwargs["processing_class"])
+            reported.append(kwargs["processing_class"])
 
     tokenizer = Tokenizer()
-    made = trainer(library, tmp_path, processing_class=tokenizer, callbacks=[Told()])
-    assert told == [tokenizer]
+    made = trainer(library, tmp_path, processing_class=tokenizer, callbacks=[Listener()])
+    assert reported == [tokenizer]
     assert made.processing_class is tokenizer
     made.save_model(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "words.txt").read_text() == "a b"
@@ -232,7 +234,7 @@ def test_a_headless_model_is_refused_by_its_first_batch(tmp_path: Path, library:
         made.train()
 
 
-def test_the_best_of_no_evaluation_is_told(
+def test_the_best_of_no_evaluation_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer(compat, tmp_path, save_strategy="best", metric_for_best_model="loss")
@@ -332,3 +334,24 @@ def test_the_arguments_are_written_as_json(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "saved" / "training_args.json").read_text())
     assert written["seed"] == 11
     assert not list(tmp_path.rglob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        {"fsdp": "full_shard"},
+        {"deepspeed": {"zero_optimization": {"stage": 1}, "train_batch_size": "auto"}},
+    ],
+    ids=lambda driver: str(*driver),
+)
+def test_checkpoints_that_theirs_cannot_resume_under_this_driver_are_announced(
+    driver: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for kind, reported in (("hf", True), ("drivetrain", False)):
+        caplog.clear()
+        args = compat.TrainingArguments(
+            str(tmp_path), use_cpu=True, report_to="none", checkpoint_format=kind, **driver
+        )
+        compat.Trainer(nn.Linear(2, 2), args).end()
+        assert not torch.distributed.is_initialized()
+        assert ("not under FSDP or DeepSpeed" in caplog.text) is reported

@@ -1,4 +1,4 @@
-"""Evaluation and prediction, beside transformers' Trainer."""
+"""Evaluation and prediction, compared with transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def test_predict(tmp_path: Path) -> None:
 
 
 class Ragged(nn.Module):
-    """Rows as long as the longest of the batch; several outputs, and several labels."""
+    """A model whose rows are as long as the longest of the batch, with several outputs
+    and labels.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ def test_nested_outputs_of_different_widths(tmp_path: Path, concatenated: bool) 
 
 
 def list_of(value: Any) -> Any:
-    """Containers as lists, so that a tuple and a list of the same compare equal."""
+    """Return nested containers as lists, so that a tuple equals a list of the same values."""
     if isinstance(value, dict):
         return [list_of(part) for part in value.values()]
     return [list_of(part) for part in value] if isinstance(value, list | tuple) else value
@@ -138,7 +140,7 @@ def test_what_is_kept(tmp_path: Path, asked: dict[str, Any]) -> None:
 
 
 class Recorder(TrainerCallback):
-    """The batches' sizes that a metric saw, and whether it was the last."""
+    """A metric that records the sizes of its batches, and whether each was the last."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, bool]] = []
@@ -209,6 +211,27 @@ def test_losses_that_are_not_finite(tmp_path: Path) -> None:
         assert math.isfinite(found[0]) == filtered
 
 
+def test_a_loss_of_compute_metrics_stands_before_the_model_s(tmp_path: Path) -> None:
+    """Require that the loss of `compute_metrics` decides which checkpoint is the best."""
+    found = []
+    for side in both(tmp_path):
+        scores = iter((2.0, 1.0, 3.0, 1.5))
+        trainer = side.trainer(
+            compute_metrics=lambda _, scores=scores: {"loss": next(scores), "mine": 7.0},
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            max_steps=3,
+            load_best_model_at_end=True,
+        )
+        trainer.train()
+        metrics = without_times(trainer.evaluate())
+        found.append((trainer.state.best_global_step, trainer.state.best_metric, metrics))
+    assert found[0] == found[1]
+    assert found[0][:2] == (2, 1.0) and found[0][2]["eval_loss"] == 1.5
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(samples(6))
@@ -246,7 +269,7 @@ def test_old_names_of_gathering(tmp_path: Path) -> None:
 
 
 class Matching(nn.Module):
-    """Computes a loss out of its inputs alone, as CLIP does."""
+    """A model that computes a loss from its inputs alone, as CLIP does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,7 +357,7 @@ def test_a_schedule_that_follows_a_metric(tmp_path: Path) -> None:
 
 
 class Order(TrainerCallback):
-    """What came after what."""
+    """Records the order of logs, evaluations and saves."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

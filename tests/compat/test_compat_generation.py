@@ -1,5 +1,6 @@
-"""Generated texts of other lengths than labels, by tokenizers, collators and configurations, beside
-transformers' Seq2SeqTrainer."""
+"""Generated texts whose length differs from that of the labels, with several tokenizers, collators
+and configurations, compared with transformers' Seq2SeqTrainer.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def config(**asked: Any) -> Any:
 
 
 def tokenizer() -> Any:
-    """One word a token."""
+    """Return a tokenizer with one word a token."""
     words = {"<pad>": 0, "</s>": 1, **{f"w{number}": number for number in range(2, 24)}}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
@@ -33,7 +34,7 @@ def tokenizer() -> Any:
 
 
 def ragged(count: int = 6) -> list[dict[str, Any]]:
-    """Texts and labels of several lengths."""
+    """Return texts and labels of several lengths."""
     return [
         {
             "input_ids": (row := text["input_ids"].tolist())[: 3 + number % 3],
@@ -54,7 +55,7 @@ def longer(text: dict[str, Any]) -> dict[str, Any]:
 
 
 def begun(text: dict[str, Any]) -> dict[str, Any]:
-    """With inputs of the decoder that were made out of the labels."""
+    """Add the decoder's inputs, made from the labels."""
     return {**text, "decoder_input_ids": torch.cat([torch.zeros(1).long(), text["labels"][:-1]])}
 
 
@@ -90,7 +91,7 @@ def test_lengths_and_returned_texts(
 @pytest.mark.row("T1", "T3")
 @pytest.mark.parametrize("given", [{"max_new_tokens": 7}, {"max_length": 5}])
 def test_a_tokenizer_and_its_collator(tmp_path: Path, given: dict[str, Any]) -> None:
-    """Labels are filled up by -100, and both by the tokenizer's padding beyond."""
+    """Pad labels with -100, and then texts and labels with the tokenizer's padding."""
     results = []
     for name, library in LIBRARIES.items():
         built, words = model(), tokenizer()
@@ -114,7 +115,9 @@ def test_a_tokenizer_and_its_collator(tmp_path: Path, given: dict[str, Any]) -> 
 @NO_LENGTH
 @pytest.mark.row("T1", "T5")
 def test_a_step_is_called_by_itself(tmp_path: Path) -> None:
-    """What is None asks for nothing, and what is given for one step stays with it."""
+    """Call a prediction step alone. Arguments of None must have no effect, and arguments of one
+    step must not last.
+    """
     batch = {name: torch.stack([text[name] for text in texts()[:2]]) for name in texts()[0]}
 
     def act(trainer: Any) -> Any:
@@ -148,8 +151,9 @@ def test_a_generation_config_that_could_not_be_saved_fails_early(tmp_path: Path)
 @pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
 @pytest.mark.row("T1", "T2")
 def test_two_berts_are_trained_to_generate(tmp_path: Path) -> None:
-    """As transformers' own test does; up to the first evaluation, whose random numbers theirs draws
-    from training's."""
+    """Repeat a test of transformers up to the first evaluation, which in transformers draws random
+    numbers from training's generator.
+    """
     words, results = tokenizer(), []
 
     def measure(prediction: Any) -> dict[str, float]:

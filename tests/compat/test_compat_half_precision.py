@@ -1,4 +1,4 @@
-"""float16 with a scaled loss, beside transformers' Trainer, and TF32."""
+"""float16 with loss scaling, compared with transformers' Trainer, and TF32."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from drivetrain import compat
 
 
 class Loud(Classifier):
-    """Its gradient is so large that float16 holds it only once the loss is scaled less."""
+    """A model whose gradient fits float16 only after the loss scale has decreased."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         made = super().forward(x, labels)
@@ -32,7 +32,9 @@ class Loud(Classifier):
 
 
 class Scaling(transformers.Trainer):
-    """Accelerate scales the loss on accelerators alone; here it is told to on the host."""
+    """Makes accelerate scale the loss on the host, too; by default it does so on accelerators
+    alone.
+    """
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -43,8 +45,8 @@ class Scaling(transformers.Trainer):
 KINDS: dict[str, Any] = {"ours": compat.Trainer, "theirs": Scaling}
 
 
-class Heard:
-    """What callbacks are told, in order, with whether the update was left out."""
+class Listener:
+    """Records the events around updates, in order, and whether the update was skipped."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, bool]] = []
@@ -67,12 +69,12 @@ class Heard:
 
 
 def run(name: str, folder: Path, model: Any = Loud, resume: Any = None, **given: Any) -> Any:
-    """A trained Trainer of that library, in float16; `heard` is its callback."""
+    """Return a trained Trainer of that library, in float16, with `listener` as its callback."""
     changes = {"max_steps": 9, "fp16": True, "optim": "adamw_torch", **given}
     torch.manual_seed(1)
-    args, heard = arguments(LIBRARIES[name], folder / name, **changes), Heard()
-    made = KINDS[name](model(), args, train_dataset=samples(20), callbacks=[heard])
-    heard.trainer, made.heard = made, heard
+    args, listener = arguments(LIBRARIES[name], folder / name, **changes), Listener()
+    made = KINDS[name](model(), args, train_dataset=samples(20), callbacks=[listener])
+    listener.trainer, made.listener = made, listener
     made.train(resume_from_checkpoint=resume)
     return made
 
@@ -93,15 +95,15 @@ def test_a_step_that_overflows_is_left_out_and_counted(tmp_path: Path) -> None:
     ours, theirs = (run(name, tmp_path) for name in KINDS)
     assert_same_history(ours.state.log_history, theirs.state.log_history)
     assert_same_weights(ours.model, theirs.model)
-    assert ours.heard.events == theirs.heard.events
-    ends = [skipped for event, _, skipped in ours.heard.events if event == "end"]
+    assert ours.listener.events == theirs.listener.events
+    ends = [skipped for event, _, skipped in ours.listener.events if event == "end"]
     assert ends == [True] * 5 + [False] * 4 and ours.state.global_step == 9
     rates = [log["learning_rate"] for log in ours.state.log_history[:9]]
     assert rates[:6] == [0.05] * 6 and rates[6] < 0.05
 
 
 @pytest.mark.row(
-    "L11", status="differs", note="the schedule waits with fused AdamW, too; there it goes on"
+    "L11", status="differs", note="the schedule waits with fused AdamW, too; theirs does not"
 )
 def test_a_fused_optimizer_makes_no_difference(tmp_path: Path) -> None:
     plain, fused = (run("ours", tmp_path, optim=f"adamw_torch{end}") for end in ("", "_fused"))
@@ -120,7 +122,7 @@ def test_the_loss_scale_is_saved_and_restored(tmp_path: Path, how: str) -> None:
     assert (folder / "scaler.pt").is_file() == (how != "drivetrain")
     again = run("ours", tmp_path / "again", resume=str(folder))
     assert_same_history(again.state.log_history[:-1], whole.state.log_history[:-1])
-    ends = [skipped for event, _, skipped in again.heard.events if event == "end"]
+    ends = [skipped for event, _, skipped in again.listener.events if event == "end"]
     assert ends == [False, False]  # with a fresh scale the first would overflow
     if how == "hf":
         theirs = run("theirs", tmp_path / "again", resume=str(folder))

@@ -1,4 +1,4 @@
-"""Folders that somebody made to do harm: nothing in them is run, and the file is named."""
+"""Hostile checkpoint folders: no code in them runs, and the message names the file."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PICKLED = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", "rng_st
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sound folder in HF's layout."""
+    """Make a sound folder in HF's layout."""
     ours = both(tmp_path_factory.mktemp("base"))[0]
     ours.trainer(**HF).train()
     return ours.folder / NAME
@@ -67,7 +67,7 @@ def folder(base: Path, tmp_path: Path) -> Path:
 
 
 def resume(folder: Path) -> str:
-    """What resuming says; '' where it went well."""
+    """Resume from the folder; return the error, or an empty string."""
     trainer = both(folder.parent / "out")[0].trainer(save_strategy="no", max_steps=3)
     try:
         trainer.train(resume_from_checkpoint=str(folder))
@@ -77,7 +77,7 @@ def resume(folder: Path) -> str:
 
 
 def put(folder: Path, name: str, raw: bytes) -> None:
-    """Under that name, and nothing that would be read in its stead."""
+    """Write a file under that name, and remove the files that would be read instead."""
     if name == "optimizer.bin":
         (folder / "optimizer.pt").unlink()
     if name in ("pytorch_model.bin", "adapter_model.bin"):
@@ -110,7 +110,7 @@ def test_arguments_are_never_unpickled(folder: Path, kind: str) -> None:
     assert not canary.exists()
 
 
-def test_torch_cannot_be_told_to_unpickle_all(
+def test_torch_cannot_be_made_to_unpickle_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
@@ -170,7 +170,7 @@ def in_group(**changes: Any) -> Callable[[Path], None]:
 
 
 def without(parameters: int) -> Callable[[Any], object]:
-    """Groups that hold another in the place of each parameter."""
+    """Return a function that gives the groups another value in the place of each parameter."""
 
     def change(state: Any) -> None:
         for group in state["param_groups"]:
@@ -193,11 +193,11 @@ FITTING_NOTHING: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("what", FITTING_NOTHING)
 def test_what_does_not_fit_is_named_before_anything_is_changed(folder: Path, what: str) -> None:
-    """The files are whole, and hold an optimizer and a schedule; one entry is another thing."""
-    alter, told = FITTING_NOTHING[what]
+    """Change one entry in the sound files of an optimizer and a schedule."""
+    alter, reported = FITTING_NOTHING[what]
     alter(folder)
     said = resume(folder)
-    assert said.startswith("CheckpointDamaged") and told in said
+    assert said.startswith("CheckpointDamaged") and reported in said
     assert "optimizer.pt" in said or "scheduler.pt" in said
 
 

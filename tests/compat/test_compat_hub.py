@@ -1,4 +1,4 @@
-"""Pushing to a Hub on loopback, and the model card."""
+"""Pushing to a Hub on loopback, and model cards."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from drivetrain.compat import (
     TrainerState,
     TrainingArguments,
 )
-from drivetrain.compat.integrations.hub import HubMixin, quiet_uploads
+from drivetrain.compat.integrations.hub import quiet_uploads
+from drivetrain.compat.trainer.hub import HubMixin
 
 HISTORY = [
     {"loss": 2.0, "epoch": 0.5, "step": 1},
@@ -50,7 +51,7 @@ class Listener(TrainerCallback):
 
 
 class Pusher(HubMixin):
-    """The attributes of a Trainer that pushing uses."""
+    """A stand-in for a Trainer, with the attributes that pushing uses."""
 
     def __init__(self, folder: Path, main: bool = True, **arguments: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,7 @@ class Pusher(HubMixin):
         Path(self.args.output_dir, "model.safetensors").write_bytes(b"whole")
 
     def checkpoint(self, number: int = 2) -> str:
-        """A folder that a save left."""
+        """Make a folder as a save leaves it."""
         folder = Path(self.args.output_dir, f"checkpoint-{number}")
         folder.mkdir()
         for name in ("config.json", "model.safetensors", "trainer_state.json"):
@@ -133,9 +134,9 @@ def test_pushing_saves_and_uploads_all_but_checkpoints(
     pusher.checkpoint()
     (tmp_path / "run" / "_mine.txt").touch()
     pusher.model.model_tags = ["of-model", "given"]
-    told = pusher.push_to_hub("It is done", blocking, language="en", tags="given", private=True)
-    assert isinstance(told, Future) != blocking
-    info = told if blocking else told.result(60)
+    pushed = pusher.push_to_hub("It is done", blocking, language="en", tags="given", private=True)
+    assert isinstance(pushed, Future) != blocking
+    info = pushed if blocking else pushed.result(60)
     [commit] = hub.commits
     assert info.oid == f"{1:040x}"
     assert (commit.repository, commit.revision) == (f"{OWNER}/run", "main")
@@ -247,7 +248,9 @@ def card_of(pusher: Pusher, **given: Any) -> ModelCard:
 
 @pytest.mark.row("U9")
 def test_a_card_is_theirs(hub: Hub, tmp_path: Path) -> None:
-    """Word for word, with metrics and a model-index, and beside a card that is there."""
+    """Compare the card's text with transformers', with metrics and a model-index, and for a folder
+    that has a card already.
+    """
     sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     config = transformers.LlamaConfig(num_attention_heads=1, **sizes)
     data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4

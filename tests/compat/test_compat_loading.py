@@ -1,8 +1,12 @@
-"""What the trainer's loaders give, beside those of transformers' Trainer on the same data."""
+"""Batches of the trainer's loaders, compared with those of transformers' Trainer on the
+same data.
+"""
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +20,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from transformers.trainer_pt_utils import BatchRebalanceSampler as TheirRebalance
 from transformers.trainer_pt_utils import LengthGroupedSampler as TheirGrouped
 
-from drivetrain.compat.data.lengths import LengthsByEpoch
-from drivetrain.compat.data.loading import LoadingMixin, has_length, order_seed, seed_worker
+from drivetrain.compat.data.lengths import LengthsByEpoch, has_length
 from drivetrain.compat.data.sharding import shard
+from drivetrain.compat.data.workers import seed_worker
+from drivetrain.compat.trainer.loading import LoadingMixin, order_seed
 
 
 class Model(nn.Module):
@@ -31,7 +36,7 @@ class Model(nn.Module):
 
 
 class Accelerator:
-    """As much of the facade as the loaders ask for."""
+    """Stand-in for the facade, with the parts that the loaders use."""
 
     def __init__(self, args: Any, rank: int, size: int) -> None:
         self.args, self.reader_index, self.num_readers = args, rank, size
@@ -41,7 +46,7 @@ class Accelerator:
 
 
 class Trainer(LoadingMixin):
-    """As much of the trainer as its loaders need."""
+    """Stand-in for the trainer, with the parts that its loaders use."""
 
     is_deepspeed_enabled = False
     processing_class: Any = None
@@ -64,7 +69,7 @@ class Trainer(LoadingMixin):
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Callable[..., Any]:
-    """transformers' arguments, on the CPU, with what is given and two samples a batch."""
+    """Return transformers' arguments on the CPU, with two samples a batch and the given values."""
 
     def make(**given: Any) -> Any:
         options: dict[str, Any] = {
@@ -171,7 +176,7 @@ def test_columns_of_arrow_data_sets_are_left_out(arguments: Callable[..., Any]) 
 def test_keys_of_other_samples_are_left_out(
     arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "drivetrain.compat.data.loading")
+    caplog.set_level(logging.INFO, "drivetrain.compat.trainer.loading")
     trainer = Trainer(arguments(), rows(4))
     for batch in trainer.get_train_dataloader():
         assert all(set(row) == {"x", "labels"} for row in batch)
@@ -230,6 +235,16 @@ def test_other_strategies(arguments: Callable[..., Any]) -> None:
     batches = drawn(loader)
     sampler = TheirRebalance(list(range(1, 10)), 4, 1, 2, seed=42, drop_last=False)
     assert batches == list(sampler) and set(sum(batches, [])) == set(range(9))
+
+
+def test_workers_send_tensors_whatever_the_length_of_tmpdir(
+    arguments: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)
+    args = arguments(dataloader_num_workers=1)
+    loader = Trainer(args, list(range(4)), collate=torch.tensor).get_train_dataloader()
+    assert sum(int(batch.sum()) for batch in loader) == 6
 
 
 @pytest.mark.row("D18", "D19", "D20")

@@ -1,4 +1,4 @@
-"""Where messages of the drop-in are seen: in scripts with logging set up, and without."""
+"""Destinations of compat's messages, in scripts that set logging up and in scripts that do not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PLAN, NOTE = "***** Running training *****", "ddp_static_graph has no effect"
 
 @pytest.mark.row("G8")
 def test_a_message_is_shown_once(tmp_path: Path) -> None:
-    """In a script of its own: the tests' own logging would show it."""
+    """Run in a script of its own: the tests' own logging would show the message."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         capture_output=True,
@@ -72,7 +72,7 @@ def test_a_message_is_shown_once(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def levels() -> Iterator[None]:
-    """As they were: a Trainer sets them for the process."""
+    """Restore the log levels, which a Trainer sets for the process."""
     mine, theirs = logging.getLogger("drivetrain.compat"), transformers.utils.logging
     before = mine.level, theirs.get_verbosity()
     yield
@@ -94,7 +94,7 @@ def test_messages_go_where_users_of_transformers_look(
             assert ("Running training" in captured.out) is seen
 
 
-def test_who_has_kept_theirs_is_told(
+def test_who_has_kept_theirs_is_warned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     early: Any = ModuleType("early")

@@ -1,4 +1,6 @@
-"""What the loss is divided by, smoothing, and what a model's forward says, beside transformers."""
+"""Divisor of the loss, label smoothing, and arguments of a model's forward, compared with
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import LabelSmoother as TheirSmoother
 
 from drivetrain import compat
-from drivetrain.compat.trainer.inspection import (
+from drivetrain.compat.common.inspection import (
     accepted_columns,
     can_return_loss,
     find_labels,
@@ -22,7 +24,7 @@ from drivetrain.compat.trainer.inspection import (
     model_accepts_loss_kwargs,
     unwrap_peft,
 )
-from drivetrain.compat.trainer.loss import (
+from drivetrain.compat.common.loss import (
     LabelSmoother,
     count_items,
     is_causal_lm,

@@ -1,4 +1,4 @@
-"""What `auto_find_batch_size` does when memory runs out in the middle of a run."""
+"""`auto_find_batch_size` when memory runs out in the middle of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from drivetrain import compat
 
 
 class Cramped(Classifier):
-    """Has room for batches of two, once its memory has shrunk."""
+    """A model that has memory for batches of two, once its memory has shrunk."""
 
     room = 4
 
@@ -25,7 +25,7 @@ class Cramped(Classifier):
 
 
 class Shrink(compat.TrainerCallback):  # type: ignore[misc]
-    """Leaves room for `room` samples in the steps after one."""
+    """Leaves memory for `room` samples after the given step."""
 
     def __init__(self, step: int, room: int = 2) -> None:
         self.step, self.room = step, room
@@ -36,7 +36,7 @@ class Shrink(compat.TrainerCallback):  # type: ignore[misc]
 
 
 def trainer(folder: Path, shrink_at: int = 0, num_samples: int = 16, **changes: Any) -> Any:
-    """Batches of four, over two epochs of four updates."""
+    """Return a Trainer with batches of four, for two epochs of four updates."""
     torch.manual_seed(1)
     given = {"per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 2, **changes}
     args = arguments(compat, folder, auto_find_batch_size=True, **given)
@@ -51,14 +51,14 @@ WATCHED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3}
 
 
 def assert_same(mine: Any, other: Any) -> None:
-    """One curve, the summary of the run included, and one result."""
+    """Require the same curve, summary of the run, and weights."""
     assert_same_history(mine.state.log_history, other.state.log_history)
     assert_same_weights(mine.model, other.model)
     assert mine.state.global_step == other.state.global_step == 8
 
 
 @pytest.mark.row(
-    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+    "L17", status="differs", note="continues, with as many samples an update; theirs starts over"
 )
 @pytest.mark.parametrize("shrink_at", [1, 2, 3, 5])
 def test_the_curve_is_that_of_a_small_batch_from_the_start(tmp_path: Path, shrink_at: int) -> None:
@@ -72,7 +72,7 @@ def test_the_curve_is_that_of_a_small_batch_from_the_start(tmp_path: Path, shrin
 
 
 @pytest.mark.row(
-    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+    "L17", status="differs", note="continues, with as many samples an update; theirs starts over"
 )
 @pytest.mark.parametrize("shrink_at", [2, 3, 4])
 def test_an_epoch_may_end_in_a_shorter_update(tmp_path: Path, shrink_at: int) -> None:
@@ -86,9 +86,9 @@ def test_an_epoch_may_end_in_a_shorter_update(tmp_path: Path, shrink_at: int) ->
 
 
 @pytest.mark.row(
-    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+    "L17", status="differs", note="continues, with as many samples an update; theirs starts over"
 )
-def test_a_resumed_run_that_runs_out_goes_on_from_where_it_was(tmp_path: Path) -> None:
+def test_a_resumed_run_that_runs_out_continues_from_where_it_was(tmp_path: Path) -> None:
     small = trainer(tmp_path / "small", **SMALL)
     small.train()
     saved = {"save_strategy": "steps", "save_steps": 2}

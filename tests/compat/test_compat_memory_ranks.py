@@ -1,4 +1,4 @@
-"""Where one rank alone runs out of memory, or fails, the error of each says so."""
+"""Errors on all ranks after one rank alone runs out of memory, or fails."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.subject import Subject
 
 pytestmark = pytest.mark.slow
-"""Each begins processes of its own, since the end of a rank takes them along."""
+"""Tests of this file start processes of their own, since the end of one rank ends all."""
 PAIR = Subject("ddp", 2, timeout_seconds=100)
 STEP = "rank 1 ran out of memory in step 3 with batches of 2 (CUDA out of memory. 2 samples are"
 SMALLER = "per_device_train_batch_size=1 and gradient_accumulation_steps=2"
 
 
 def ends(folder: Path, *, evaluates: bool = False, finds: bool = False, **more: bool) -> list[str]:
-    """What each rank told at its end."""
+    """Return the text that each rank left at its end."""
     asked = {"folder": str(folder), "evaluates": evaluates, "auto_find_batch_size": finds}
     asked |= {"fails": False, **more}
     with pytest.raises(WorkerFailure):
@@ -27,15 +27,15 @@ def ends(folder: Path, *, evaluates: bool = False, finds: bool = False, **more: 
 
 
 @pytest.mark.row(
-    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+    "L17", status="differs", note="continues, with as many samples an update; theirs starts over"
 )
-def test_all_ranks_hear_who_ran_out_of_memory_and_what_to_do(tmp_path: Path) -> None:
+def test_all_ranks_report_who_ran_out_of_memory_and_what_to_do(tmp_path: Path) -> None:
     first, second = ends(tmp_path, finds=True)
     assert first.startswith("CollectiveFailed: rank 0 on ")
     assert second.startswith("OutOfMemory: rank 1 ran out of memory")
-    for told in (first, second):
-        assert STEP.lower() in told.lower()
-        assert SMALLER in told and "gradient_checkpointing=True" in told
+    for reported in (first, second):
+        assert STEP.lower() in reported.lower()
+        assert SMALLER in reported and "gradient_checkpointing=True" in reported
 
 
 def test_without_a_search_for_batches_the_error_is_as_it_was(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_an_evaluation_names_the_batches_that_are_too_large(tmp_path: Path, find
     assert f"{found}per_device_eval_batch_size (2)" in first.replace("Rank", "rank")
 
 
-def test_all_ranks_hear_by_what_one_ended(tmp_path: Path) -> None:
+def test_all_ranks_report_why_one_ended(tmp_path: Path) -> None:
     first, second = ends(tmp_path, fails=True)
     assert second == "ValueError: a bad sample"
     assert first.startswith("CollectiveFailed: rank 0 on ")

@@ -1,4 +1,4 @@
-"""Models and schedules in files: what is written, what is read back, and what is refused."""
+"""Files of models and schedules: written, read back, or refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from drivetrain.checkpoint.format import strict_json
-from drivetrain.compat.checkpoints.json_state import from_plain, to_plain
 from drivetrain.compat.checkpoints.model_files import (
     files_beside,
     has_weights,
@@ -26,6 +25,7 @@ from drivetrain.compat.checkpoints.model_files import (
     write_weights,
 )
 from drivetrain.compat.checkpoints.overlay_reader import OverlayReader
+from drivetrain.compat.common.json_state import from_plain, to_plain
 from drivetrain.kernel.errors import CheckpointError, CheckpointMismatch
 from drivetrain.kernel.shards import Box, Flat
 
@@ -132,7 +132,7 @@ def test_missing_weights_are_an_error(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 class Pretrained:
-    """Writes as transformers' models do: over what is there."""
+    """A model that writes as transformers' models do: over existing files."""
 
     def __init__(self, value: str, shards: int) -> None:
         self.value, self.shards = value, shards

@@ -1,4 +1,4 @@
-"""NEFTune, activation checkpointing, Liger and the watch for nan: what is done to a model."""
+"""NEFTune, activation checkpointing, Liger and the detection of NaN."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from torch import Tensor, nn
 from transformers.integrations.neftune import activate_neftune as their_neftune
 
 from drivetrain.compat.integrations.liger import apply_liger_kernel
-from drivetrain.compat.integrations.neftune import (
-    NeftuneMixin,
-    activate_neftune,
-    deactivate_neftune,
-)
+from drivetrain.compat.integrations.neftune import activate_neftune, deactivate_neftune
+from drivetrain.compat.trainer.neftune import NeftuneMixin
 from drivetrain.compat.trainer.recompute import enable_recompute
 
 # what PEFT asks of models still has the old name
@@ -178,7 +175,9 @@ def test_liger_needs_its_package_and_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.row("N10", status="refused", note="without a GPU there is nothing to compile for")
 def test_liger_is_refused_where_it_would_train_on_a_cpu(tmp_path: Path) -> None:
-    """To evaluate, where only the loss is asked for, it tells the model to leave the logits out."""
+    """Require that training is refused, and that an evaluation of the loss alone passes
+    `skip_logits` to the model.
+    """
     seen: list[Any] = []
 
     class Skips(nn.Linear):
@@ -209,7 +208,7 @@ def test_liger_patches_models_of_transformers_alone(
     apply_liger_kernel(get_peft_model(base, LoraConfig(target_modules=["q_proj"])), {"rope": True})
     assert patched == [(base, {"rope": True})]
     apply_liger_kernel(Deep())
-    assert len(patched) == 1 and "no model of transformers" in caplog.text
+    assert len(patched) == 1 and "not a model of transformers" in caplog.text
 
 
 @pytest.mark.row("L23")

@@ -1,4 +1,6 @@
-"""Nests of tensors, shards of streams, names of parameters, seeds, folders: as transformers."""
+"""Nested tensors, shards of streams, parameter names, seeds and folders, compared with
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +135,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize("length", [0, 1, 5, 8, 11])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_a_stream_is_dealt_out_as_theirs(length: int, drop_last: bool, ranks: int) -> None:
+def test_a_stream_is_sharded_as_theirs(length: int, drop_last: bool, ranks: int) -> None:
     for rank in range(ranks):
         shards = [
             library.IterableDatasetShard(
@@ -149,12 +151,12 @@ def test_a_stream_is_dealt_out_as_theirs(length: int, drop_last: bool, ranks: in
             assert seen[0] == seen[1]
 
 
-def test_a_stream_that_knows_epochs_is_told_them() -> None:
+def test_a_stream_that_knows_epochs_receives_them() -> None:
     stream = Stream(3)
-    told: list[int] = []
-    stream.set_epoch = told.append  # type: ignore[attr-defined]
+    reported: list[int] = []
+    stream.set_epoch = reported.append  # type: ignore[attr-defined]
     compat.IterableDatasetShard(stream).set_epoch(4)
-    assert told == [4]
+    assert reported == [4]
 
 
 def model() -> nn.Module:
@@ -189,7 +191,7 @@ def test_one_seed_seeds_all() -> None:
 @pytest.mark.slow
 @pytest.mark.row("R2")
 def test_full_determinism_is_what_theirs_is() -> None:
-    """In processes of their own, since it holds for a whole process."""
+    """Compare in processes of their own, since determinism is set for a whole process."""
     script = """
 import json, os, sys
 before = dict(os.environ)

@@ -1,8 +1,12 @@
-"""Names that arguments had until 4.47: mapped with a warning, or refused with the reason."""
+"""Argument names that were removed after 4.47: mapped with a warning, or refused with
+the reason.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,12 +72,12 @@ def test_every_removed_name_has_an_answer() -> None:
 )
 @pytest.mark.row("C29", "K38", "Z6", "Z7", "Z8", "U11", "W6", "D15")
 def test_what_has_a_meaning_is_done(given: dict[str, Any], wanted: dict[str, Any]) -> None:
-    with pytest.warns(FutureWarning, match=r"removed after transformers 4\.47") as told:
+    with pytest.warns(FutureWarning, match=r"removed after transformers 4\.47") as warned:
         args = TrainingArguments("a/out", **given)
     assert {name: getattr(args, name) for name in wanted} == wanted
-    named = " ".join(str(warning.message) for warning in told)
+    named = " ".join(str(warning.message) for warning in warned)
     assert all(name in named for name in given)
-    assert all(warning.filename == __file__ for warning in told)
+    assert all(warning.filename == __file__ for warning in warned)
 
 
 @pytest.mark.filterwarnings("ignore:the argument:FutureWarning")
@@ -139,3 +143,30 @@ def test_the_old_profile_has_the_old_defaults() -> None:
     assert (named.optim, named.run_name) == ("sgd", "p")
     assert "tensorboard" in named.report_to
     assert TrainingArguments("o").report_to == []
+
+
+@dataclasses.dataclass
+class OwnFields(TrainingArguments):
+    """A script's own arguments, some of which have the names of former arguments."""
+
+    overwrite_output_dir: bool = False
+    logging_dir: str | None = None
+    warmup_ratio: float = 0.0
+    group_by_length: bool = False
+
+
+def test_a_field_of_a_subclass_is_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    """Require the subclass's value, even if an argument of that name was removed or renamed."""
+    monkeypatch.delenv("TENSORBOARD_LOGGING_DIR", raising=False)
+    given: dict[str, Any] = {
+        "overwrite_output_dir": True,
+        "logging_dir": "logs",
+        "warmup_ratio": 0.5,
+        "group_by_length": True,
+    }
+    with pytest.warns(FutureWarning, match="no_cuda") as warned:
+        args = OwnFields(output_dir=str(tmp_path), report_to="none", no_cuda=True, **given)
+    assert len(warned) == 1
+    assert {name: getattr(args, name) for name in given} == given
+    assert args.warmup_steps == 0 and args.train_sampling_strategy == "random"
+    assert "TENSORBOARD_LOGGING_DIR" not in os.environ and args.use_cpu

@@ -1,4 +1,4 @@
-"""The trainer's optimizers, beside what transformers' Trainer builds of the same arguments."""
+"""The trainer's optimizers, compared with those of transformers' Trainer for the same arguments."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from drivetrain.compat.enums import OptimizerNames
 from drivetrain.compat.optim import OPTIMIZERS
-from drivetrain.compat.optim.build import OptimizationMixin
 from drivetrain.compat.optim.layerwise import LayerWiseDummyOptimizer, LayerWiseDummyScheduler
+from drivetrain.compat.trainer.optimization import OptimizationMixin
 
 Arguments = Callable[..., Any]
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 class Trainer(OptimizationMixin):
-    """As much of the trainer as its optimizer needs."""
+    """Stand-in for the trainer, with the parts that its optimizer needs."""
 
     def __init__(self, args: Any, model: nn.Module | None = None) -> None:
         self.args, self.model = args, model or Model()
@@ -49,7 +49,7 @@ class Trainer(OptimizationMixin):
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> Arguments:
-    """transformers' arguments, on the CPU."""
+    """Return transformers' arguments on the CPU."""
 
     def make(**given: Any) -> Any:
         return transformers.TrainingArguments(str(tmp_path), use_cpu=True, **given)
@@ -58,7 +58,7 @@ def arguments(tmp_path: Path) -> Arguments:
 
 
 def train(trainer: OptimizationMixin, steps: int = 3) -> list[torch.Tensor]:
-    """The model's weights after a few updates, the schedule followed where there is one."""
+    """Return the model's weights after a few updates, with a schedule if there is one."""
     optimizer: Any = trainer.create_optimizer()
     if hasattr(optimizer, "train"):
         optimizer.train()
@@ -73,7 +73,7 @@ def train(trainer: OptimizationMixin, steps: int = 3) -> list[torch.Tensor]:
 
 
 def described(optimizer: torch.optim.Optimizer, model: nn.Module) -> Any:
-    """What an optimizer was built of, parameters by name."""
+    """Describe an optimizer's groups, with parameters by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
         {
@@ -224,7 +224,7 @@ def test_target_modules(
     trainer = Trainer(arguments(optim="galore_adamw", optim_target_modules=targets))
     _, projected = described(trainer.create_optimizer(), trainer.model)
     assert {name.removesuffix(".weight") for name in projected["params"]} == names
-    assert ("layers.1 is no linear layer" in caplog.text) == (targets == ["layers"])
+    assert ("layers.1 is not a linear layer" in caplog.text) == (targets == ["layers"])
 
 
 @pytest.mark.filterwarnings("ignore:This implementation of AdamW is deprecated:FutureWarning")

@@ -1,4 +1,4 @@
-"""Methods of HF's Trainer that subclasses override: each is called, or refused by name."""
+"""Methods of HF's Trainer that a subclass overrides: each is called, or refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from side_by_side import arguments, both, classifier, losses, samples
 from torch import nn
 
 from drivetrain import compat
-from drivetrain.compat.trainer.overrides import UNCALLED
+from drivetrain.compat.common.overrides import UNCALLED
 
 STEPS: dict[str, Any] = {
     "save_strategy": "steps",
@@ -31,7 +31,9 @@ FOR_CALLERS = {
     "get_sp_size",
     "get_tp_size",
 }
-"""Methods that transformers' own run calls, and ours does not: nothing comes of overriding them."""
+"""Methods that transformers' own run calls, and compat's does not. Overriding them has
+no effect.
+"""
 OVERRIDDEN = {
     "_get_dataloader": "axolotl",
     "_get_eval_sampler": "axolotl trl",
@@ -65,11 +67,11 @@ OVERRIDDEN = {
     "train": "axolotl trl",
     "training_step": "axolotl trl",
 }
-"""What the Trainers of these libraries override, of what a run calls."""
+"""Methods that a run calls, with the libraries whose Trainers override them."""
 
 
 def called(library: Any, folder: Path) -> set[str]:
-    """The methods of the Trainer that a run calls through self: each is overridden here."""
+    """Return the methods of the Trainer that a run calls through self. Each is overridden here."""
     calls: set[str] = set()
 
     def counted(name: str, method: Any) -> Any:
@@ -101,7 +103,7 @@ def called(library: Any, folder: Path) -> set[str]:
 
 @pytest.mark.row("A8", "C38", "L18")
 def test_what_a_subclass_overrides_is_called_or_refused(tmp_path: Path) -> None:
-    """Every method of their Trainer that a run of theirs reaches."""
+    """Override every method of transformers' Trainer that its own run calls."""
     ours, theirs = called(compat, tmp_path / "ours"), called(transformers, tmp_path / "theirs")
     assert len(theirs) > 60
     assert sorted(theirs - ours - UNCALLED.keys() - FOR_CALLERS) == []
@@ -188,17 +190,17 @@ def test_the_preparation_of_a_subclass_is_called(tmp_path: Path) -> None:
 
 @pytest.mark.row("C38")
 def test_where_a_subclass_begins(tmp_path: Path) -> None:
-    """It says that nothing of the epoch was trained, after a checkpoint in the middle."""
+    """Let a subclass start the epoch over after a checkpoint in its middle."""
     found = []
     for side in both(tmp_path):
 
-        class Anew(side.trainer_type):  # type: ignore[misc, name-defined]
+        class StartsOver(side.trainer_type):  # type: ignore[misc, name-defined]
             def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:
                 super()._init_training_state(*args, **kwargs)
                 return 0, 0
 
         _as(side.trainer_type, side, **STEPS).train()
-        trainer = _as(Anew, side, **STEPS)
+        trainer = _as(StartsOver, side, **STEPS)
         trainer.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
         found.append(losses(trainer))
     assert found[0] == found[1]
@@ -214,5 +216,5 @@ def test_another_model_than_the_wrapped_one_is_refused(tmp_path: Path) -> None:
 
 
 def _as(kind: Any, side: Any, **changes: Any) -> Any:
-    """A Trainer of that side, of a class that derives from it."""
+    """Return a Trainer of that library, whose class derives from the given one."""
     return type(side)(kind, side.arguments_type, side.folder).trainer(**changes)

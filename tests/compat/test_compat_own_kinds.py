@@ -1,4 +1,4 @@
-"""Data of drivetrain's own kinds, given to the Trainer in the place of a data set."""
+"""Data of drivetrain's own kinds, given to the Trainer instead of a data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HALVES: dict[str, tuple[Any, float]] = {
 
 
 class Stream:
-    """Nothing but an iterable."""
+    """A stream with no method but iteration."""
 
     def __iter__(self) -> Any:
         return iter(samples(24))
@@ -37,21 +37,21 @@ class Torchs(IterableDataset[Any]):
         return iter(samples(self.count))
 
 
-class Told(transformers.TrainerCallback):
-    """The events of epochs, each with the step."""
+class Listener(transformers.TrainerCallback):
+    """Records the events of epochs, each with its step."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, int]] = []
+        self.reported: list[tuple[str, int]] = []
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.told.append(("begin", state.global_step))
+        self.reported.append(("begin", state.global_step))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.told.append(("end", state.global_step))
+        self.reported.append(("end", state.global_step))
 
 
 class Seen(TrainerCallback):
-    """The first feature of each sample of a batch."""
+    """Returns the first feature of each sample of a batch."""
 
     def __init__(self) -> None:
         self.batches: list[list[float]] = []
@@ -63,7 +63,7 @@ class Seen(TrainerCallback):
 
 
 def run(tmp_path: Path, data: Any, checkpoint: str | None = None, **asked: Any) -> Any:
-    """The batches of a run, and its trainer."""
+    """Return the batches of a run, and its trainer."""
     seen = Seen()
     side = ours(tmp_path)
     trainer = side.trainer(train_dataset=data, data_collator=seen.collate, **asked)
@@ -112,12 +112,14 @@ def test_streams_and_mixtures_with_streams(tmp_path: Path) -> None:
 def test_a_stream_is_read_again_until_the_last_step(
     tmp_path: Path, count: int, accumulation: int
 ) -> None:
-    """Also where its end is that of a batch, or of an update, which nobody knows before."""
+    """Compare streams that end with a batch or an update, and streams that do not. The end is not
+    known in advance.
+    """
     found = []
     asked = {"max_steps": 5, "gradient_accumulation_steps": accumulation, "save_strategy": "steps"}
     for side in both(tmp_path):
         given = {"train_dataset": Torchs(count), "save_steps": 2, **asked}
-        whole = side.trainer(callbacks=[events := Told()], **given)
+        whole = side.trainer(callbacks=[events := Listener()], **given)
         whole.train()
         again = side.trainer(**given)
         again.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
@@ -125,7 +127,7 @@ def test_a_stream_is_read_again_until_the_last_step(
         if side.folder.name == "ours":
             assert losses(again) == losses(whole)
         epochs = [entry["epoch"] for entry in whole.state.log_history]
-        found.append((losses(whole), epochs, events.told))
+        found.append((losses(whole), epochs, events.reported))
     if count // 4 % accumulation == 0:  # else theirs keeps the gradient for the next epoch
         assert found[0] == found[1]
 

@@ -1,4 +1,4 @@
-"""Subclasses with a training loop, or a loading of optimizer and random state, of their own."""
+"""Subclasses with their own training loop, or their own loading of optimizer and random state."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COPIED = ("_inner_training_loop", "_init_training_state", "_prepare_for_training
 
 
 def of(kind: Any, side: Any, **changes: Any) -> Any:
-    """A Trainer of that side, of a class that derives from it."""
+    """Return a Trainer of that library, whose class derives from the given one."""
     return type(side)(kind, side.arguments_type, side.folder).trainer(
         DROPPING, **{**STEPS, **changes}
     )
 
 
 class CopiedLoop(compat.Trainer):
-    """HF's own loop, as those have it who copy it to change it."""
+    """HF's own loop, as users copy it in order to change it."""
 
 
 for _name in (*COPIED, "_update_auto_batch_size"):
@@ -43,7 +43,7 @@ for _name in (*COPIED, "_update_auto_batch_size"):
 
 
 class PlainLoop(compat.Trainer):
-    """A loop by hand, with what it calls of a Trainer."""
+    """A loop by hand, with the methods of a Trainer that such loops call."""
 
     def _inner_training_loop(
         self,
@@ -76,9 +76,12 @@ class PlainLoop(compat.Trainer):
 # --- loops --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.row("L18", "C38")
 def test_their_own_loop_copied_runs_and_saves(tmp_path: Path) -> None:
-    """And both libraries resume from what it saved; and it from what the kernel's loop saved."""
+    """Require that both libraries resume from the copied loop's checkpoint, and the loop from the
+    kernel's.
+    """
     ours, theirs = both(tmp_path)
     whole = of(theirs.trainer_type, theirs)
     whole.train()
@@ -147,7 +150,7 @@ def test_a_checkpoint_outside_of_training(tmp_path: Path) -> None:
 
 
 def own_loading(base: Any) -> Any:
-    """A Trainer that reads HF's files itself."""
+    """Return a Trainer that reads HF's files itself."""
 
     class Own(base):  # type: ignore[misc]
         def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -206,8 +209,8 @@ def test_a_subclass_that_adds_to_loading_gets_no_pickles(tmp_path: Path) -> None
 
 
 @pytest.mark.row("C38")
-def test_a_subclass_that_loads_nothing_starts_anew(tmp_path: Path) -> None:
-    """As with theirs: the weights go on, the optimizer does not."""
+def test_a_subclass_that_loads_nothing_starts_over(tmp_path: Path) -> None:
+    """Require the same as from transformers: the weights are resumed, the optimizer starts over."""
     found = []
     for side in both(tmp_path):
 

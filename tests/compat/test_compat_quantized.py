@@ -1,4 +1,6 @@
-"""Models that bitsandbytes quantized, with adapters on them; beside transformers' Trainer."""
+"""Models that bitsandbytes has quantized, with adapters on them, compared with transformers'
+Trainer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BITS = [4, 8]
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small language model on disk, to be loaded with fewer bits."""
+    """Save a small language model, to be loaded with fewer bits."""
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(1)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
@@ -29,7 +31,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(stored: Path, bits: int) -> Any:
-    """With adapters, which alone are trained."""
+    """Return a quantized model with adapters, which alone are trained."""
     if bits == 4:
         fewer = BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32

@@ -1,4 +1,4 @@
-"""Logs, metrics, counts, speed and memory: side by side with transformers' own."""
+"""Logs, metrics, counts, speed and memory, compared with transformers' own."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from transformers import trainer_pt_utils, trainer_utils
 
 from drivetrain import compat
 from drivetrain.compat import TrainerCallback, TrainerControl, TrainerState
-from drivetrain.compat.callbacks.reporting import ReportingMixin, metrics_format, set_verbosity
+from drivetrain.compat.common.metrics import metrics_format
+from drivetrain.compat.logs import set_verbosity
 from drivetrain.compat.trainer.memory import memory_tracker
+from drivetrain.compat.trainer.reporting import ReportingMixin
 
 FIGURES = {
     "train_runtime": 3725.789,
@@ -40,7 +42,7 @@ class Watcher(TrainerCallback):
 
 
 class Teller(ReportingMixin):
-    """The attributes of a Trainer that reporting uses."""
+    """A stand-in for a Trainer, with the attributes that reporting uses."""
 
     def __init__(self, folder: Path | str = "", main: bool = True, **changes: Any) -> None:
         self.main = main
@@ -162,12 +164,12 @@ def test_operations_are_estimated_as_theirs() -> None:
 def test_parameters_are_counted_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     teller, batch = Teller(), {"input_ids": torch.ones(2, 3, dtype=torch.int64)}
     teller.model = tiny_llama()
-    told = teller.floating_point_ops(batch)
+    counted = teller.floating_point_ops(batch)
     monkeypatch.setattr(teller.model, "num_parameters", None)
-    assert teller.floating_point_ops(batch) == told > 0
+    assert teller.floating_point_ops(batch) == counted > 0
     teller.model = tiny_llama()
     teller.model.lm_head = torch.nn.Linear(8, 22, bias=False)
-    assert teller.floating_point_ops(batch) != told
+    assert teller.floating_point_ops(batch) != counted
 
 
 @pytest.mark.row("F7")

@@ -1,4 +1,4 @@
-"""What a resumed run takes from files that were written on other devices."""
+"""Resuming from files that were written on other devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HF = {"checkpoint_format": "hf", "save_strategy": "steps", "save_steps": 2, "max
 
 
 def as_if_from_a_gpu(path: Path) -> None:
-    """Rewrite a file of torch.save, so that its tensors say that they lay on a GPU."""
+    """Rewrite a file of torch.save, so that its tensors seem to come from a GPU."""
     with zipfile.ZipFile(path) as archive:
         records = {name: archive.read(name) for name in archive.namelist()}
     here, there = (b"X" + len(name).to_bytes(4, "little") + name for name in (b"cpu", b"cuda:0"))

@@ -1,4 +1,4 @@
-"""Which checkpoint folders stay, in which order they are, and which one is resumed from."""
+"""Checkpoint folders: rotation, order, and the choice of the one to resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from drivetrain.compat.names import get_last_checkpoint
 
 
 def checkpoints(root: Path, numbers: list[int], *, seconds_apart: int = 10) -> Path:
-    """Folders in the order in which they were written."""
+    """Make folders; return them in the order in which they were written."""
     for position, number in enumerate(numbers):
         folder = root / f"checkpoint-{number}"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The rates of every schedule, beside those of transformers."""
+"""The learning rates of every schedule, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.optim import SGD
 from transformers import get_scheduler as theirs
 from transformers.optimization import Adafactor, AdafactorSchedule
 
-from drivetrain.compat.checkpoints.json_state import from_plain, to_plain
-from drivetrain.compat.optim.schedules import follows_a_metric, get_scheduler, restore_schedule
+from drivetrain.compat.common.json_state import from_plain, to_plain
+from drivetrain.compat.optim.schedules import follows_a_metric, get_scheduler
 
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("linear", {}),
@@ -125,45 +125,6 @@ def test_schedules_that_follow_a_metric_are_theirs(name: str) -> None:
     assert ours.param_groups[0]["lr"] < 0.1
 
 
-def test_a_greedy_schedule_of_an_older_checkpoint_goes_on() -> None:
-    options = {"patience": 1, "factor": 0.5, "min_lr": 1e-3}
-    first, again = optimizer(), optimizer()
-    whole: Any = get_scheduler("greedy", first, scheduler_specific_kwargs=options)
-    whole.step(2.0)
-    whole.step(3.0)
-    old = {
-        **{key: options[key] for key in ("patience", "factor")},
-        "mode": "min",
-        "threshold": 1e-6,
-        "threshold_mode": "abs",
-        "eps": 1e-8,
-        "verbose": False,
-        "cooldown": 0,
-        "warmup": 0,
-        "reset_start": 500,
-        "resets_in": 500,
-        "min_lrs": [1e-3],
-        "max_lrs": [1.0],
-        "first_lrs": [0.1],
-        "_last_lr": [0.1],
-        "best": 2.0,
-        "num_good": 0,
-        "num_bad": 1,
-        "num_resting": 0,
-        "last_epoch": 2,
-        "window": [3.0],
-        "window_size": 1,
-    }
-    resumed: Any = get_scheduler("greedy", again, scheduler_specific_kwargs=options)
-    restore_schedule(resumed, old)
-    for scheduler in (whole, resumed):
-        scheduler.step(3.0)
-    assert first.param_groups[0]["lr"] == again.param_groups[0]["lr"] == 0.05
-    restore_schedule(resumed, {**old, "best": None})
-    resumed.step(9.0)
-    assert resumed.best == 9.0
-
-
 @pytest.mark.row("O19")
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_a_schedule_can_be_looked_into(name: str, options: dict[str, Any]) -> None:
@@ -236,7 +197,9 @@ def test_missing_numbers_of_steps_are_errors(name: str, missing: str) -> None:
 
 @pytest.mark.row("O2", "O22")
 def test_a_schedule_reads_the_gradients_of_the_update(tmp_path: Path) -> None:
-    """Adafactor's shows the rate that the optimizer chose, of parameters that had a gradient."""
+    """Use Adafactor's schedule, which shows the rate that the optimizer chose for parameters that
+    had a gradient.
+    """
     logged = []
     for side in both(tmp_path):
         model = Classifier()

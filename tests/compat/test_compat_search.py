@@ -1,7 +1,7 @@
-"""Hyper-parameter search: Optuna in process; Ray Tune and W&B against stand-ins of their packages.
+"""Hyper-parameter search: Optuna itself in this process; stand-ins for Ray Tune and W&B.
 
-`Searching` is a stand-in of the Trainer: the search's own part, over a `train` that evaluates a
-formula. Searches of the real one on two processes: test_compat_search_ranks.py.
+`Searching` is a stand-in for the Trainer: the search itself, with a `train` that evaluates a
+formula. See test_compat_search_ranks.py for searches with the real Trainer on two processes.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import transformers
 from side_by_side import ARGUMENTS, LIBRARIES, Classifier, samples
 
 from drivetrain.compat import Trainer, TrainingArguments, default_compute_objective
-from drivetrain.compat.integrations.search import SearchMixin, set_argument
+from drivetrain.compat.integrations.search import set_argument
+from drivetrain.compat.trainer.search import SearchMixin
 
 
 class Searching(SearchMixin):
-    """Trains by a formula: the loss is best at a learning rate of 3e-5."""
+    """Trains by a formula, whose loss is best at a learning rate of 3e-5."""
 
     def __init__(self, output_dir: Path | str, **given: Any) -> None:
         self.args: Any = TrainingArguments(str(output_dir), **given)
@@ -99,16 +100,11 @@ def test_the_best_trial_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.row("H4")
-def test_default_spaces_are_those_of_transformers() -> None:
-    from transformers.trainer_utils import default_hp_space_optuna
-
-    from drivetrain.compat.integrations.search_libraries import LIBRARIES
-
-    asked: list[list[Any]] = []
-    for space in (LIBRARIES["optuna"].default_space, default_hp_space_optuna):  # type: ignore[index]
-        trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3)).ask()
-        asked.append([space(trial), trial.distributions])
-    assert asked[0] == asked[1]
+def test_the_default_space_is_that_of_transformers(tmp_path: Path) -> None:
+    sampler = optuna.samplers.RandomSampler(seed=3)
+    best: Any = Searching(tmp_path).hyperparameter_search(n_trials=1, sampler=sampler)
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=3)).ask()
+    assert best.hyperparameters == transformers.trainer_utils.default_hp_space_optuna(trial)
 
 
 @pytest.mark.row("H5")
@@ -230,18 +226,18 @@ def test_other_ranks_follow_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     best = leading.hyperparameter_search(rates(1e-5, 3e-5), n_trials=3)
     assert best is not None
-    heard = iter(sent)
+    received = iter(sent)
     following.driver_session = SimpleNamespace(
-        close=lambda: None, session=SimpleNamespace(exchange=lambda value: [next(heard)])
+        close=lambda: None, session=SimpleNamespace(exchange=lambda value: [next(received)])
     )
     monkeypatch.setenv("RANK", "1")
     assert following.hyperparameter_search(rates(1e-5, 3e-5), n_trials=3) is None
     assert [t["rate"] for t in following.trials] == [t["rate"] for t in leading.trials]
-    assert next(heard, "nothing") == "nothing"
+    assert next(received, "nothing") == "nothing"
 
 
 class Sweeps(ModuleType):
-    """Stands in for wandb: a sweep of two given values."""
+    """A stand-in for wandb: a sweep of two given values."""
 
     def __init__(self, values: list[float]) -> None:
         super().__init__("wandb")
@@ -277,7 +273,7 @@ def plain() -> Classifier:
 
 
 @pytest.mark.row("H11", "H1", "H7")
-def test_the_state_tells_of_the_trial(tmp_path: Path) -> None:
+def test_the_state_describes_the_trial(tmp_path: Path) -> None:
     found: list[Any] = []
     for name, library in LIBRARIES.items():
         given = {**ARGUMENTS, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -305,8 +301,8 @@ def test_the_state_tells_of_the_trial(tmp_path: Path) -> None:
 
 
 class Worker(ModuleType):
-    """Stands in for ray.tune: runs each trial on a copy of the Trainer, once more from its last
-    checkpoint when it is `interrupted_at` a report.
+    """A stand-in for ray.tune: runs each trial on a copy of the Trainer, and again from its last
+    checkpoint if it is `interrupted_at` a report.
     """
 
     def __init__(self, folder: Path, interrupted_at: int) -> None:

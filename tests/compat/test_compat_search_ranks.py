@@ -1,4 +1,4 @@
-"""Searches of the real Trainer on two processes."""
+"""Searches with the real Trainer on two processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RATES = (0.01, 0.0001, 0.02)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found (see search_ranks.py)."""
+    """Return the results of two ranks (see search_ranks.py)."""
     folder = tmp_path_factory.mktemp("search")
     pair = Subject("deepspeed", 2, timeout_seconds=400)
     return pair.run(search_ranks.everything, out=str(folder))
@@ -38,7 +38,7 @@ def test_what_rank_0_draws_is_trained_with_on_both(ranks: list[dict[str, Any]]) 
 
 
 @pytest.mark.row("H12", "H14")
-def test_deepspeed_is_configured_anew_for_each_trial(ranks: list[dict[str, Any]]) -> None:
+def test_deepspeed_is_configured_again_for_each_trial(ranks: list[dict[str, Any]]) -> None:
     trials = ranks[0]["deepspeed"]["trials"]
     assert trials == ranks[1]["deepspeed"]["trials"]
     found = {trial["batch"]: trial["configured"] for trial in trials}

@@ -1,4 +1,4 @@
-"""Evaluation by generated text, beside transformers' Seq2SeqTrainer."""
+"""Evaluation by generated texts, compared with transformers' Seq2SeqTrainer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def texts(labels: bool = True, count: int = 6) -> list[dict[str, Any]]:
 
 
 def found(tmp_path: Path, act: Any, **asked: Any) -> list[Any]:
-    """What `act(trainer)` gives on either side; what metrics saw comes first."""
+    """Return, for each library, the result of `act(trainer)` and the inputs of the metrics."""
     results = []
     for name, library in LIBRARIES.items():
         seen: list[Any] = []

@@ -1,4 +1,4 @@
-"""Sequences and experts that a driver cuts: batches before that, and what is refused by name."""
+"""Sequences and experts that a driver partitions: their batches, and refusals by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers import (
 from drivetrain.compat import Trainer, TrainingArguments
 from drivetrain.compat.arguments.driver_session import DriverSession
 from drivetrain.compat.data.sequences import WholeSequences
-from drivetrain.compat.trainer.cutting import how_to_cut, whole_sequences
+from drivetrain.compat.trainer.partitioning import partition_plan, whole_sequences
 
 SMALL: dict[str, Any] = {
     "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture
 def along(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """The ranks along each dimension, of a mesh that is not there."""
+    """Return the ranks along each dimension of a mesh, without making the mesh."""
     sizes: dict[str, int] = {}
     monkeypatch.setattr(DriverSession, "ranks_along", lambda self, name: sizes.get(name, 1))
     return sizes
@@ -109,9 +109,9 @@ def test_attention_that_reaches_less_far_than_sequences_is_refused(along: dict[s
 
 
 def test_experts_are_those_of_the_model_s_plan(along: dict[str, int]) -> None:
-    assert how_to_cut(built(mixtral())) is None
+    assert partition_plan(built(mixtral())) is None
     along["expert"] = 2
-    how = how_to_cut(built(mixtral()))
+    how = partition_plan(built(mixtral()))
     assert how is not None
     assert (how.experts, how.sequence) == (["model.layers.*.mlp.experts"], {})
 

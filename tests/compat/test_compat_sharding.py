@@ -1,9 +1,10 @@
-"""Ranks get their batches in accelerate's order: both are asked, side by side."""
+"""Ranks receive their batches in accelerate's order: both libraries are asked, and compared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -12,12 +13,16 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, prepare_data_loader
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from drivetrain.compat.data.rank_batches import BatchSharder, FixedShare, RankStream
 from drivetrain.compat.data.sharding import RankLoader, shard, skip_first_batches
+from drivetrain.compat.trainer.epochs import Epochs
+from drivetrain.data.sample_digest import digest_of
+from drivetrain.kernel.errors import DataError
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One of several readers, in one process."""
+    """A reader among several, simulated in one process."""
 
     reader_index: int = 0
     num_readers: int = 1
@@ -28,7 +33,7 @@ PAIR = (Rank(0, 2), Rank(1, 2))
 
 
 class Numbers(IterableDataset[int]):
-    """0, 1, 2, ..., and the epochs that it was told."""
+    """The numbers from 0 on, and the epochs that were set."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -50,7 +55,7 @@ def batches(loader: DataLoader[Any]) -> list[list[int]]:
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("even", [False, True])
-def test_indices_are_dealt_as_accelerate_deals_them(
+def test_indices_are_sharded_as_by_accelerate(
     ranks: int, split: bool, drop_last: bool, even: bool
 ) -> None:
     batch_size = 6 if split else 2
@@ -70,9 +75,7 @@ def test_indices_are_dealt_as_accelerate_deals_them(
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_streams_are_dealt_as_accelerate_deals_them(
-    ranks: int, split: bool, drop_last: bool
-) -> None:
+def test_streams_are_sharded_as_by_accelerate(ranks: int, split: bool, drop_last: bool) -> None:
     batch_size = 6 if split else 2
     for count in range(30):
         stream = Numbers(count)
@@ -106,7 +109,7 @@ def test_shuffling_is_accelerates(ranks: int) -> None:
         assert seen[0] != seen[1] and seen[0] == seen[3]
 
 
-def test_without_being_told_epochs_follow_each_other() -> None:
+def test_without_set_epoch_epochs_follow_each_other() -> None:
     first = shard(DataLoader(range(9), shuffle=True), ALONE, seed=3)
     second = shard(DataLoader(range(9), shuffle=True), ALONE, seed=3)
     for epoch in range(3):
@@ -116,12 +119,12 @@ def test_without_being_told_epochs_follow_each_other() -> None:
 
 @pytest.mark.row("D8", "D9")
 def test_a_short_last_round_of_a_stream_is_shared_out() -> None:
-    def dealt(count: int) -> list[list[list[int]]]:
+    def sharded(count: int) -> list[list[list[int]]]:
         return [batches(shard(DataLoader(Numbers(count), batch_size=4), rank)) for rank in PAIR]
 
-    assert dealt(8) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
-    assert dealt(11) == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10, 0]]]
-    assert dealt(0) == [[], []]
+    assert sharded(8) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert sharded(11) == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10, 0]]]
+    assert sharded(0) == [[], []]
 
 
 @pytest.mark.row("D26")
@@ -172,7 +175,7 @@ def test_a_stream_with_a_generator_is_in_step_on_all_ranks() -> None:
 
 
 class Watched:
-    """A data set that knows what was read of it."""
+    """A data set that records which samples were read."""
 
     def __init__(self, count: int) -> None:
         self.read: list[int] = []
@@ -223,13 +226,13 @@ def test_sharding_twice_changes_nothing() -> None:
     assert shard(loader, PAIR[0]) is loader
 
 
-def test_a_batch_sampler_as_sampler_is_dealt_too() -> None:
+def test_a_batch_sampler_as_sampler_is_sharded_too() -> None:
     sampler = BatchSampler(SequentialSampler(range(8)), 2, False)
     loader = DataLoader(torch.arange(8), sampler=sampler, batch_size=None)  # type: ignore[arg-type]
     assert [batches(shard(loader, rank)) for rank in PAIR] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_batches_of_sizes_of_their_own_are_dealt_whole() -> None:
+def test_batches_of_sizes_of_their_own_are_assigned_whole() -> None:
     loader = DataLoader(range(6), batch_sampler=[[0], [1, 2], [3, 4, 5]])
     assert [batches(shard(loader, rank)) for rank in PAIR] == [[[0], [3, 4, 5]], [[1, 2], [0]]]
 
@@ -250,7 +253,7 @@ def test_batches_of_sizes_of_their_own_are_dealt_whole() -> None:
     note="on several ranks: dispatch_batches=True for data of known length, which each rank reads "
     "for itself, an order without a seed, and a loader without a batch size",
 )
-def test_what_cannot_be_dealt_is_refused(
+def test_what_cannot_be_partitioned_is_refused(
     loader: DataLoader[int], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
@@ -273,3 +276,51 @@ def test_what_is_skipped_is_skipped_by_samples_as_by_batches(count: int, drop_la
     everything = batches(loader)
     for skipped in range(len(everything) + 2):
         assert batches(skip_first_batches(loader, skipped)) == everything[skipped:]
+
+
+def test_a_stream_that_is_split_by_rank_stays_as_it_is() -> None:
+    """Require that a stream split by `datasets`, or one that says so itself, stays as it is. Other
+    streams are divided among ranks.
+    """
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"n": list(range(8))}).to_iterable_dataset(num_shards=2)
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node
+    parts = [split(whole, rank, 2) for rank in range(2)]
+    loaders = [
+        shard(DataLoader(part, batch_size=2), FixedShare(rank, 2))
+        for rank, part in enumerate(parts)
+    ]
+    read = [[n for batch in loader for n in batch["n"].tolist()] for loader in loaders]
+    assert sorted(read[0] + read[1]) == list(range(8))
+
+    class Own(IterableDataset[int]):
+        rank_aware = True
+
+        def __iter__(self) -> Any:
+            return iter(range(6))
+
+    for aware, expected in ((True, [0, 1, 2, 3, 4, 5]), (False, [2, 3, 5])):
+        stream = Own()
+        stream.rank_aware = aware
+        sharded = shard(DataLoader(stream, batch_size=2), FixedShare(1, 2))
+        assert [n for batch in sharded for n in batch.tolist()] == expected
+
+
+def test_a_stream_that_ranks_have_split_themselves_is_refused() -> None:
+    def reported(rank: int) -> str:
+        stream = RankStream(range(rank, 40, 2), BatchSharder(FixedShare(rank, 2), 2), 2)
+        loader: Any = DataLoader(stream, batch_size=2)
+        others = digest_of(list(range(1 - rank, 40, 2))[:4])
+        session: Any = SimpleNamespace(
+            exchange=lambda own: [own, others] if not rank else [others, own]
+        )
+        trainer: Any = SimpleNamespace(driver_session=SimpleNamespace(session=session))
+        epochs = Epochs(trainer, loader, 1, 5, 5, 1, 4)
+        next(epochs._batches(0, 0))
+        with pytest.raises(DataError) as refused:
+            epochs._refuse_split_stream()
+        return str(refused.value)
+
+    assert reported(0) == reported(1)
+    assert "range; digests of the first ones: rank 0" in reported(0)
+    assert "set rank_aware=True on it" in reported(0)

@@ -1,9 +1,12 @@
-"""SIGTERM saves a checkpoint where that was asked for, and is left alone where it was not."""
+"""SIGTERM saves a checkpoint if the arguments say so; otherwise its handler is left alone."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +47,32 @@ def test_a_checkpoint_in_time(tmp_path: Path) -> None:
     assert_same_weights(resumed.model, whole.model)
 
 
+class TerminatesAll(Terminates):
+    """Sends the signal to the data workers, too, as a job queue does."""
+
+    def __init__(self) -> None:
+        self.others = {process.pid for process in multiprocessing.active_children()}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_begin(args, state, control, **kwargs)
+        if state.global_step == 1:
+            # by another process: a signal of its parent's would be the order to end
+            active = multiprocessing.active_children()
+            workers = [process for process in active if process.pid not in self.others]
+            subprocess.run(["kill", *(str(worker.pid) for worker in workers)], check=True)
+            time.sleep(0.5)
+
+
+def test_its_workers_leave_it_to_the_trainer(tmp_path: Path) -> None:
+    changes = {"enable_jit_checkpoint": True, "dataloader_num_workers": 1}
+    trainer = trained(tmp_path, TerminatesAll(), **changes)
+    assert trainer.state.global_step == 2
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 @pytest.mark.row("B2", "K35")
 def test_its_callback_stands_where_theirs_does(tmp_path: Path) -> None:
-    """Before the user's; who takes it out takes out what it stands for."""
+    """Require the callback before the user's. Removing it removes its effect."""
     before = signal.getsignal(signal.SIGTERM)
     names = []
     for library in (transformers, compat):

@@ -1,4 +1,4 @@
-"""What cannot be trained, or not in this place, is refused when the Trainer is made."""
+"""Models that cannot be trained, or not on this device, are refused when the Trainer is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from drivetrain.kernel.errors import CapabilityRefused
 
 
 def quantized(trainable: bool = False, aware: bool = False, **marks: Any) -> Any:
-    """A model that says of itself what a quantized one does."""
+    """Return a model with the attributes of a quantized one."""
     model: Any = classifier()
     model.is_quantized = True
     model.hf_quantizer = SimpleNamespace(

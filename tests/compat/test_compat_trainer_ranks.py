@@ -1,4 +1,6 @@
-"""The Trainer on two processes, beside transformers': who does what, and what travels."""
+"""The Trainer on two processes, compared with transformers': the part of each rank, and what ranks
+exchange.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trainer_ranks
 from side_by_side import samples
 
@@ -19,7 +22,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank saw, by library."""
+    """Return the results of each rank, by library."""
     pair, folder = Subject("ddp", 2, timeout_seconds=400), tmp_path_factory.mktemp("ranks")
     return {
         library: pair.run(trainer_ranks.everything, library=library, folder=str(folder))
@@ -34,7 +37,7 @@ def test_who_is_first_and_how_large_a_batch_is(found: Found) -> None:
     assert first["first"] == first["state first"] == theirs[0]["first"] == [True, True]
     assert second["first"] == second["state first"] == theirs[1]["first"] == [False, False]
     assert first["global batch"] == theirs[0]["global batch"] == 2 * 2 * 2
-    assert [line.rpartition("= ")[2] for line in first["told"]] == ["8"]
+    assert [line.rpartition("= ")[2] for line in first["reported"]] == ["8"]
     assert first["losses"] == second["losses"]
 
 
@@ -61,14 +64,19 @@ def test_ranks_draw_alike_and_see_other_data(found: Found) -> None:
 @pytest.mark.row("M11")
 @pytest.mark.parametrize("kind", ["metrics", "metrics of batches"])
 def test_metrics_are_those_of_one_process(found: Found, tmp_path: Path, kind: str) -> None:
-    """Of seven samples, each counted once. The loss is as theirs, whose mean over a batch that was
-    filled up holds what fills it."""
+    """Count each of seven samples once. HF's loss also counts the samples that fill up the last
+    batch; compat's does not.
+    """
     alone = trainer_ranks.measuring(compat, tmp_path, kind == "metrics of batches")
     assert alone["eval_samples"] == 7
     for mine, other in zip(found["ours"], found["theirs"], strict=True):
-        assert mine[kind] == pytest.approx(other[kind], rel=1e-6)
-        for name in ("eval_accuracy", "eval_samples"):
-            assert mine[kind][name] == pytest.approx(alone[name])
+        names = ("eval_loss", "eval_accuracy", "eval_samples")
+        assert {name: mine[kind][name] for name in names} == pytest.approx(
+            {name: alone[name] for name in names}, rel=1e-6
+        )
+        filled = {**mine[kind], "eval_loss": other[kind]["eval_loss"]}
+        assert filled == pytest.approx(other[kind], rel=1e-6)
+        assert mine[kind]["eval_loss"] != pytest.approx(other[kind]["eval_loss"], rel=1e-3)
 
 
 @pytest.mark.row("S9")
@@ -91,7 +99,8 @@ def boxes_of(label: int) -> list[list[float]]:
     "E18",
     status="differs",
     note="in every evaluation, not the first alone; a tuple of outputs keeps its parts, tensors "
-    "stay arrays, and lists, an item a sample, are joined over batches too",
+    "stay arrays, and lists, an item a sample, are joined over batches too; the loss is that of "
+    "one process, where an uneven last batch weighs too much there",
 )
 def test_lists_with_an_item_a_sample(found: Found) -> None:
     data = samples(5)
@@ -106,25 +115,27 @@ def test_lists_with_an_item_a_sample(found: Found) -> None:
         words = [[boxes_of(label), f"{x[0]:.2f}"] for label, x in zip(labels, scores, strict=True)]
         assert rank["joined"] == [[[scores, words], labels], loss] * 2
     (_, seen), other = found["theirs"][0]["boxes"]
-    assert seen == [labels[:4], labels[4:]] and loss == pytest.approx(other, rel=1e-6)
+    assert seen == [labels[:4], labels[4:]]
+    whole = float(torch.tensor(scores).mean())  # of one process; not theirs
+    assert loss == pytest.approx(whole, rel=1e-6) and loss != pytest.approx(other, rel=1e-3)
 
 
 @pytest.mark.row(
-    "L17", status="differs", note="goes on, with as many samples an update; there it starts anew"
+    "L17", status="differs", note="continues, with as many samples an update; theirs starts over"
 )
-def test_all_ranks_go_on_with_smaller_batches(found: Found) -> None:
+def test_all_ranks_continue_with_smaller_batches(found: Found) -> None:
     small = found["ours"][0]["small"]
-    assert len(small["losses"]) == 5 and small["told"] == []
+    assert len(small["losses"]) == 5 and small["reported"] == []
     for number, rank in enumerate(found["ours"]):
         assert rank["cramped"]["losses"] == pytest.approx(small["losses"], rel=1e-5)
-        (said,) = rank["cramped"]["told"]
+        (said,) = rank["cramped"]["reported"]
         assert f"rank {number} ran out of memory in step 3 with batches of 2" in said
-        assert "going on with 1, and 2 times as many" in said
+        assert "continuing with 1, and 2 times as many" in said
 
 
 @pytest.mark.row("D1", "D4", "K12")
-def test_tokens_in_a_mixture_are_dealt_out_and_resumed(found: Found, tmp_path: Path) -> None:
-    """The batches of all ranks are those of one process."""
+def test_tokens_in_a_mixture_are_sharded_and_resumed(found: Found, tmp_path: Path) -> None:
+    """Compare the batches of all ranks with those of one process."""
     first, second = (rank["mixed"] for rank in found["ours"])
     assert first["resumed"] == first["whole"] == second["whole"] and len(first["whole"]) == 8
     alone = trainer_ranks.mixed(tmp_path, batch=4)
@@ -159,7 +170,9 @@ def test_each_rank_of_a_notebook_has_its_table(found: Found) -> None:
         (titles, *rows), (wanted, *others) = mine["table"], other["table"]
         assert titles == wanted == ["Step", "Training Loss", "Validation Loss"]
         for row, figures in zip(rows, others, strict=True):
-            assert row == pytest.approx(figures, rel=1e-5)
+            assert row[:2] == pytest.approx(figures[:2], rel=1e-5)
+            # HF's loss of evaluation also holds the samples that fill up the last batch
+            assert row[2] == pytest.approx(figures[2], rel=0.02)
 
 
 @pytest.mark.row(
@@ -185,11 +198,11 @@ def test_all_ranks_stop_where_callbacks_of_all_say_so(found: Found, what: str) -
     for mine, other in zip(ours, theirs, strict=True):
         assert mine["events"] == other["events"] == ["epoch", "step 0", "epoch's end 1", *end]
         assert mine["losses"] == pytest.approx(other["losses"], rel=1e-5)
-        assert mine["saved"] == other["saved"] and not mine["told"]
+        assert mine["saved"] == other["saved"] and not mine["reported"]
 
 
 @pytest.mark.parametrize(
-    ("what", "events", "told"),
+    ("what", "events", "reported"),
     [
         ("training by one", "epoch/step 0/step 1/epoch's end 2", ["training"]),
         (
@@ -211,16 +224,18 @@ def test_all_ranks_stop_where_callbacks_of_all_say_so(found: Found, what: str) -
     ],
 )
 def test_all_ranks_stop_where_a_callback_of_one_says_so(
-    found: Found, what: str, events: str, told: list[str]
+    found: Found, what: str, events: str, reported: list[str]
 ) -> None:
-    """One hears in the next step whether the others go on, and if so joins them in it."""
+    """Require the same events on all ranks. A rank learns in the next step whether the others
+    continue, and then joins them.
+    """
     first, second = (rank[what] for rank in found["ours"])
     end = events.rpartition(" ")[2]
     assert "/".join(first["events"]) == f"{events}/train's end {end}"
     assert first["events"] == second["events"] and first["losses"] == second["losses"]
     assert first["saved"] and first["saved"] == second["saved"]
-    assert first["told"] == second["told"] and len(told) == len(first["told"])
-    for flag, line in zip(told, first["told"], strict=True):
+    assert first["reported"] == second["reported"] and len(reported) == len(first["reported"])
+    for flag, line in zip(reported, first["reported"], strict=True):
         assert f"Set control.should_{flag}_stop on every rank alike" in line
 
 

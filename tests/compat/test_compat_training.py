@@ -1,4 +1,4 @@
-"""The training loop. What takes `library` holds of transformers' Trainer too."""
+"""The training loop. Tests with `library` hold for transformers' Trainer, too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from drivetrain import compat
 
 
 def trainer(library: Any, folder: Path, model: Any = None, kind: Any = None, **changes: Any) -> Any:
-    """A Trainer, or one of that subclass; `given` are parameters of its constructor."""
+    """Return a Trainer, or one of a subclass; `given` are parameters of its constructor."""
     given = changes.pop("given", {})
     args = arguments(library, folder, **changes)
     model = classifier() if model is None else model
@@ -40,7 +40,7 @@ def trainer(library: Any, folder: Path, model: Any = None, kind: Any = None, **c
 
 
 def both(folder: Path, make: Any) -> tuple[Any, Any]:
-    """Ours and theirs, trained: `make(library, folder)` builds each."""
+    """Return a trained Trainer of each library; `make(library, folder)` builds them."""
     made = [make(library, folder / name) for name, library in LIBRARIES.items()]
     for each in made:
         each.train()
@@ -220,17 +220,17 @@ def test_gradients_are_there_around_the_step_and_gone_after(tmp_path: Path, libr
     assert [value for _, value in seen] == pytest.approx([v for _, v in clipped] * 2, rel=1e-3)
 
 
-def test_callbacks_hear_of_an_optimizers_step_from_when_they_come_until_they_go(
+def test_callbacks_see_optimizer_steps_from_when_they_come_until_they_go(
     tmp_path: Path, library: Any
 ) -> None:
-    heard: list[tuple[str, int]] = []
+    seen: list[tuple[str, int]] = []
 
     class Listens(library.TrainerCallback):  # type: ignore[name-defined]
         def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            heard.append(("before", state.global_step))
+            seen.append(("before", state.global_step))
 
         def on_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
-            heard.append(("after", state.global_step))
+            seen.append(("after", state.global_step))
 
     class Invites(library.TrainerCallback):  # type: ignore[name-defined]
         def on_step_begin(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
@@ -243,11 +243,11 @@ def test_callbacks_hear_of_an_optimizers_step_from_when_they_come_until_they_go(
 
     training = trainer(library, tmp_path, max_steps=5, given={"callbacks": [Invites()]})
     training.train()
-    assert heard == [(when, step) for step in (1, 2) for when in ("before", "after")]
+    assert seen == [(when, step) for step in (1, 2) for when in ("before", "after")]
 
 
 class Ends:
-    """Ends the run, or its epoch, at one step, and asks for a log when the epoch ends."""
+    """Ends the run, or its epoch, at one step, and requests a log when the epoch ends."""
 
     def __init__(self, flag: str, step: int) -> None:
         self.flag, self.step = flag, step
@@ -288,7 +288,7 @@ def test_where_a_run_ends_its_epoch_ends_too(
 def test_an_epoch_that_is_left_takes_the_counts_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where batches are fed ahead, as to GPUs, one that is read belongs to no update."""
+    """Feed batches ahead, as to GPUs. The batch that was read ahead belongs to no update."""
 
     def ahead(batches: Iterator[Any]) -> Iterator[Any]:
         return (each for each, _ in itertools.pairwise(itertools.chain(batches, [None])))
@@ -344,7 +344,7 @@ def test_train_and_what_it_returns(tmp_path: Path, library: Any) -> None:
 
 
 @pytest.mark.row("L20", "L21")
-def test_training_twice_begins_the_schedule_anew(tmp_path: Path) -> None:
+def test_training_twice_starts_the_schedule_over(tmp_path: Path) -> None:
     def twice(library: Any, at: Path) -> Any:
         made = trainer(library, at, max_steps=3)
         made.train()
@@ -486,7 +486,7 @@ def test_a_model_is_wrapped_once_and_found_again(tmp_path: Path, library: Any) -
 
 @pytest.mark.row("W1")
 @pytest.mark.parametrize("places", [{}, {"": "cpu"}])
-def test_a_model_that_was_dealt_over_devices_stays(
+def test_a_model_that_was_split_over_devices_stays(
     tmp_path: Path, library: Any, places: dict[str, Any]
 ) -> None:
     made, model = trainer(library, tmp_path), classifier()
@@ -527,7 +527,7 @@ def test_evaluation_draws_nothing_of_the_training(tmp_path: Path) -> None:
 
 
 def test_batches_may_be_lists_of_samples_that_a_trainer_joins(tmp_path: Path) -> None:
-    """As TRL's GRPO has them; nothing counts the tokens of such a batch."""
+    """Train on batches like those of TRL's GRPO, whose tokens nothing counts."""
 
     def make(library: Any, folder: Path) -> Any:
         def prepare(self: Any, inputs: Any) -> Any:

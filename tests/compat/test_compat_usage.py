@@ -1,4 +1,5 @@
-"""What other libraries use of transformers' Trainer and of accelerate is here, or refused by name.
+"""Members of transformers' Trainer and of accelerate that other libraries use: here, or refused by
+name.
 
 The list is docs/compat_usage.json, which docs/compat_usage.py writes from their sources.
 """
@@ -20,17 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 USED: dict[str, dict[str, str]] = json.loads((ROOT / "docs/compat_usage.json").read_text())["uses"]
 
 REFUSED = {"AcceleratorState": ["_shared_state"]}
-"""What accelerate's keeps for all of its objects."""
+"""Members that are refused: the state that accelerate shares among all objects of a class."""
 
 WHOLE = [kind for kind in USED if "Accelerator" not in kind and kind != "GradientState"]
-"""Classes that are here with all that is public of them."""
+"""Classes whose public members are all here."""
 NOT_HERE = {"TrainingArguments": ["is_torch_greater_or_equal_than_2_8"]}
-"""Which transformers asks of itself."""
+"""Members that are missing here, since only transformers itself uses them."""
 
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """Of each class, ours and theirs, after a run."""
+    """Return an object of each class and each library, after a run."""
     found: list[dict[str, Any]] = []
     for library, side in zip(
         (compat, transformers), both(tmp_path_factory.mktemp("usage")), strict=True
@@ -73,14 +74,14 @@ def test_what_is_used_is_here(objects: dict[str, tuple[Any, Any]], kind: str) ->
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_every_public_member_is_here(objects: dict[str, tuple[Any, Any]], kind: str) -> None:
-    """Whoever uses it."""
+    """Require all public members, used or not."""
     ours, theirs = objects[kind]
     assert [name for name in public(theirs) if not hasattr(ours, name)] == NOT_HERE.get(kind, [])
 
 
 @pytest.mark.parametrize("kind", USED)
 def test_methods_take_the_same(objects: dict[str, tuple[Any, Any]], kind: str) -> None:
-    """By position, as far as theirs do, and by name."""
+    """Compare parameters: by position as far as transformers' go, and by name."""
     ours, theirs = objects[kind]
     for name in {*USED[kind], *(public(theirs) if kind in WHOLE else ())}:
         if callable(getattr(theirs, name, None)) and callable(getattr(ours, name, None)):

@@ -1,4 +1,4 @@
-"""The samples of docs/from-hf-trainer.md run, in their order."""
+"""The samples of docs/from-hf-trainer.md run in order."""
 
 from __future__ import annotations
 

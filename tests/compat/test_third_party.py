@@ -1,5 +1,5 @@
-"""TRL's, PEFT's and sentence-transformers' trainers, unmodified, on drivetrain's Trainer: the
-losses, gradient norms and evaluations of transformers' own.
+"""Trainers of TRL, PEFT and sentence-transformers, unmodified, on drivetrain's Trainer: they have
+the losses, gradient norms and evaluations that they have on transformers' own.
 
 Each launch runs several scenarios in one process group (see third_party.py), since importing these
 libraries takes longer than training with them.
@@ -32,7 +32,7 @@ DRIVERS = {
 
 
 def launch(folder: Path, base: str, scenarios: tuple[str, ...], size: int, *more: str) -> dict:
-    """Run the scenarios in `size` processes; what they found, by scenario."""
+    """Run the scenarios in `size` processes; return their results by scenario."""
     folder.mkdir(exist_ok=True)
     out = folder / f"{base}-{size}.json"
     command = [sys.executable, str(SCRIPT), str(out), base, *scenarios, *more]
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What one process found, on either base."""
+    """Return the results of one process, on either base."""
     return launch(folder, "hf", ALL, 1), launch(folder, "drivetrain", ALL, 1)
 
 
@@ -68,7 +68,7 @@ def assert_equal(theirs: dict, ours: dict) -> None:
     if "eval_loss" in theirs:  # a scenario with evaluation data
         assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-6)
         assert ours["metrics"] == theirs["metrics"]
-    for mine, other in zip(ours["told"], theirs["told"], strict=True):
+    for mine, other in zip(ours["reported"], theirs["reported"], strict=True):
         assert mine == pytest.approx(other, rel=1e-6)
     if "generated" in theirs:
         assert ours["generated"] == theirs["generated"]
@@ -84,9 +84,9 @@ def test_one_process(alone, scenario):
 @pytest.mark.row("T13")
 def test_what_sft_logs(alone):
     for scenario in ("sft", "packed", "lora"):
-        told = alone[1][scenario]["told"]
-        assert len(told) == 7  # six steps, and an evaluation
-        assert all(len(entry) == 3 for entry in told)
+        reported = alone[1][scenario]["reported"]
+        assert len(reported) == 7  # six steps, and an evaluation
+        assert all(len(entry) == 3 for entry in reported)
 
 
 @pytest.mark.row("T10", status="refused", note="TRL has them in SFTConfig, and max_length")
@@ -101,7 +101,7 @@ def test_adapters_alone_are_saved(alone):
 
 
 def assert_saved(scenario: str, ours: dict) -> None:
-    """The model whole, or an adapter alone, beside the kernel's files."""
+    """Require the whole model, or an adapter alone, beside drivetrain's own files."""
     adapter = {"adapter_config.json", "adapter_model.safetensors"}
     wanted = adapter if scenario == "lora" else {"model.safetensors"}
     assert {"manifest.json", *wanted} <= set(ours["files"])
@@ -125,7 +125,7 @@ def test_other_trainers_and_tasks(folder, subtests):
     "stage: nothing has to be gathered by zero_to_fp32.py",
 )
 def test_two_ranks(folder, subtests):
-    """On each driver; all in one test, so that transformers' numbers are found once."""
+    """Compare each driver with transformers, in one test, so that transformers runs once."""
     theirs = launch(folder, "hf", (*ALL, *OTHERS), 2)
     # HF multiplies it by the ranks for a model that takes any keywords
     theirs["summarisation"]["eval_loss"] /= 2

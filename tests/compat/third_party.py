@@ -110,14 +110,14 @@ def sft(folder: str, extra: dict[str, Any], data: Any = None, **more: Any) -> An
         model=llama(),
         args=args,
         train_dataset=data or texts(),
-        eval_dataset=texts().select(range(7)),
+        eval_dataset=texts().select(range(8)),
         processing_class=tokenizer(),
         **model_more,
     )
 
 
 def plain_arguments(folder: str, extra: dict[str, Any]) -> Any:
-    """With arguments that know nothing of TRL, from which it makes its own."""
+    """Return a Trainer with arguments of transformers, from which TRL makes its own."""
     from transformers import TrainingArguments
     from trl import SFTTrainer
 
@@ -141,7 +141,7 @@ def assistant_only(folder: str, extra: dict[str, Any]) -> Any:
         model=llama(),
         args=args,
         train_dataset=chats(),
-        eval_dataset=chats().select(range(7)),
+        eval_dataset=chats().select(range(8)),
         processing_class=tokenizer(),
     )
 
@@ -173,7 +173,7 @@ def reward(folder: str, extra: dict[str, Any]) -> Any:
         model=llama("LlamaForSequenceClassification", num_labels=1),
         args=RewardConfig(**common(folder, max_length=16, **extra)),
         train_dataset=preferences(),
-        eval_dataset=preferences().select(range(5)),
+        eval_dataset=preferences().select(range(8)),
         processing_class=tokenizer(),
     )
 
@@ -241,7 +241,7 @@ def kto(folder: str, extra: dict[str, Any]) -> Any:
         ref_model=llama(),
         args=KTOConfig(**common(folder, max_length=16, **extra)),
         train_dataset=data,
-        eval_dataset=data.select(range(5)),
+        eval_dataset=data.select(range(8)),
         processing_class=tokenizer(),
     )
 
@@ -260,7 +260,7 @@ def bert(cls: str, **more: Any) -> Any:
 
 
 def encoded(**columns: Any) -> Any:
-    """Sentences of ten words as ids, and columns that are made of a row's number."""
+    """Return sentences of ten words as ids, and columns made from a row's number."""
     from datasets import Dataset
 
     ids = [tokenizer()(sentence(i, 10))["input_ids"] for i in range(24)]
@@ -276,13 +276,13 @@ def question_answering(folder: str, extra: dict[str, Any]) -> Any:
         model=bert("BertForQuestionAnswering"),
         args=TrainingArguments(**common(folder, **extra)),
         train_dataset=data,
-        eval_dataset=data.select(range(5)),
+        eval_dataset=data.select(range(8)),
         compute_metrics=spans,
     )
 
 
 def spans(outputs: Any) -> dict[str, float]:
-    """How often both ends are found."""
+    """Return how often both ends of the span are right."""
     guesses = [logits.argmax(-1) for logits in outputs.predictions]
     hits = [guess == true for guess, true in zip(guesses, outputs.label_ids, strict=True)]
     return {"exact_match": float((hits[0] & hits[1]).mean())}
@@ -318,7 +318,7 @@ def images(folder: str, extra: dict[str, Any]) -> Any:
         model=model,
         args=TrainingArguments(**common(folder, **extra)),
         train_dataset=rows,
-        eval_dataset=rows[:5],
+        eval_dataset=rows[:8],
         compute_metrics=lambda out: {
             "accuracy": float((out.predictions.argmax(-1) == out.label_ids).mean())
         },
@@ -348,14 +348,14 @@ def summarisation(folder: str, extra: dict[str, Any]) -> Any:
         model=model,
         args=Seq2SeqTrainingArguments(**{**common(folder), **more, **extra}),
         train_dataset=data,
-        eval_dataset=data.select(range(5)),
+        eval_dataset=data.select(range(8)),
         data_collator=DataCollatorForSeq2Seq(tokenizer(), model=model),
         processing_class=tokenizer(),
     )
 
 
-TOLD = ("entropy", "mean_token_accuracy", "num_tokens")
-"""What SFTTrainer logs beside the loss."""
+REPORTED = ("entropy", "mean_token_accuracy", "num_tokens")
+"""Values that SFTTrainer logs besides the loss."""
 
 SCENARIOS = {
     made.__name__: made
@@ -385,8 +385,8 @@ def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "losses": [entry["loss"] for entry in history if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
-        "told": [
-            {key: entry[key] for key in TOLD if key in entry}
+        "reported": [
+            {key: entry[key] for key in REPORTED if key in entry}
             for entry in history
             if "loss" in entry
         ],
@@ -395,8 +395,10 @@ def run(name: str, folder: Path, extra: dict[str, Any]) -> dict[str, Any]:
     if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
         found["eval_loss"] = metrics["eval_loss"]
-        told = {key: metrics.get(f"eval_{key}") for key in TOLD}
-        found["told"].append({key: value for key, value in told.items() if value is not None})
+        reported = {key: metrics.get(f"eval_{key}") for key in REPORTED}
+        found["reported"].append(
+            {key: value for key, value in reported.items() if value is not None}
+        )
         found["metrics"] = [metrics.get(f"eval_{key}") for key in ("exact_match", "accuracy")]
     if name == "summarisation":
         found["generated"] = trainer.predict(trainer.eval_dataset).predictions.tolist()

@@ -1,4 +1,4 @@
-"""A job for two processes: what a Trainer of either library does with several ranks."""
+"""A job of two processes: a Trainer of either library on several ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from drivetrain.conformance.bench import Bench
 
 
 class Watch(TrainerCallback):
-    """The gradient and the random state of this rank, at the events of the updates."""
+    """Records the gradient and the random state of this rank at the events of the updates."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, list[list[float]]] = {"substep": [], "update": []}
@@ -55,7 +55,7 @@ class Watch(TrainerCallback):
 
 
 class Lines(logging.Handler):
-    """What was logged."""
+    """Collects log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Lines(logging.Handler):
 
 
 class Boxes(nn.Module):
-    """For each sample as many boxes as it has, and a text where it is asked for."""
+    """A model that outputs several boxes for each sample, and a text if `worded`."""
 
     def __init__(self, worded: bool) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Boxes(nn.Module):
 
 
 MADE: list[Any] = []
-"""The Trainers of a job, which ends them."""
+"""The Trainers that a job has made, which it ends."""
 
 
 def made(kind: Any, model: nn.Module, args: Any, **given: Any) -> Any:
@@ -90,10 +90,12 @@ def made(kind: Any, model: nn.Module, args: Any, **given: Any) -> Any:
 
 
 def accumulating(library: Any, folder: Path) -> dict[str, Any]:
-    """Dropout, two microbatches an update: who is first, how large a batch, whose gradient."""
-    told = Lines()
+    """Train with dropout and two microbatches an update; return which ranks are first, the batch
+    size, and gradients.
+    """
+    reported = Lines()
     logger = logging.getLogger("drivetrain")
-    logger.addHandler(told)
+    logger.addHandler(reported)
     try:
         args = arguments(
             library, folder, gradient_accumulation_steps=2, max_steps=3, log_level="info"
@@ -102,14 +104,14 @@ def accumulating(library: Any, folder: Path) -> dict[str, Any]:
         trainer = made(library.Trainer, classifier(0.5), args, **given)
         trainer.train()
     finally:
-        logger.removeHandler(told)
+        logger.removeHandler(reported)
         logger.setLevel(logging.WARNING)
     watch = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Watch))
     return {
         "first": [trainer.is_world_process_zero(), trainer.is_local_process_zero()],
         "state first": [trainer.state.is_world_process_zero, trainer.state.is_local_process_zero],
         "global batch": trainer.get_total_train_batch_size(args),
-        "told": [line for line in told.lines if "Total train batch size" in line],
+        "reported": [line for line in reported.lines if "Total train batch size" in line],
         "losses": losses(trainer),
         "random": watch.random,
         "gradients": watch.gradients,
@@ -117,7 +119,7 @@ def accumulating(library: Any, folder: Path) -> dict[str, Any]:
 
 
 def counting(library: Any, folder: Path, average: bool) -> dict[str, Any]:
-    """A language model, whose labels are counted: what each microbatch is told."""
+    """Train a language model, and return the label count that each microbatch receives."""
     counts: list[int] = []
 
     class Counting(library.Trainer):
@@ -140,7 +142,7 @@ def counting(library: Any, folder: Path, average: bool) -> dict[str, Any]:
 def gathering(
     library: Any, folder: Path, concatenated: bool, worded: bool = False, times: int = 1
 ) -> list[Any]:
-    """What metrics see of lists with an item a sample."""
+    """Evaluate a model whose outputs are lists, an item a sample; return the inputs of metrics."""
     seen: list[Any] = []
 
     def measure(prediction: Any) -> dict[str, float]:
@@ -162,7 +164,9 @@ def gathering(
 
 
 def measuring(library: Any, folder: Path, batched: bool) -> dict[str, Any]:
-    """Metrics of samples that the ranks do not divide; `batched`: added up batch by batch."""
+    """Return metrics of a number of samples that ranks do not divide. With `batched` they are
+    summed batch by batch.
+    """
     right: list[Any] = []
 
     def measure(prediction: Any, compute_result: bool = True) -> dict[str, float]:
@@ -180,7 +184,7 @@ def measuring(library: Any, folder: Path, batched: bool) -> dict[str, Any]:
 
 
 def token_shards(folder: Path) -> TokenShards:
-    """Twenty windows of eight tokens, in two files."""
+    """Write twenty windows of eight tokens, in two files."""
     folder.mkdir(parents=True)
     words = torch.randint(16, (160,), generator=torch.Generator().manual_seed(0))
     shards = []
@@ -194,8 +198,9 @@ def token_shards(folder: Path) -> TokenShards:
 
 
 def mixed(folder: Path, batch: int = 2) -> dict[str, Any]:
-    """The batches of this rank from tokens on disk mixed with others, and a run that is resumed
-    within the second epoch."""
+    """Return the batches of this rank, from tokens on disk mixed with other data, and those of a
+    run resumed within the second epoch.
+    """
     seen: list[Any] = []
 
     def collate(rows: list[Any]) -> Any:
@@ -219,7 +224,7 @@ def mixed(folder: Path, batch: int = 2) -> dict[str, Any]:
 
 
 def sharded(folder: Path, batch: int = 2) -> list[float]:
-    """Losses of an epoch on tokens on disk, and of an evaluation on them."""
+    """Return the losses of an epoch on tokens on disk, and of an evaluation on them."""
     tokens = token_shards(folder / f"tokens-{os.environ.get('RANK')}")
     given = {"train_dataset": tokens, "eval_dataset": tokens, "data_collator": labelled}
     sizes = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch * 5}
@@ -236,10 +241,10 @@ def labelled(rows: list[Any]) -> Any:
 
 
 def cramped(folder: Path, shrink_at: int, **asked: Any) -> dict[str, Any]:
-    """Memory that runs out on all ranks after that step; what was said of it, and the losses."""
-    told = Lines()
+    """Let memory run out on all ranks after that step; return the messages and the losses."""
+    reported = Lines()
     logger = logging.getLogger("drivetrain")
-    logger.addHandler(told)
+    logger.addHandler(reported)
     torch.manual_seed(1)
     try:
         args = arguments(compat, folder, max_steps=5, auto_find_batch_size=True, **asked)
@@ -247,13 +252,13 @@ def cramped(folder: Path, shrink_at: int, **asked: Any) -> dict[str, Any]:
         trainer = made(compat.Trainer, Cramped(), args, **given)
         trainer.train()
     finally:
-        logger.removeHandler(told)
-    said = [line for line in told.lines if "out of memory" in line]
-    return {"losses": losses(trainer), "told": said}
+        logger.removeHandler(reported)
+    said = [line for line in reported.lines if "out of memory" in line]
+    return {"losses": losses(trainer), "reported": said}
 
 
 def plain(value: Any) -> Any:
-    """Lists of numbers and texts."""
+    """Return nested values as lists of numbers and texts."""
     if isinstance(value, dict):
         return [plain(each) for each in value.values()]
     if isinstance(value, list | tuple):
@@ -262,7 +267,7 @@ def plain(value: Any) -> Any:
 
 
 def generating(library: Any, folder: Path) -> dict[str, Any]:
-    """Texts by which a last round is filled up are in the predictions, too."""
+    """Return predictions, which include the texts that fill up a last round."""
     asked = {**QUIET, "per_device_eval_batch_size": 2, "predict_with_generate": True}
     args = library.Seq2SeqTrainingArguments(str(folder), **asked)
     trainer = made(library.Seq2SeqTrainer, t5(), args, eval_dataset=texts(count=5))
@@ -271,7 +276,7 @@ def generating(library: Any, folder: Path) -> dict[str, Any]:
 
 
 def preempted(library: Any, folder: Path) -> dict[str, Any]:
-    """SIGTERM comes to one rank, in the second update."""
+    """Send SIGTERM to one rank in the second update."""
 
     class Killer(TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -298,9 +303,10 @@ def preempted(library: Any, folder: Path) -> dict[str, Any]:
 def stopped(
     library: Any, folder: Path, after: dict[int, int], epoch: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """Callbacks stop training after these steps, by rank, or the epoch on those ranks of `epoch`;
-    there are three steps an epoch."""
-    told, events = Lines(), []
+    """Let callbacks stop training after these steps, by rank, or the epoch on the ranks of `epoch`.
+    An epoch has three steps.
+    """
+    reported, events = Lines(), []
 
     class Stopper(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -320,7 +326,7 @@ def stopped(
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             events.append(f"train's end {state.global_step}")
 
-    logging.getLogger("drivetrain").addHandler(told)
+    logging.getLogger("drivetrain").addHandler(reported)
     try:
         asked = {"num_train_epochs": 2, "save_strategy": "epoch", "logging_steps": 1}
         args = arguments(library, folder, **asked, average_tokens_across_devices=False)
@@ -328,11 +334,11 @@ def stopped(
         trainer = made(library.Trainer, llama(), args, **given)
         trainer.train()
     finally:
-        logging.getLogger("drivetrain").removeHandler(told)
+        logging.getLogger("drivetrain").removeHandler(reported)
     return {
         "events": events,
         "saved": sorted(path.name for path in folder.glob("checkpoint-*")),
-        "told": [line for line in told.lines if "to stop" in line],
+        "reported": [line for line in reported.lines if "alone stopped" in line],
         "losses": losses(trainer),
     }
 
@@ -344,11 +350,13 @@ STOPS_OF_SOME: list[tuple[str, dict[int, int], tuple[int, ...]]] = [
     ("epoch, and training later", {0: 2, 1: 1}, (1,)),
     ("epoch and training at once", {0: 1, 1: 1}, (1,)),
 ]
-"""Not all ranks want the same: after which steps some do, and which want to end an epoch only."""
+"""Cases in which ranks want different things: the steps after which ranks ask to stop, and the
+ranks that only end an epoch.
+"""
 
 
 class Table(TrainerCallback):
-    """The rows that the table of a notebook has after the last evaluation of a run."""
+    """Records the rows of a notebook's table after the last evaluation of a run."""
 
     def __init__(self, notebook: Any) -> None:
         self.notebook, self.rows = notebook, []
@@ -359,7 +367,9 @@ class Table(TrainerCallback):
 
 
 def in_a_notebook(library: Any, folder: Path) -> dict[str, Any]:
-    """What each rank shows where IPython runs it, and the figures of an evaluation afterwards."""
+    """Train as in a notebook; return what each rank shows, and the metrics of an evaluation
+    afterwards.
+    """
     shown: list[Any] = []
     display = SimpleNamespace(HTML=str, display=lambda *given, **kwargs: shown.append(given))
     shell = SimpleNamespace(config={"IPKernelApp": {}})
@@ -382,7 +392,9 @@ def in_a_notebook(library: Any, folder: Path) -> dict[str, Any]:
 
 
 def ended() -> list[bool]:
-    """Whether there is a process group: once a Trainer has ended, and once all have."""
+    """End all Trainers. Return whether there is a process group after the first one, and after the
+    last.
+    """
     seen = []
     while MADE:
         MADE.pop().end()
@@ -391,7 +403,7 @@ def ended() -> list[bool]:
 
 
 def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
-    """All of it, in one process group."""
+    """A job: run all scenarios in one process group."""
     lib, at = LIBRARIES[library], Path(folder) / library
     found: dict[str, Any] = {
         "accumulating": accumulating(lib, at / "accumulating"),

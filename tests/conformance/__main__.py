@@ -26,7 +26,7 @@ cannot run here
 
 
 def main() -> int:
-    """All arguments are pytest's, and those of the plugin."""
+    """Run pytest on the suite. All arguments are pytest's, and those of the plugin."""
     if {"-h", "--help"} & set(sys.argv[1:]):
         parser().print_help()
         return 0
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """For its help: pytest's own is of 500 lines."""
+    """Return the parser that prints the help; pytest's own help has 500 lines."""
     from .plugin import OPTIONS
 
     made = argparse.ArgumentParser(

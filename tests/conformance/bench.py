@@ -1,4 +1,4 @@
-"""What a job finds in its process: the driver under test, by name, and its options."""
+"""The driver under test, as a job finds it in its process: by name, with its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ..kernel.contract import Driver, Session
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
-from ..kernel.registry import find_driver
+from ..registry import find_driver
 from ..trainer.fit import Result, fit
 from ..trainer.setting_values import override
 from ..trainer.settings import Settings
@@ -30,19 +30,21 @@ class Bench:
         return find_driver(self.backend)
 
     def plan(self, **settings: Any) -> Plan:
-        """The plan that the kernel would make of these settings (dotted keys)."""
+        """The plan that the kernel makes of these settings (dotted keys)."""
         options = override(self.driver.options_type(), self.options, "backend.")
         return override(Settings(max_grad_norm=None), settings).plan(options)
 
     def open(self, **settings: Any) -> AbstractContextManager[Session]:
-        """A session under such a plan."""
+        """Open a session under the plan of these settings."""
         return self.driver.open(self.plan(**settings))
 
     def fit(self, recipe: Recipe, settings: Mapping[str, Any], **arguments: Any) -> Result:
-        """The kernel's `fit` on this driver; settings by dotted keys."""
+        """Call the kernel's `fit` on this driver; settings by dotted keys. The evaluation before
+        the first step is off, since recipes of the suite record their calls.
+        """
         return fit(
             recipe,
-            override(Settings(), settings),
+            override(Settings(), {"evaluate.sanity_check": False, **settings}),
             backend=self.backend,
             backend_options=self.options,
             **arguments,

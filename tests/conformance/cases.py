@@ -1,4 +1,4 @@
-"""What is checked: every check of every law, with every set of its arguments."""
+"""Cases of the suite: every check of every law, with every set of its arguments."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ LAWS = (
     "law_5_evaluation",
     "law_5_predictions",
     "law_6_average",
+    "law_6_after_update",
     "law_6_resume",
     "law_6_buffers",
     "law_6_files",
@@ -37,13 +38,15 @@ LAWS = (
 
 @dataclass(frozen=True)
 class Refused:
-    """What a check returns that found no ability to prove, and proved a proper refusal instead."""
+    """Result of a check whose ability the driver does not have, and refuses properly."""
 
     message: str
 
 
 class ModelRefused(Exception):
-    """A driver's options refuse the model of a check by their name, and none stands in for it."""
+    """The driver's options refuse the model of a check by name, and no other problem stands in for
+    it.
+    """
 
 
 Check = Callable[..., "Refused | None"]
@@ -51,7 +54,7 @@ F = TypeVar("F", bound=Check)
 
 
 def check(**over: Sequence[Any]) -> Callable[[F], F]:
-    """Marks a function as a check; it is run with every combination of the arguments listed."""
+    """Mark a function as a check; it is run with every combination of the arguments listed."""
 
     def mark(function: F) -> F:
         function.over = over  # type: ignore[attr-defined]
@@ -71,11 +74,14 @@ class Case:
     arguments: Mapping[str, Any]
     allow_unavailable: bool = False
     refused: Refused | None = field(default=None, init=False)
-    """Once checked: how the driver refused what it does not declare, or what cannot be cut."""
+    """Set by `check` where the driver refused: an ability that it does not declare, or a model that
+    its options cannot partition.
+    """
 
     def check(self) -> None:
-        """Raises `LawBroken` when the driver breaks the law, `WorkerFailure` when it crashed or
-        hung, `BackendUnavailable` when it cannot run here."""
+        """Run the check. Raises `LawBroken` when the driver breaks the law, `WorkerFailure` when it
+        crashed or hung, `BackendUnavailable` when it cannot run on this machine.
+        """
         if self.allow_unavailable and not self.subject.facts.usable:
             import pytest
 
@@ -87,7 +93,7 @@ class Case:
             self.refused = Refused(str(refused))
 
     def to_json(self) -> dict[str, Any]:
-        """What a report needs to know of it."""
+        """Return the part of the case that reports need."""
         return {
             "subject": self.subject.to_json(),
             "law": self.law,
@@ -97,12 +103,12 @@ class Case:
         }
 
     def __str__(self) -> str:
-        told = [name_of(key, value) for key, value in self.arguments.items() if value is not None]
-        return "-".join((self.law, self.function.__name__, *told))
+        named = [name_of(key, value) for key, value in self.arguments.items() if value is not None]
+        return "-".join((self.law, self.function.__name__, *named))
 
 
 def name_of(key: str, value: Any) -> str:
-    """A word speaks for itself, a number does not."""
+    """Return the value as part of a test's id; numbers are preceded by the argument's name."""
     if isinstance(value, tuple):
         value = "_".join(map(str, value))
     return str(value) if str(value).isidentifier() else f"{key}={value}"
@@ -117,13 +123,14 @@ def cases(
     allow_unavailable: bool = False,
     python: str | None = None,
 ) -> list[Case]:
-    """All cases for the driver of that name, the same for every driver. Nothing is started yet.
+    """Return all cases for the driver of that name, the same for every driver. Starts nothing.
 
-    `num_processes`: the world size, by default 2 where the driver can. `options`: the driver's
-    own. `peers`: drivers (`NAME` or `NAME:PROCESSES`) whose checkpoints must be exchangeable with
-    this one's, by default itself at other world sizes. `allow_unavailable`: skip, with the reason,
-    a driver that cannot run here; without it, it fails. `python`: the interpreter of the ranks,
-    when the driver lives in another environment than this one.
+    `num_processes`: the world size, by default 2 where the driver supports it. `options`: the
+    driver's own options. `peers`: drivers (`NAME` or `NAME:PROCESSES`) whose checkpoints must be
+    exchangeable with this driver's, by default this driver at other world sizes.
+    `allow_unavailable`: skip, with the reason, a driver that cannot run on this machine; by default
+    its cases fail. `python`: the interpreter of the ranks, when the driver is installed in another
+    environment.
     """
     subject = Subject(backend, num_processes, options or {}, peers, python=python)
     return [
@@ -134,7 +141,7 @@ def cases(
 
 
 def checks() -> Iterator[tuple[str, str, Check]]:
-    """The law, what it says, and a function; in the order in which they are written."""
+    """Yield the law, its text and a check, in the order of the source."""
     for name in LAWS:
         module = importlib.import_module(f"{__package__}.{name}")
         for function in vars(module).values():

@@ -1,4 +1,4 @@
-"""The session: what ranks tell each other, what they are fed, and their random numbers."""
+"""The session. Ranks exchange tensors, are fed batches, and draw random numbers as promised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from .subject import Subject
 
 @check()
 def ranks_tell_each_other(subject: Subject) -> None:
-    """`tally` adds up exactly, `exchange` keeps rank order; two tallies may be under way."""
+    """Require that `tally` adds up exactly, also with two tallies under way, and that `exchange`
+    keeps rank order.
+    """
     ranks = subject.run(talk)
     size = len(ranks)
     total = float(sum(range(size)))
@@ -34,7 +36,7 @@ def ranks_tell_each_other(subject: Subject) -> None:
 
 
 def talk(bench: Bench) -> dict[str, Any]:
-    """A job."""
+    """Job that tallies twice and exchanges a value."""
     with bench.open() as session:
         rank = session.world.rank
         first = session.tally([2.0**52, rank, 0.5])
@@ -48,7 +50,9 @@ def talk(bench: Bench) -> dict[str, Any]:
 
 @check(dtype=("float32", "float64", "int64", "bool"))
 def tensors_are_reduced_and_gathered(subject: Subject, dtype: str) -> None:
-    """Over feeders, the input left alone; gathered parts may differ in length, or be empty."""
+    """Require right results over feeders, and an input left as it was. Gathered parts may differ in
+    length, or be empty.
+    """
     ranks = subject.run(collect, dtype=dtype)
     feeders = ranks[0]["feeders"]
     kind = getattr(torch, dtype)
@@ -68,17 +72,18 @@ def numbers(feeder: int) -> Tensor:
 
 
 def part(feeder: int) -> Tensor:
-    """The first feeder brings none, the next one row, and so on."""
+    """The part to gather: no row from the first feeder, one from the next, and so on."""
     return torch.full((feeder, 2), feeder + 1)
 
 
 def collect(bench: Bench, *, dtype: str) -> dict[str, Any]:
-    """A job."""
+    """Job that gathers a part, and reduces a tensor by each operation."""
     kind = getattr(torch, dtype)
     with bench.open() as session:
         world = session.world
-        given = numbers(world.feeder_index).to(world.device, kind)
-        results = {"gathered": session.gather(part(world.feeder_index).to(world.device, kind))}
+        device = world.device if kind != torch.float64 else world.sums_on or world.device
+        given = numbers(world.feeder_index).to(device, kind)
+        results = {"gathered": session.gather(part(world.feeder_index).to(device, kind))}
         if dtype != "bool":
             results |= {op: session.reduce(given, op).cpu() for op in ("sum", "max", "min")}
         return {
@@ -90,7 +95,7 @@ def collect(bench: Bench, *, dtype: str) -> dict[str, Any]:
 
 
 class Pair(NamedTuple):
-    """A batch may be one."""
+    """A tuple with named fields, which a batch may be."""
 
     first: Any
     second: Any
@@ -98,8 +103,9 @@ class Pair(NamedTuple):
 
 @check()
 def batches_are_fed_in_order(subject: Subject) -> None:
-    """None lost, whatever they are made of; an error of the source comes through unchanged, after
-    the batches before it; nothing is pulled before the first is asked for."""
+    """Require every batch, in order and in its own structure. An error of the source is raised
+    unchanged, after the batches before it.
+    """
     for rank in subject.run(feeding):
         require_same("batches", rank["values"], list(range(5)))
         require(rank["structure"], "a batch came out in another structure")
@@ -109,7 +115,7 @@ def batches_are_fed_in_order(subject: Subject) -> None:
 
 
 def feeding(bench: Bench) -> dict[str, Any]:
-    """A job."""
+    """Job that feeds two sources, of which the second one raises."""
     error = LookupError("of the source")
 
     def source(size: int, fails: bool) -> Iterator[Any]:
@@ -146,8 +152,10 @@ def feeding(bench: Bench) -> dict[str, Any]:
 
 @check()
 def random_state_can_be_put_back(subject: Subject) -> None:
-    """Python's, torch's and NumPy's numbers, and the device's, come again; equal seeds give equal
-    numbers, and the state is made of host tensors."""
+    """Require that Python's, torch's, NumPy's and the device's generators repeat their numbers
+    after the state is put back. Equal seeds give equal numbers, and the state is made of host
+    tensors.
+    """
     for rank in subject.run(drawing):
         require_same("numbers after putting the state back", rank["again"], rank["first"])
         require_same("numbers after seeding again", rank["reseeded"], rank["seeded"])
@@ -156,7 +164,7 @@ def random_state_can_be_put_back(subject: Subject) -> None:
 
 
 def drawing(bench: Bench) -> dict[str, Any]:
-    """A job."""
+    """Job that draws numbers, puts the state back, and draws again."""
     import numpy  # before the session: what the process uses is seeded
 
     with bench.open() as session:
@@ -186,24 +194,25 @@ def drawing(bench: Bench) -> dict[str, Any]:
 
 @check()
 def a_damaged_random_state_is_refused_before_anything_changes(subject: Subject) -> None:
-    """An entry of another form or name is told by `CheckpointDamaged`; one that is missing may be
-    done without, but must not raise anything else."""
+    """Require `CheckpointDamaged` for an entry of another form or name. A missing entry may be
+    accepted, but must not raise any other error.
+    """
     for rank in subject.run(putting_back_damage):
-        for entry, told in {**rank["renamed"], **rank["malformed"]}.items():
+        for entry, reported in {**rank["renamed"], **rank["malformed"]}.items():
             require_same(
-                f"error for the random state {entry!r}", told["error"], "CheckpointDamaged"
+                f"error for the random state {entry!r}", reported["error"], "CheckpointDamaged"
             )
-            require(entry in told["message"], f"the error does not name {entry!r}: {told}")
-        for entry, told in rank["missing"].items():
+            require(entry in reported["message"], f"the error does not name {entry!r}: {reported}")
+        for entry, reported in rank["missing"].items():
             require(
-                told["error"] in ("", "CheckpointDamaged"),
-                f"without the random state {entry!r}: {told['error']}: {told['message']}",
+                reported["error"] in ("", "CheckpointDamaged"),
+                f"without the random state {entry!r}: {reported['error']}: {reported['message']}",
             )
         require(rank["unchanged"], "a generator was changed before the error")
 
 
 def putting_back_damage(bench: Bench) -> dict[str, Any]:
-    """A job."""
+    """Job that puts back damaged states, and returns the errors by entry."""
     with bench.open() as session:
         session.seed(5)
         session.tally([1])()
@@ -241,13 +250,17 @@ def putting_back_damage(bench: Bench) -> dict[str, Any]:
 
 @check()
 def sessions_can_follow_each_other(subject: Subject) -> None:
-    """In the same processes, and each works: a search over settings fits again and again."""
+    """Require that sessions opened one after the other in the same processes all work, as a search
+    over settings needs.
+    """
     for rank in subject.run(reopening):
         require_same("sums in five sessions", rank, [float(subject.world)] * 5)
 
 
 def reopening(bench: Bench) -> list[float]:
-    """A job. The first rank lingers in each session: others may be in the next one already."""
+    """Job that opens five sessions. The first rank lingers in each: others may be in the next one
+    already.
+    """
     sums = []
     for _ in range(5):
         with bench.open() as session:
@@ -259,7 +272,7 @@ def reopening(bench: Bench) -> list[float]:
 
 @check()
 def model_is_built_under_the_seed(subject: Subject) -> None:
-    """The initial weights are those that the seed gives in plain PyTorch, on every rank."""
+    """Require on every rank the initial weights that the seed gives in plain PyTorch."""
     problem = problem_for(subject, "language")
     torch.manual_seed(11)
     expected = PROBLEMS[problem].model()
@@ -270,7 +283,7 @@ def model_is_built_under_the_seed(subject: Subject) -> None:
 
 
 def building(bench: Bench, *, problem: str, seed: int) -> list[dict[str, Any]]:
-    """A job."""
+    """Job that returns the initial weights."""
     recipe = PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD"))
     with bench.open(seed=seed) as session:
         return pieces(session.prepare(recipe))

@@ -1,4 +1,4 @@
-"""One run saves in the middle and goes on; others, on any driver and world size, resume it."""
+"""One run saves in the middle and continues; runs on any driver and world size resume from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["TRAININGS", "Crossing", "Saved", "Training", "crossing", "refusal", 
 
 SAMPLES = 22
 SAVED_AT = 4
-"""In the second epoch, which has three updates as the first."""
+"""A step of the second epoch, which has three updates like the first."""
 STEPS = SAVED_AT + 10
 
 SETTINGS: Mapping[str, Any] = {
@@ -36,27 +36,30 @@ SETTINGS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Training:
-    """What differs between the matrices."""
+    """Settings of one matrix, and the deviation that it allows."""
 
     settings: Mapping[str, Any]
-    """By name."""
+    """Settings by name."""
     bound: float
-    """The largest relative deviation of each of the next ten losses."""
+    """The largest relative deviation allowed for each of the next ten losses."""
     problem: str = "language"
-    """Tied weights, layers that are several in one, and items that are not samples."""
+    """Name in `PROBLEMS`; here tied weights, fused layers, and items that are not samples."""
 
 
 CLOSE = 1e-6
-"""In float32 the same weights see the same samples, summed in another order: a few units of the
-last place, 6e-8, and ten updates enlarge them little."""
+"""Bound in float32. The same weights see the same samples, summed in another order: a few units of
+the last place, 6e-8, which ten updates enlarge little.
+"""
 CUT = 1e-5
-"""The same, where layers, sequences and experts are cut: each product is summed in another order
-too, and what is off by a unit can change which way an update of AdamW's goes."""
+"""Bound where layers, sequences and experts are partitioned. Each product is summed in another
+order, too, and a difference of one unit can reverse an update of AdamW.
+"""
 ROUNDED = 2.0**-8
-"""In bf16 weights and moments are as equal, but each product is rounded to 8 bits, which is off by
-2**-8 at most, and each driver rounds others: what is cast once or twice, which kernel sums in which
-order. Rounding goes up as often as down and the loss is a mean over many items, so that the error
-of a single product is ample."""
+"""Bound in bf16. Weights and moments are as equal as in float32, but each product is rounded to 8
+bits, an error of 2**-8 at most. Drivers round differently: by what they cast, and by the order in
+which kernels sum. Rounding goes up as often as down and the loss is a mean over many items, so that
+the error of a single product is ample.
+"""
 
 TRAININGS: Mapping[str, Training] = {
     "AdamW": Training({"optimizer.name": "torch.optim.AdamW"}, CLOSE),
@@ -73,18 +76,18 @@ TRAININGS: Mapping[str, Training] = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A run that saved, and went on."""
+    """A run that saved at `SAVED_AT` and continued to its end."""
 
     writer: str
     training: str
     checkpoint: str
-    told: dict[str, Any]
+    reported: dict[str, Any]
     state: State
 
 
 @dataclass(frozen=True)
 class Crossing:
-    """What came of a resume: it held, it was `refused`, or an `error` says what is broken."""
+    """Result of a resume: its deviations, or `refused`, or the `error` that says what is broken."""
 
     writer: str
     reader: str
@@ -92,19 +95,19 @@ class Crossing:
     next_loss: float = 0.0
     """Relative deviation of the first loss after resuming."""
     ten_losses: float = 0.0
-    """The largest of the first ten."""
+    """The largest relative deviation of the first ten losses."""
     refused: str = ""
     error: str = ""
 
 
 def title(subject: Subject) -> str:
-    """With what tells it from others of the same driver."""
+    """Name the driver, its world size and its options."""
     options = "".join(f" {key}={value}" for key, value in subject.options.items())
     return f"{subject.backend} x{subject.world}{options}"
 
 
 def refusal(subject: Subject, training: str) -> str:
-    """Why the driver declines that training; empty when it does not."""
+    """Return the reason why the driver refuses that training, or an empty string."""
     answers: list[str] = subject.run(declined, training=training)
     require_same(f"refusals of {training} by the ranks", answers, answers[:1] * len(answers))
     return answers[0]
@@ -113,9 +116,9 @@ def refusal(subject: Subject, training: str) -> str:
 def save(writer: Subject, folder: str, training: str) -> Saved:
     """Train on `writer`, saving on the way to `folder`. Raises `WorkerFailure`."""
     saving = {"checkpoint.every": SAVED_AT, "checkpoint.keep_last": STEPS}
-    told = _run(writer, training, saving, out=folder)
-    source = told["checkpoint"].replace(f"{STEPS:06}", f"{SAVED_AT:06}")
-    return Saved(title(writer), training, source, told, read_all(CheckpointReader(source)))
+    reported = _run(writer, training, saving, out=folder)
+    source = reported["checkpoint"].replace(f"{STEPS:06}", f"{SAVED_AT:06}")
+    return Saved(title(writer), training, source, reported, read_all(CheckpointReader(source)))
 
 
 def crossing(saved: Saved, reader: Subject) -> Crossing:
@@ -128,10 +131,10 @@ def crossing(saved: Saved, reader: Subject) -> Crossing:
         what = f"{kind} written by {saved.writer}, restored by {title(reader)}"
         require_same_bits(what, state[kind], saved.state[kind])
     require(all(rank["tied"] for rank in ranks), "tied weights are not one after restoring")
-    told = _run(reader, training, {}, resume=source)
+    reported = _run(reader, training, {}, resume=source)
     what = f"written by {saved.writer}, resumed by {title(reader)}"
-    require_same(f"samples of each step, {what}", told["ids"], saved.told["ids"][SAVED_AT:])
-    resumed, straight = told["logged"], saved.told["logged"][SAVED_AT:]
+    require_same(f"samples of each step, {what}", reported["ids"], saved.reported["ids"][SAVED_AT:])
+    resumed, straight = reported["logged"], saved.reported["logged"][SAVED_AT:]
     for figure in ("step", "learning_rate"):
         seen, right = ([line[figure] for line in lines] for lines in (resumed, straight))
         require_same(f"{figure}, {what}", seen, right)
@@ -166,7 +169,7 @@ def _recipe(training: str, settings: Settings) -> Recipe:
 
 
 def declined(bench: Bench, *, training: str) -> str:
-    """The words in which the driver refuses to prepare for it, or nothing."""
+    """Job that prepares the training, and returns the words of its refusal, or an empty string."""
     settings = _settings(training)
     try:
         with bench.open(precision=settings.precision) as session:
@@ -177,7 +180,7 @@ def declined(bench: Bench, *, training: str) -> str:
 
 
 def restored(bench: Bench, *, source: str, training: str) -> dict[str, Any]:
-    """What each rank would write right after restoring, and whether ties hold."""
+    """Job that restores; returns the state that this rank would save, and whether ties hold."""
     settings = _settings(training)
     with bench.open(precision=settings.precision) as session:
         engine = session.prepare(_recipe(training, settings))

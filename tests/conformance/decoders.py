@@ -83,14 +83,15 @@ class MixtureBlock(nn.Module):
 
 
 class MixtureModel(LanguageModel):
-    """The same around blocks that are mixtures."""
+    """A `LanguageModel` whose blocks are mixtures."""
 
     block = MixtureBlock
 
 
 class AllChosenBlock(MixtureBlock):
-    """Every expert answers, so that none is chosen by a rounding; together they are as large as the
-    MLP of a plain block."""
+    """A mixture that uses every expert, so that rounding cannot change the choice. Its experts
+    together are as large as the MLP of a plain block.
+    """
 
     CHOSEN, HIDDEN = EXPERTS, 2 * WIDTH // EXPERTS
 

@@ -1,7 +1,7 @@
-"""How long a run takes, said at its start: by what runs took that were measured.
+"""Prediction of a run's length, printed at its start and based on measured runs.
 
-`measured.json` holds the seconds of the runs that made docs/conformance, on two cores; a folder of
-reports holds those of the machine that one is at, which are believed first.
+`measured.json` holds the seconds of the runs that made docs/conformance, on two cores. A folder of
+reports holds the seconds measured on this machine, which take precedence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ __all__ = ["MEASURED", "expected", "summed_up"]
 
 MEASURED = Path(__file__).with_name("measured.json")
 Seconds = Mapping[str, float]
-"""By law, of one case."""
+"""Seconds of one case, by law."""
 
 
 def expected(cases: Sequence[Case], folder: Path | None) -> str:
-    """A line: how many cases, about how long, and how that is known."""
+    """Return one line: the number of cases, about how long they take, and the source of that
+    figure.
+    """
     subject = cases[0].subject
     start = f"{subject.backend} x{subject.num_processes or ''}"
     own = _like(start, summed_up(_reports(folder))) if folder is not None else {}
@@ -41,7 +43,7 @@ def expected(cases: Sequence[Case], folder: Path | None) -> str:
 
 
 def summed_up(reports: Iterable[Mapping[str, Any]]) -> dict[str, Seconds]:
-    """Seconds of one case of each law, by the title of the run."""
+    """Return the seconds of one case of each law, by the title of the run."""
     from .report import Run
 
     found: dict[str, Seconds] = {}
@@ -64,7 +66,9 @@ def _like(start: str, known: Mapping[str, Seconds]) -> dict[str, Seconds]:
 
 
 def _sum(cases: Sequence[Case], seconds: Seconds) -> float:
-    """A law that was not there takes what the others take."""
+    """Add up the seconds of all cases. A law that was not measured counts as the mean of the
+    others.
+    """
     usual = sum(seconds.values()) / len(seconds)
     return sum(seconds.get(case.law, usual) for case in cases)
 

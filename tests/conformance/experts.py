@@ -1,4 +1,6 @@
-"""A mixture's experts, and any small model in a form of which every part can be cut."""
+"""Experts of a mixture, and a wrapper that gives any small model parts for each kind of
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ EXPERTS = 4
 
 
 class Experts(nn.Module):
-    """Tokens (N, D), the experts (N, K) that each goes to and what they weigh, to (N, D)."""
+    """Maps tokens (N, D) to (N, D), given the experts (N, K) of each token and their weights (N,
+    K).
+    """
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -30,7 +34,7 @@ class Experts(nn.Module):
 
 
 class InParts(nn.Module):
-    """A model at each position of a sequence, and experts behind it, all of which answer."""
+    """Applies a model to each position of a sequence, followed by experts that are all used."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()

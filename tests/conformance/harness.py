@@ -1,8 +1,9 @@
 """Pools of worker processes that live on between tests.
 
 Starting a rank costs seconds (it imports torch), running one law costs milliseconds. So the ranks
-stay, sessions come and go in them, and only a failure costs a new pool: whatever state the ranks
-are in then, nobody uses it again. What a new rank imports is there already: it is forked.
+stay, and sessions come and go in them. After a failure, the state of the ranks is unknown: the pool
+is closed, and the next job gets a new one. New ranks are forked from a process that has imported
+what they need.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from .ports import free_port
 __all__ = ["Pool", "WorkerFailure", "lend"]
 
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to answer once one has failed."""
+"""Time in which the other ranks must answer once one has failed."""
 
 MAX_WORKERS = 6
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
 
 MAX_SERVERS = 4
-"""And so are servers that no living rank was forked from: each holds what it has imported."""
+"""Fork servers without living ranks are closed, the longest unused first, before there are more
+than this: each holds its imports in memory.
+"""
 
 LOG_TAIL_BYTES = 6000
 
@@ -46,7 +49,9 @@ class WorkerFailure(Exception):
 
 
 class ForkServer:
-    """A process that has imported what a driver's ranks import, and is forked for each of them."""
+    """A process that has imported what a driver's ranks import, and that each of them is forked
+    from.
+    """
 
     def __init__(self, python: str, import_path: str, packages: Sequence[str]) -> None:
         self.num_ranks = 0
@@ -64,11 +69,13 @@ class ForkServer:
         theirs.close()
 
     def fork(self, environment: Mapping[str, str], *files: int) -> int:
-        """The id of a rank with that environment; `files`: for its jobs, answers and words."""
+        """Fork a rank with that environment, and return its process id. `files`: descriptors for
+        its jobs, its answers and its output.
+        """
         return self._ask({"environment": dict(environment)}, files)
 
     def wait(self, pid: int) -> int:
-        """The exit code of a rank that ends."""
+        """Wait for a rank to end, and return its exit code."""
         return self._ask({"pid": pid}, ())
 
     def _ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
@@ -122,13 +129,13 @@ class Worker:
         return self.code
 
     def interrupt(self) -> dict[str, Any]:
-        """End a rank that hangs; its stacks tell where."""
+        """End a rank that hangs, and return its stacks as the error."""
         os.kill(self.pid, signal.SIGABRT)
         with selectors.DefaultSelector() as selector:
             selector.register(self.answers, selectors.EVENT_READ)
             selector.select(GRACE_SECONDS)  # it ends, and so does its pipe
-        told = f"no answer; it was ended, its stacks were:\n{last_words(self.log)}"
-        return {"error": told}
+        message = f"no answer; it was ended, its stacks were:\n{last_words(self.log)}"
+        return {"error": message}
 
     def close(self) -> None:
         if self.code is None:
@@ -144,11 +151,22 @@ class Worker:
 
 
 def last_words(log: IO[bytes]) -> str:
-    """What a process printed at the end."""
+    """Return the last lines that a process printed."""
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - LOG_TAIL_BYTES))
     lines = log.read().decode(errors="replace").splitlines()
     return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
+
+
+def ending(error: str) -> str:
+    """Return what a rank's error says: the end of a traceback, from the error's name on, or the
+    first line of anything else.
+    """
+    if not error.startswith("Traceback"):
+        return error.partition("\n")[0]
+    lines = error.rstrip().splitlines()
+    last = max(number for number, line in enumerate(lines) if line.startswith(" "))
+    return textwrap.shorten(" ".join(lines[last + 1 :]), 600)
 
 
 class Pool:
@@ -167,21 +185,27 @@ class Pool:
         ]
 
     def call(self, job: Mapping[str, Any], timeout_seconds: float) -> list[Any]:
-        """The job's value on every rank, in rank order. Raises `WorkerFailure`; the pool must not
-        be used afterwards."""
+        """Return the job's value on every rank, in rank order. Raises `WorkerFailure`, after which
+        the pool must not be used.
+        """
         # a port of its own for each job: what is left of the last one may still listen
         line = json.dumps({**job, "port": str(free_port())}) + "\n"
         for worker in self.workers:
             worker.send(line)
         answers = self._collect(timeout_seconds)
         if any("error" in answer for answer in answers.values()):
-            told = "\n".join(
-                f"--- rank {worker.rank} of {len(self.workers)}: "
-                f"{answers[worker.rank].get('error', 'answered')}"
+            errors = {
+                f"rank {worker.rank} of {len(self.workers)}": str(
+                    answers[worker.rank].get("error", "answered")
+                )
                 for worker in self.workers
-            )
+            }
+            # the errors before the stacks: what shows the end of a test run cuts long messages
+            short = [f"{rank}: {ending(error)}" for rank, error in errors.items()]
+            whole = [f"--- {rank}: {error}" for rank, error in errors.items()]
             arguments = textwrap.shorten(str(job["arguments"]), 300)
-            raise WorkerFailure(f"{job['function']} with {arguments} failed\n{told}")
+            head = f"{job['function']} with {arguments} failed"
+            raise WorkerFailure("\n".join([head, *short, *whole]))
         return [answers[worker.rank]["value"] for worker in self.workers]
 
     def _collect(self, timeout_seconds: float) -> dict[int, dict[str, Any]]:
@@ -209,8 +233,8 @@ class Pool:
 
 
 def import_path(*, foreign: bool) -> str:
-    """This process's, so that jobs of a test file are found; for a foreign interpreter without
-    what belongs to this one.
+    """Return this process's import path, so that ranks find jobs of a test file. For a foreign
+    interpreter, the entries of this process's interpreter are left out.
     """
     own = (sys.prefix, sys.base_prefix)
     entries = [entry for entry in sys.path if entry]
@@ -218,7 +242,7 @@ def import_path(*, foreign: bool) -> str:
 
 
 def environment(rank: int, size: int, import_path: str) -> dict[str, str]:
-    """What `torchrun` sets, but for MASTER_PORT, and the import path."""
+    """Environment of a rank: torchrun's variables without MASTER_PORT, and the import path."""
     return {
         "OMP_NUM_THREADS": "1",
         **os.environ,
@@ -233,14 +257,14 @@ def environment(rank: int, size: int, import_path: str) -> dict[str, str]:
 
 
 _pools: dict[tuple[str, int, str | None], Pool] = {}
-"""By kind, world size and interpreter, the longest unused first."""
+"""Pools by kind, world size and interpreter, the longest unused first."""
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
-"""By what they were started with, the longest unused first."""
+"""Fork servers by the arguments that started them, the longest unused first."""
 
 
 def fork_server(python: str, path: str, packages: tuple[str, ...], number: int) -> ForkServer:
-    """The living one of that number."""
+    """Return the living server for these arguments, or start one."""
     key = python, path, packages, number
     server = _servers.pop(key, None)
     if server is None:
@@ -259,9 +283,9 @@ def lend(
     python: str | None = None,
     packages: Sequence[str] = (),
 ) -> Iterator[Pool]:
-    """The living pool of that kind (driver, and options fixed for the life of a process), world
-    size and interpreter (None: this one); a new one finds `packages` imported. An exception ends
-    it.
+    """Lend the living pool of a kind (driver, and options fixed for the life of a process), a world
+    size and an interpreter (None: this one), or start one that has imported `packages`. An
+    exception closes the pool.
     """
     key = kind, size, python
     ranks = _pools.pop(key, None)
@@ -279,8 +303,9 @@ def lend(
 
 @atexit.register
 def close_pools(kept_servers: int = 0) -> None:
-    """End all workers, and what they were forked from but for so many, which have imported the
-    least and so serve the most drivers."""
+    """End all workers, and all fork servers but `kept_servers`. Those with the fewest imports are
+    kept, since they serve the most drivers.
+    """
     while _pools:
         _pools.popitem()[1].close()
     for key in sorted(_servers, key=lambda key: len(key[2]))[kept_servers:]:

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernel.contract import Engine, Session
+from ..kernel.contract import Engine, Session, TakesOverStep
+from ..kernel.recipe import Microstep
 from .bench import Bench
 from .optimizers import optimizer_class
 from .problems import PROBLEMS, Problem, Sample
 from .state import pieces, whole_weights
 
-__all__ = ["Dealt", "deal", "optimizer_called", "train"]
+__all__ = ["ReaderBatches", "optimizer_called", "partition", "train"]
 
-Dealt = list[tuple[list[int], bool]]
+ReaderBatches = list[tuple[list[int], bool]]
 """Sample indices of each microbatch, and whether they count."""
 
 
@@ -41,20 +41,21 @@ def train(
     whole: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """One update on each group of samples. `spoil`: a factor for the loss of one microbatch of
-    one feeder in one step. `silent`: steps whose losses are multiplied by zero. `left_out`:
-    parameters, the last ones, that the optimizer is not given. `watch`: steps after which the
-    state is kept. `whole`: at last all weights are shown, too."""
+    """Job that does one update on each group of samples. `spoil`: a factor for the loss of one
+    microbatch of one feeder in one step. `silent`: steps whose losses are multiplied by zero.
+    `left_out`: number of parameters, the last ones, that the optimizer is not given. `watch`: steps
+    after which the state is kept. `whole`: return the whole weights of each rank, too.
+    """
     chosen = PROBLEMS[problem]
     with bench.open(**settings) as session:
         engine = session.prepare(chosen.recipe(optimizer=optimizer_called(optimizer, left_out)))
         states = {"initial": pieces(engine)}
         engine.module.train()
         reader, readers = session.world.reader_index, session.world.num_readers
-        dealt = [deal(group, reader, readers, micro_batch) for group in groups]
-        batches = session.feed(microbatches(chosen, dealt))
+        planned = [partition(group, reader, readers, micro_batch) for group in groups]
+        batches = session.feed(microbatches(chosen, planned))
         losses, outcomes = [], []
-        for step, (parts, rate) in enumerate(zip(dealt, rates, strict=True)):
+        for step, (parts, rate) in enumerate(zip(planned, rates, strict=True)):
             factors = [0.0 if step in silent else 1.0 for _ in parts]
             if spoil and (step, reader) == (spoil["step"], spoil["feeder"] % readers):
                 factors[spoil["microbatch"]] = spoil["factor"]
@@ -79,21 +80,31 @@ def accumulate(
     engine: Engine,
     problem: Problem,
     batches: Iterator[Sample],
-    dealt: Dealt,
+    planned: ReaderBatches,
     factors: Sequence[float] = (),
 ) -> float:
-    """Forward and backward of one update; the mean loss an item over the global batch. Items are
-    counted in what was dealt to this reader, of which a feeder may be given a part."""
-    mine = sum(problem.items(problem.batch(part)) for part, counts in dealt if counts)
-    items = session.tally([mine])()[0] * session.world.counts_once
+    """Run forward and backward of one update; return the mean loss an item over the global batch.
+    Items are counted in the reader's samples: where several feeders share a reader, a batch may
+    hold only a part of them.
+    """
+    mine = sum(problem.items(problem.batch(part)) for part, counts in planned if counts)
+    items = session.tally([mine])()[0] * session.world.replicated_sum_weight
     total = torch.zeros((), device=session.world.device)
-    taken = [next(batches) for _ in dealt]
-    for index, (batch, (_, counts)) in enumerate(zip(taken, dealt, strict=True)):
-        with engine.microbatch(index == len(dealt) - 1):
+    taken = [next(batches) for _ in planned]
+    for index, (batch, (_, counts)) in enumerate(zip(taken, planned, strict=True)):
+        with engine.microbatch(index == len(planned) - 1):
             factor = (factors[index] if factors else 1.0) if counts else 0.0
-            part = _Part(engine, index, len(dealt), session.world.num_feeders, items, factor)
-            if (step := getattr(engine, "step", None)) is not None:
-                total += step(engine.module, batch, part) * items / part.num_feeders
+            part = Microstep(
+                index,
+                len(planned),
+                session.world.num_feeders,
+                lambda: items,
+                engine.autocast,
+                partial(_backward, engine),
+                factor,
+            )
+            if isinstance(engine, TakesOverStep):
+                total += engine.step(engine.module, batch, part) * items / part.num_feeders
                 continue
             with engine.autocast():
                 loss = problem.loss(engine.module, batch)
@@ -101,36 +112,19 @@ def accumulate(
     return float(session.reduce(total)) / items
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The `Microstep` of one microbatch, whose loss is multiplied by `factor`."""
-
-    engine: Engine
-    index: int
-    num_microbatches: int
-    num_feeders: int
-    items: float
-    factor: float
-
-    @property
-    def last(self) -> bool:
-        return self.index == self.num_microbatches - 1
-
-    def num_items(self) -> float:
-        return self.items
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        return self.engine.autocast()
-
-    def backward(self, loss: Tensor, weight: float = 1.0) -> Tensor:
-        factor = loss.detach().new_full((), self.factor * weight)
-        self.engine.backward(loss, factor)
-        return loss.detach() * factor
+def _backward(engine: Engine, loss: Tensor, weight: float) -> Tensor:
+    """Add the gradient of `weight * loss`; return it detached."""
+    factor = loss.detach().new_full((), weight)
+    engine.backward(loss, factor)
+    return loss.detach() * factor
 
 
-def deal(group: Sequence[int], reader: int, readers: int, micro_batch: int | None) -> Dealt:
-    """A reader's microbatches: contiguous, of nearly equal size, as many on every reader. One that
-    would be empty runs on a sample that does not count."""
+def partition(
+    group: Sequence[int], reader: int, readers: int, micro_batch: int | None
+) -> ReaderBatches:
+    """Return a reader's microbatches: contiguous, of nearly equal size, as many on every reader. A
+    microbatch that would be empty has one sample, which does not count.
+    """
     size = -(-len(group) // readers)
     mine = split(group, readers)[reader]
     parts = split(mine, -(-size // (micro_batch or size)))
@@ -143,12 +137,14 @@ def split(values: Sequence[int], parts: int) -> list[list[int]]:
     return [list(values[start:stop]) for start, stop in itertools.pairwise(ends)]
 
 
-def microbatches(problem: Problem, dealt: Sequence[Dealt]) -> Iterator[Sample]:
-    return (problem.batch(part) for parts in dealt for part, _ in parts)
+def microbatches(problem: Problem, planned: Sequence[ReaderBatches]) -> Iterator[Sample]:
+    return (problem.batch(part) for parts in planned for part, _ in parts)
 
 
 def optimizer_called(name: str, left_out: int = 0) -> Any:
-    """A factory of that class, of torch's or ours, over all parameters alike but the last few."""
+    """Return a factory of that optimizer class, of torch's or this suite's, without the last
+    `left_out` parameters.
+    """
 
     def build(named: Any) -> torch.optim.Optimizer:
         parameters: list[Tensor] = [parameter for _, parameter in named]

@@ -1,4 +1,4 @@
-"""How the laws say that they are broken."""
+"""Errors and assertions by which the laws report a breach."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def require_close(
 ) -> None:
     """Raises `LawBroken` unless each figure is within `relative` of the expected one.
 
-    The message shows the largest deviation and the ratio there, which often tells the mistake: a
+    The message shows the largest deviation and the ratio there, which often shows the mistake: a
     world size, a number of microbatches, a square root of one of them.
     """
     require_same(f"number of figures, {what}", len(actual), len(expected))

@@ -1,9 +1,11 @@
-"""Law 1, absent gradients. A parameter that no rank has a gradient of is left as it is, and so is
-its state in the optimizer: no moment moves, no weight decays, no count of steps goes on, but one
-that the library keeps once for all parameters. Where some ranks have a gradient and others have
-none, that of the others counts as zero. A driver that cannot do either refuses it, and names the
-parameters; that ranks differ it may exclude (`Capabilities.uneven_gradients`), and ends the run
-then, by an error that names what they used.
+"""Law 1, absent gradients. A parameter that has no gradient on any rank does not change.
+
+Its optimizer state does not change either: no moment, no weight decay and no count of steps, except
+a count that the library keeps once for all parameters. This holds from the first update on. If only
+some ranks have a gradient, the missing ones count as zero. A driver that cannot do one of these
+refuses it, and names the parameters. A driver may exclude gradients that only some ranks have
+(`Capabilities.uneven_gradients`). Such a run ends by an error that names the layers that each rank
+used.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -39,7 +42,7 @@ USERS: Mapping[str, Callable[[int], int | None]] = {
     "all": lambda feeder: 0,
     "each": lambda feeder: feeder % 2,
 }
-"""Which of the spare parts, if any, a feeder uses in an update."""
+"""Index of the spare part that a feeder uses in an update, or None, by kind of update."""
 
 MIXED_UP = "an update was made of what ranks had mixed up"
 
@@ -49,29 +52,39 @@ ROWS = 4
 
 @check(microbatch=(0, 1))
 def what_has_no_gradient_anywhere_is_left(subject: Subject, microbatch: int) -> Refused | None:
-    """It is used in one of two microbatches of the first update, and in none of the second."""
-    how: dict[str, Any] = {"updates": ("all", "none"), "microbatch": microbatch}
+    """Require that a spare part without a gradient keeps its weights and state. One microbatch of
+    the second update uses it, the first and the third update do not. The decay is a part of the
+    gradient, and so of the moments.
+    """
+    how: dict[str, Any] = {"updates": ("none", "all", "none"), "microbatch": microbatch}
     problem = problem_for(subject, "regression")
-    ranks = subject.run(train, problem=problem, optimizer="AdamW", **how)
+    ranks = subject.run(train, problem=problem, optimizer="Adam", **how)
     if refused := refusal(ranks):
         return refused
     states = [assemble(parts) for parts in zip(*(rank["states"] for rank in ranks), strict=True)]
-    shared = set() if subject.can("uneven_gradients") else counted_for_all(states[2]["optimizer"])
-    for kind in ("weights", "optimizer"):
-        before, after = (
+    shared = set() if subject.can("uneven_gradients") else counted_for_all(states[3]["optimizer"])
+    weights, moments = (
+        [
             {
                 name: tensor
                 for name, tensor in state[kind].items()
                 if name.startswith("spare.") and name.rpartition("/")[2] not in shared
             }
-            for state in states[1:]
-        )
-        require_same_bits(f"{kind} of what had no gradient on any rank", after, before)
+            for state in states
+        ]
+        for kind in ("weights", "optimizer")
+    )
+    for before in (0, 2):
+        what = "weights of what had no gradient on any rank"
+        require_same_bits(what, weights[before + 1], weights[before])
+    require_same_bits("optimizer of what had no gradient on any rank", moments[3], moments[2])
+    moved = [name for name, tensor in moments[1].items() if bool(tensor.count_nonzero())]
+    require(not moved, f"moments of what never had a gradient on any rank moved: {moved}")
     return None
 
 
 def counted_for_all(state: Mapping[str, Tensor]) -> set[str]:
-    """The keys of numbers that are the same for all parameters, which a library may keep once."""
+    """Keys of numbers that are the same for all parameters, which a library may keep once."""
     values: dict[str, set[float]] = {}
     for name, tensor in state.items():
         if not tensor.dim():
@@ -81,7 +94,7 @@ def counted_for_all(state: Mapping[str, Tensor]) -> set[str]:
 
 @check(microbatch=(0, 1))
 def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int) -> Refused | None:
-    """Beside plain PyTorch, where the batches of all ranks are in one process."""
+    """Compare with plain PyTorch, which sees the batches of all ranks in one process."""
     if not subject.can("uneven_gradients"):
         return None
     updates = ("all", "none", "one", "each", "all")
@@ -101,30 +114,31 @@ def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int
 
 @check(used=("each", "one"))
 def ranks_that_use_other_layers_end_by_name(subject: Subject, used: str) -> Refused | None:
-    """Where that is not declared, in the first such update, and what all leave behind names the
-    layers: where these are as large as each other, so that all that ranks tell each other fits, and
-    where one rank uses a layer more."""
+    """Require, of a driver without `uneven_gradients`, that the first update with different layers
+    ends the run by an error that names them. "each": ranks use different layers of equal size,
+    which hides the difference from collectives. "one": one rank uses a layer more.
+    """
     alone = subject.run(world_of)[0]["feeders"] == 1
     if subject.can("uneven_gradients") or alone:
         return None
-    problem, told = problem_for(subject, "regression"), ""
+    problem, reported = problem_for(subject, "regression"), ""
     try:
         subject.run(train_to_the_end, alone=True, problem=problem, updates=[used], microbatch=1)
     except WorkerFailure as failure:
-        told = str(failure)
-    require(bool(told), "ranks that used different layers went on as if they had not")
-    require(MIXED_UP not in told, f"{MIXED_UP}: {told}")
-    require("no answer" not in told, f"ranks that used different layers hung: {told}")
-    named = [line for line in told.splitlines() if re.search(r"Error|Failed|Refused", line)]
+        reported = str(failure)
+    require(bool(reported), "ranks that used different layers continued as if they had not")
+    require(MIXED_UP not in reported, f"{MIXED_UP}: {reported}")
+    require("no answer" not in reported, f"ranks that used different layers hung: {reported}")
+    named = [line for line in reported.splitlines() if re.search(r"Error|Failed|Refused", line)]
     named = [line for line in named if "different layers" in line and "spare." in line]
-    require(bool(named), f"no error names the layers that some ranks alone used: {told}")
+    require(bool(named), f"no error names the layers that some ranks alone used: {reported}")
     return Refused(named[0])
 
 
 def refusal(ranks: Sequence[Mapping[str, Any]]) -> Refused | None:
-    """What all said, with the names of the parameters."""
-    told = [rank["refused"] for rank in ranks if rank["refused"]]
-    for words in told:
+    """Return the refusal, if any; it must name the parameters."""
+    reported = [rank["refused"] for rank in ranks if rank["refused"]]
+    for words in reported:
         require(
             bool(
                 re.search(r"spare\.\d\.0\.weight", words)
@@ -132,7 +146,7 @@ def refusal(ranks: Sequence[Mapping[str, Any]]) -> Refused | None:
             ),
             f"refused without their names: {words!r}",
         )
-    return Refused(told[0]) if told else None
+    return Refused(reported[0]) if reported else None
 
 
 def in_plain_torch(
@@ -142,7 +156,7 @@ def in_plain_torch(
     updates: Sequence[str],
     microbatch: int,
 ) -> dict[str, Tensor]:
-    """The weights at the end, in float64."""
+    """Train by hand; return the weights at the end, in float64."""
     whole = model(problem, updates, microbatch, range(feeders))
     whole.double().load_state_dict(weights)
     optimizer = decaying(whole.named_parameters())
@@ -159,7 +173,9 @@ def in_plain_torch(
 
 
 class WithSparePart(nn.Module):
-    """`plan`: which of its spare parts each forward uses; there are two if any uses the second."""
+    """A model with one or two spare parts. `plan`: index of the one that each forward uses, or
+    None.
+    """
 
     def __init__(self, used: nn.Module, plan: Sequence[int | None], spare: int) -> None:
         super().__init__()
@@ -177,13 +193,13 @@ class WithSparePart(nn.Module):
 def model(
     problem: str, updates: Sequence[str], microbatch: int, feeders: Sequence[int]
 ) -> WithSparePart:
-    """For these feeders, one after the other."""
+    """The model whose forwards are those of these feeders, one feeder after the other."""
     used = list(chain(*(plan(feeder, updates, microbatch) for feeder in feeders)))
     return WithSparePart(PROBLEMS[problem].model(), used, 2 if "each" in updates else 1)
 
 
 def plan(feeder: int, updates: Sequence[str], microbatch: int) -> list[int | None]:
-    """For each microbatch of each update of a feeder."""
+    """Spare part, or None, for each microbatch of each update of a feeder."""
     return [
         USERS[update](feeder) if index == microbatch else None
         for update in updates
@@ -202,12 +218,14 @@ def decaying(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
-def decaying_adam(named: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([parameter for _, parameter in named], lr=0.02, weight_decay=0.1)
+def decaying_adam(kind: str, named: Any) -> torch.optim.Optimizer:
+    parameters = [parameter for _, parameter in named]
+    built: torch.optim.Optimizer = getattr(torch.optim, kind)(parameters, lr=0.02, weight_decay=0.1)
+    return built
 
 
 def train_to_the_end(bench: Bench, **arguments: Any) -> None:
-    """A job: the same, where an error ends the process, as it does that of a run."""
+    """Job that calls `train`, and ends the process by an error as a run does."""
     try:
         train(bench, patient=False, stall_seconds=10.0, **arguments)
     except Exception:
@@ -226,9 +244,10 @@ def train(
     patient: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
-    """A job: the state before and after each update, or how one was refused; unless `patient`, that
-    is an error."""
-    build = decaying_adam if optimizer == "AdamW" else decaying
+    """Job that returns the state before and after each update, or the words of a refusal. Unless
+    `patient`, a refusal is raised.
+    """
+    build = decaying if optimizer == "SGD" else partial(decaying_adam, optimizer)
     with bench.open(**settings) as session:
         world, used = session.world, PROBLEMS[problem]
         chosen = replace(
@@ -239,13 +258,13 @@ def train(
         engine = session.prepare(chosen.recipe(optimizer=build))
         engine.module.train()
         states = [pieces(engine)]
-        dealt = [
+        planned = [
             [(part, True) for part in parts_of(step, world.reader_index, world.num_readers)]
             for step in range(len(updates))
         ]
-        batches = session.feed(microbatches(chosen, dealt))
+        batches = session.feed(microbatches(chosen, planned))
         try:
-            for update, parts in zip(updates, dealt, strict=True):
+            for update, parts in zip(updates, planned, strict=True):
                 accumulate(session, engine, chosen, batches, parts)
                 engine.update()
                 require(patient or update in ("all", "none"), MIXED_UP)

@@ -1,7 +1,7 @@
 """Law 1. The gradient of an update is that of one full batch in one process.
 
-It is the sum over microbatches and the mean over feeders of what was given to `backward`, so that
-ragged batches, accumulation and the world size do not show.
+It is the sum over microbatches and the mean over feeders of what was given to `backward`. Ragged
+batches, accumulation and the world size do not change it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ..kernel.errors import RecipeError
 from . import oracle
 from .bench import Bench
 from .cases import Refused, check
-from .jobs import Dealt, accumulate, microbatches, optimizer_called
-from .judge import require, require_close, require_same_bits
+from .jobs import ReaderBatches, accumulate, microbatches, optimizer_called
+from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS, inside
 from .refusal import problem_for, refuses_optimizer, refuses_precision
 from .rehearsal import rehearse
@@ -27,22 +27,23 @@ from .subject import Subject
 
 @check(problem=("regression", "language", "classification"), micro_batch=(None, 2))
 def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: int | None) -> None:
-    """Nothing but the gradient moves the weights: a wrong scale shows at once."""
+    """Compare with one process. Only the gradient moves the weights: a wrong scale shows."""
     seen = rehearse(subject, problem, optimizer="SGD", micro_batch=micro_batch)
     seen.require_one_process()
 
 
 @check()
 def experts_equal_one_process(subject: Subject) -> None:
-    """Of a mixture each expert learns of the tokens that the router sends it."""
+    """Require that each expert of a mixture learns from the tokens that the router sends to it."""
     seen = rehearse(subject, "mixture", optimizer="SGD", micro_batch=2, max_grad_norm=1.0)
     seen.require_one_process()
 
 
 @check()
 def copies_stay_equal(subject: Subject) -> None:
-    """What several ranks hold is bit for bit the same on each after 20 updates: copies that round
-    otherwise go apart, and no loss tells for long."""
+    """Require replicated weights to be bit for bit the same on each rank after 20 updates. Copies
+    that round differently drift apart, which the loss does not show for long.
+    """
     seen = rehearse(
         subject, "language", optimizer="AdamW", micro_batch=2, max_grad_norm=1.0, whole=True
     )
@@ -53,7 +54,7 @@ def copies_stay_equal(subject: Subject) -> None:
 
 @check()
 def a_parameter_of_no_dimension_is_trained(subject: Subject) -> None:
-    """Its gradient, and its part in the norm and in clipping, are those of one process."""
+    """Compare a 0-d parameter with one process: its gradient, its part in norm and clipping."""
     seen = rehearse(subject, "scaled", optimizer="SGD", micro_batch=2, max_grad_norm=1.0)
     seen.require_one_process()
     saved = seen.state("final")["weights"]
@@ -65,16 +66,18 @@ def a_parameter_of_no_dimension_is_trained(subject: Subject) -> None:
 def clipped_adamw_equals_one_process(
     subject: Subject, problem: str, micro_batch: int | None
 ) -> None:
-    """Losses only: AdamW divides a gradient by its own size, so where it is zero but for
-    rounding, as of the keys' bias in attention, the weights go a step either way."""
+    """Compare losses only. AdamW divides a gradient by its own size: where it is nothing but
+    rounding, as that of the keys' bias in attention, the weights go a step in either direction.
+    """
     seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=micro_batch, max_grad_norm=1.0)
     seen.require_losses(1e-6)
 
 
 @check(optimizer=("Counting", "Estimating"))
 def an_optimizer_takes_one_step_a_step(subject: Subject, optimizer: str) -> Refused | None:
-    """One that counts its steps, or sums over all parameters, is called once, and sees all of them;
-    or it is refused by its name before the first step."""
+    """Require that an optimizer which counts its steps, or sums over all parameters, is called once
+    and sees all of them, or is refused by name before the first step.
+    """
     if refused := refuses_optimizer(subject, optimizer):
         return refused
     seen = rehearse(subject, "regression", optimizer=optimizer, micro_batch=2)
@@ -83,19 +86,21 @@ def an_optimizer_takes_one_step_a_step(subject: Subject, optimizer: str) -> Refu
 
 
 ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11, "float8": 2.0**-4}
-"""How far rounding to 8, 11 or 4 significant bits can be off, relative."""
+"""Largest relative error of rounding to 8, 11 or 4 significant bits."""
 
 LOSS_ROUNDINGS = {"SGD": 2, "AdamW": 4}
-"""How many of these a mean loss may be off after 20 updates. Of the thousands of rounded products
-behind it as many are too large as too small, so that one rounding would nearly do, and another for
-where the weights have come to; AdamW divides each element of the gradient by its own size, and so
-goes a whole step where a rounded one has lost its sign."""
+"""Number of roundings that a mean loss may be off after 20 updates. Of the thousands of rounded
+products in a loss, as many are too large as too small. So one rounding nearly covers them, and one
+more covers the drift of the weights. AdamW divides each element of the gradient by its own size,
+and goes a whole step in the wrong direction where rounding has changed the sign.
+"""
 
 
 @check(precision=("bf16", "fp16", "float8"), optimizer=("SGD", "AdamW"))
 def low_precision_stays_near(subject: Subject, precision: str, optimizer: str) -> Refused | None:
-    """Losses within a few roundings of the float64 ones, and not the float32 ones in disguise, nor
-    those of bf16 where that is but what float8 is rounded from."""
+    """Require losses within a few roundings of the float64 ones. They must not be the float32
+    losses in disguise, nor those of bf16 where float8 was asked for.
+    """
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
     asked: dict[str, Any] = {"optimizer": optimizer, "micro_batch": 2}
@@ -112,7 +117,9 @@ def low_precision_stays_near(subject: Subject, precision: str, optimizer: str) -
 
 @check()
 def fit_equals_one_process(subject: Subject) -> None:
-    """The kernel's own loop, with partial batches that leave some ranks without a sample."""
+    """Compare the kernel's own loop, with a global batch that grows, and partial batches that leave
+    some ranks without a sample: each step counts its own samples, not those of the plan.
+    """
     problem = problem_for(subject, "language")
     ranks = subject.run(
         run,
@@ -120,7 +127,9 @@ def fit_equals_one_process(subject: Subject) -> None:
         samples=13,
         settings={
             "steps": 9,
-            "global_batch": 5,
+            "global_batch": 10,
+            "data.batch_warmup": 2,
+            "data.batch_warmup_from": 5,
             "micro_batch": 1,
             "max_grad_norm": None,
             "log_every": 1,
@@ -131,6 +140,7 @@ def fit_equals_one_process(subject: Subject) -> None:
     )
     steps = zip(*(rank["ids"] for rank in ranks), strict=True)
     groups = [sorted({index for ids in step for index in ids}) for step in steps]
+    require_same("samples in each step", list(map(len, groups)), [5, 5, 3, *[10, 3] * 3])
     torch.manual_seed(0)
     initial = {n: p.detach() for n, p in PROBLEMS[problem].model().named_parameters()}
     expected = oracle.train(problem, initial, groups, [0.05] * 9, torch.optim.SGD)
@@ -141,10 +151,10 @@ def fit_equals_one_process(subject: Subject) -> None:
 
 @check()
 def parameters_that_no_gradient_reaches_are_named(subject: Subject) -> None:
-    """Before the first update, or refused with their names where the driver cannot do with it."""
+    """Require the names before the first update, or a refusal that names the parameters."""
     problem = problem_for(subject, "regression")
-    for rank, told in enumerate(subject.run(with_spare_parts, problem=problem)):
-        named = told.get("refused") or ", ".join(told["unused"])
+    for rank, answer in enumerate(subject.run(with_spare_parts, problem=problem)):
+        named = answer.get("refused") or ", ".join(answer["unused"])
         require("spare.weight, spare.bias" in named, f"rank {rank} names {named!r}")
         require("used." not in named, f"rank {rank} names {named!r}")
 
@@ -159,17 +169,17 @@ class WithSpareParts(nn.Module):
 
 
 def with_spare_parts(bench: Bench, *, problem: str) -> dict[str, Any]:
-    """A job."""
+    """Job that returns the unused parameters after a backward, or the words of a refusal."""
     used = PROBLEMS[problem]
     chosen = replace(
         used, model=lambda: WithSpareParts(used.model()), parallel=inside("used", used.parallel)
     )
-    dealt: Dealt = [([0, 1], True)]
+    planned: ReaderBatches = [([0, 1], True)]
     with bench.open() as session:
         engine = session.prepare(chosen.recipe(optimizer=optimizer_called("SGD")))
         engine.module.train()
-        batches = session.feed(microbatches(chosen, [dealt]))
-        accumulate(session, engine, chosen, batches, dealt)
+        batches = session.feed(microbatches(chosen, [planned]))
+        accumulate(session, engine, chosen, batches, planned)
         try:
             return {"unused": list(engine.unused())}
         except RecipeError as error:

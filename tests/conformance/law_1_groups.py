@@ -1,6 +1,7 @@
-"""Law 1, groups of parameters. Each is updated by its own optimizer, at its own rate and decay.
+"""Law 1, groups. Each group of parameters has its own optimizer, learning rate and decay.
 
-By the settings `optimizer.groups`, against plain PyTorch in one process; and resumed as any other.
+The groups come from the settings `optimizer.groups`. Runs, also resumed ones, are compared with
+plain PyTorch in one process.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ ELEMENTWISE: list[dict[str, Any]] = [
     {},
 ]
 EPS = 1e-3
-"""Ample, since the bias of attention's keys has no gradient but what rounding leaves."""
+"""Epsilon of AdamW; large, since the gradient of the bias of attention's keys is rounding alone."""
 Split = Callable[[nn.Module], Iterable[torch.optim.Optimizer]]
 
 
 def elementwise(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What `ELEMENTWISE` says, by hand; the settings have a rate of 0.01 for all else."""
+    """Build the optimizers of `ELEMENTWISE` by hand; the settings have a rate of 0.01 else."""
     named = dict(model.named_parameters())
 
     def of(*prefixes: str) -> list[Tensor]:
@@ -52,8 +53,10 @@ def elementwise(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def matrices(problem: str) -> list[dict[str, Any]]:
-    """Those of the blocks, but for routers. A softmax sees differences alone, so that one direction
-    of their gradient is made of roundings, which Muon makes as large as any other."""
+    """Groups that update the matrices of the blocks by Muon, except those of routers. A softmax
+    sees only differences, so one direction of a router's gradient consists of rounding errors,
+    which Muon makes as large as any other.
+    """
     routers = [{"pattern": "*.router.*"}] if PROBLEMS[problem].parallel.experts else []
     return [
         {"pattern": "embedding.*"},
@@ -65,7 +68,7 @@ def matrices(problem: str) -> list[dict[str, Any]]:
 
 
 def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What `matrices` says, by hand."""
+    """Build the optimizers of `matrices` by hand."""
     named = dict(model.named_parameters())
     inner = {n: p for n, p in named.items() if n.startswith("blocks.") and ".router." not in n}
     whole = [p for p in inner.values() if p.dim() == 2]
@@ -78,17 +81,18 @@ def muon(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 @check()
 def each_group_has_its_own_optimizer_and_rate(subject: Subject) -> None:
-    """Of two kinds, and three rates; resumed, too."""
+    """Compare two kinds of optimizer at three rates, resumed, too."""
     prove(subject, ELEMENTWISE, elementwise, off=1e-4)
 
 
 @check()
 def a_matrix_is_updated_whole(subject: Subject) -> Refused | None:
-    """By Muon, and all else by AdamW; or refused by name, as by a driver that keeps no matrices, or
-    where torch is older than Muon."""
+    """Compare matrices updated by Muon and all else by AdamW. A driver that keeps no matrices
+    refuses by name; so does any driver where torch is older than Muon.
+    """
     problem = problem_for(subject, "language")
     answers = subject.run(refused, problem=problem, groups=matrices(problem))
-    ((name, message),) = {tuple(told) for told in answers}
+    ((name, message),) = {tuple(reported) for reported in answers}
     if name:
         require(name in ("CapabilityRefused", "SettingError"), f"{name}: {message}")
         require("Muon" in message, f"the refusal does not name Muon: {message}")
@@ -99,7 +103,7 @@ def a_matrix_is_updated_whole(subject: Subject) -> Refused | None:
 
 
 def refused(bench: Bench, *, problem: str, groups: list[dict[str, Any]]) -> tuple[str, str]:
-    """A job: one step; the name and the words of an error that refuses it."""
+    """Job that trains one step; returns the name and the words of an error that refuses it."""
     recipe = PROBLEMS[problem].recipe(train_data=Samples(problem, 8))
     try:
         bench.fit(recipe, {"steps": 1, "global_batch": 8, "optimizer.groups": groups})
@@ -109,7 +113,9 @@ def refused(bench: Bench, *, problem: str, groups: list[dict[str, Any]]) -> tupl
 
 
 def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: float) -> None:
-    """`off`: how far the weights may be from those by hand, as a part of the way that they went."""
+    """Compare a run, and a resumed one, with training by hand. `off`: the allowed distance between
+    the weights, relative to the way that training by hand took them.
+    """
     settings = {
         "optimizer.groups": groups,
         "optimizer.args.eps": EPS,
@@ -134,7 +140,7 @@ def prove(subject: Subject, groups: list[dict[str, Any]], split: Split, off: flo
 def by_hand(
     problem: str, ids: Iterable[list[int]], split: Split
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The weights before and after, in float64."""
+    """Return the weights before and after training by hand, in float64."""
     torch.manual_seed(SEED)
     model = PROBLEMS[problem].model().double().train()
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -156,7 +162,7 @@ def require_near(
     expected: Mapping[str, Tensor],
     off: float,
 ) -> None:
-    """Each weight is nearer to the expected one than so great a part of its way there."""
+    """Require each weight to be nearer to the expected one than `off` times its way there."""
     for name, tensor in expected.items():
         way = float((tensor - first[name]).norm())
         error = float((found[name].double() - tensor).norm())

@@ -1,7 +1,7 @@
-"""Law 1, turns. Where updates take turns, each trains its own models alone, by their own optimizer,
-as loops by hand would; all others are constants in its loss, and stay bit for bit as they are.
+"""Law 1, turns. If updates take turns, each trains its own models alone, by their own optimizer.
 
-By `drivetrain.Turns`, against plain PyTorch in one process; and resumed amid the turns.
+All other models are constants in its loss, and keep their bits. Runs by `drivetrain.Turns`, also
+those resumed amid the turns, are compared with loops by hand in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ SETTINGS = {
 PARALLEL = Parallel(
     tensor={"*.0": "column", "*.2": "row"}, experts=["*.experts"], sequence={"x": 1, "y": 1}
 )
-"""Of both models; experts and sequences are there where the problem is one in parts."""
+"""Partition plan of both models. Experts and sequences exist only in problems "in parts"."""
 
 
 def models(problem: str = "regression") -> Models:
-    """One makes what the other tells from what is right."""
+    """Two models: a maker of outputs, and a critic that distinguishes them from the right ones."""
     made: dict[str, nn.Module] = {
         "maker": nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
         "critic": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),
@@ -74,7 +74,7 @@ def models(problem: str = "regression") -> Models:
 
 
 def of_critic(models: Models, batch: Sample) -> Tensor:
-    """It is called twice, beside what is made without a gradient."""
+    """Loss of the critic, which is called twice; the maker's output has no gradient."""
     with torch.no_grad():
         made = models["maker"](batch["x"])
     wrong, right = models["critic"](made), models["critic"](batch["y"])
@@ -82,7 +82,7 @@ def of_critic(models: Models, batch: Sample) -> Tensor:
 
 
 def of_maker(models: Models, batch: Sample) -> Tensor:
-    """Through the critic."""
+    """Loss of the maker, whose gradient flows through the critic."""
     loss: Tensor = softplus(-models["critic"](models["maker"](batch["x"]))).sum()
     return loss
 
@@ -92,8 +92,9 @@ LOSSES = {"critic": of_critic, "maker": of_maker}
 
 @check()
 def each_update_trains_its_own_models(subject: Subject) -> Refused | None:
-    """With an evaluation in between; resumed, too. A log tells the loss of each. Or turns are
-    refused by name."""
+    """Compare with loops by hand, with evaluations in between, resumed, too. A log holds the loss
+    of each turn. A driver without turns refuses them by name.
+    """
     problem = problem_for(subject, "regression")
     with tempfile.TemporaryDirectory() as folder:
         straight, logs = subject.run(run, problem=problem, out=f"{folder}/straight")[0]
@@ -121,21 +122,22 @@ def each_update_trains_its_own_models(subject: Subject) -> Refused | None:
 
 
 def require_losses(logs: list[tuple[int, dict[str, float]]], losses: list[float]) -> None:
-    """Each turn's mean since the log before; also of steps before a resume."""
-    for step, told in logs:
+    """Require the mean loss of each turn since the log before, steps before a resume included."""
+    for step, reported in logs:
         steps = range((step - 1) // LOG_EVERY * LOG_EVERY, step)
         for name in {ORDER[i % len(ORDER)] for i in steps}:
             own = [losses[i] for i in steps if ORDER[i % len(ORDER)] == name]
             mean = sum(own) / len(own)
-            ok = abs(told.get(name, math.inf) - mean) <= 1e-4 * abs(mean)
-            assert ok, f"log of step {step}: {told}, where the loss of the {name} is {mean}"
+            ok = abs(reported.get(name, math.inf) - mean) <= 1e-4 * abs(mean)
+            assert ok, f"log of step {step}: {reported}, where the loss of the {name} is {mean}"
 
 
 def run(
     bench: Bench, *, out: str, problem: str = "regression", resume: str | None = None
 ) -> tuple[str, list[tuple[int, dict[str, float]]]]:
-    """A job: all steps; the last checkpoint, and each log's step and losses. Where turns are
-    refused, in which words, and no logs."""
+    """Job that trains all steps; returns the last checkpoint, and the step and losses of each log.
+    Where turns are refused, returns the words of the refusal and no logs.
+    """
     logs: list[tuple[int, dict[str, float]]] = []
 
     def observe(event: Any) -> None:
@@ -174,7 +176,9 @@ def part(state: Mapping[str, Tensor], model: str) -> dict[str, Tensor]:
 def by_hand(
     problem: str = "regression",
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor], list[float]]:
-    """The weights before and after, in float64, with an optimizer for each; each step's loss."""
+    """Train by hand in float64, with an optimizer for each model; return the weights before and
+    after, and each step's loss.
+    """
     torch.manual_seed(SEED)
     built = models(problem).double()
     first = {name: p.detach().clone() for name, p in built.named_parameters()}

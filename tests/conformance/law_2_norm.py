@@ -1,23 +1,31 @@
-"""Law 2. `grad_norm` is that of the whole gradient, unscaled, before clipping, equal on all ranks
-and there even when nothing is clipped."""
+"""Law 2. `grad_norm` is the norm of the whole gradient, unscaled and before clipping.
+
+It is equal on all ranks, and reported even when nothing is clipped.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from .cases import Refused, check
 from .law_1_gradient import ROUNDING
-from .refusal import refuses_precision
+from .refusal import refuses, refuses_precision
 from .rehearsal import rehearse
 from .subject import Subject
 
 CLIPPED = 0.05
-"""Below every norm of these problems."""
+"""A limit below every norm of these problems."""
+LOOSE = 1e4
+"""A limit above every norm of these problems."""
+LIMITED = 0.01
+"""A limit below some elements of a gradient that is clipped to that norm, and above others."""
 
 
 @check(problem=("regression", "language"), micro_batch=(None, 2), max_grad_norm=(None, CLIPPED))
 def norm_is_that_of_one_process(
     subject: Subject, problem: str, micro_batch: int | None, max_grad_norm: float | None
 ) -> None:
-    """With and without clipping, which must not show in it."""
+    """Compare norms with and without clipping, which must not change them."""
     seen = rehearse(
         subject,
         problem,
@@ -31,15 +39,18 @@ def norm_is_that_of_one_process(
 
 @check(problem=("regression", "language"))
 def norm_under_adamw_is_that_of_one_process(subject: Subject, problem: str) -> None:
-    """To the end of a training that clips each update, in groups of three microbatches."""
+    """Compare norms to the end of a training that clips each update, with several microbatches in
+    each.
+    """
     seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=2, max_grad_norm=1.0)
     seen.require_norms(1e-6)
 
 
 @check(precision=("bf16", "fp16", "float8"))
 def norm_is_unscaled(subject: Subject, precision: str) -> Refused | None:
-    """Within four roundings of the float64 one, whatever the loss was scaled by: each element is
-    the product of a forward and a backward, which are rounded both."""
+    """Require norms within four roundings of the float64 ones, whatever the scale of the loss. Each
+    element is a product of a forward and a backward, and both are rounded.
+    """
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
     seen = rehearse(subject, "language", optimizer="SGD", steps=6, precision=precision)
@@ -49,7 +60,30 @@ def norm_is_unscaled(subject: Subject, precision: str) -> Refused | None:
 
 @check()
 def clipping_limits_the_update(subject: Subject) -> None:
-    """The weights move as in one process with the same limit."""
-    rehearse(
-        subject, "regression", optimizer="SGD", steps=6, micro_batch=2, max_grad_norm=CLIPPED
-    ).require_weights(1e-6)
+    """Require the weights to move as in one process with the same limit, be it below every norm or
+    above: a gradient is made smaller, and never larger.
+    """
+    for limit, steps in ((CLIPPED, 6), (LOOSE, 2)):
+        seen = rehearse(
+            subject,
+            "regression",
+            optimizer="SGD",
+            steps=steps,
+            micro_batch=2,
+            max_grad_norm=limit,
+        )
+        seen.require_weights(1e-6)
+
+
+@check()
+def clipping_limits_each_element(subject: Subject) -> Refused | None:
+    """Require the same limits on elements as in one process, applied to the complete gradient after
+    its norm is clipped. The reported norm is still the one before both.
+    """
+    limits: dict[str, Any] = {"max_grad_norm": CLIPPED, "max_grad_value": LIMITED}
+    if not subject.can("max_grad_value"):
+        return refuses(subject, "max_grad_value", "max_grad_value", limits)
+    seen = rehearse(subject, "regression", optimizer="SGD", steps=6, micro_batch=2, **limits)
+    seen.require_norms(1e-6)
+    seen.require_weights(1e-6)
+    return None

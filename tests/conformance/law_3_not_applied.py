@@ -1,7 +1,7 @@
 """Law 3. A gradient that is not finite is never applied and never hidden.
 
-Wherever it arose, weights and optimizer state stay bitwise as they were on all ranks, the clock of
-the learning rate does not tick, and an event tells.
+Wherever it arose, weights and optimizer state keep their bits on all ranks. The schedule of the
+learning rate does not advance, and an event reports the skipped update.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .runs import run
 from .subject import Subject
 
 BAD_STEP = 2
-"""Of five; one with several microbatches on each feeder."""
+"""Index of the bad step out of five; it has several microbatches on each feeder."""
 
 
 @check(precision=("fp32", "bf16", "fp16", "float8"), factor=(math.nan, math.inf))
 def one_bad_rank_spoils_the_update_of_none(
     subject: Subject, precision: str, factor: float
 ) -> Refused | None:
-    """The first microbatch of the last feeder turns bad: nothing of that step is left."""
+    """Spoil the first microbatch of the last feeder; require that nothing of that step is left."""
     if precision not in subject.facts.precisions:
         return refuses_precision(subject, precision)
     seen = spoiled(subject, precision=precision, factor=factor)
@@ -41,7 +41,7 @@ def one_bad_rank_spoils_the_update_of_none(
 
 @check(optimizer=("SGD", "AdamW"))
 def training_goes_on_as_if_it_had_not_been(subject: Subject, optimizer: str) -> None:
-    """Without the bad step's samples, the same bits come out."""
+    """Require the same bits as a training without the bad step's samples."""
     seen = spoiled(subject, precision="fp32", factor=math.nan, optimizer=optimizer)
     groups = consecutive(5)
     del groups[BAD_STEP]
@@ -52,7 +52,7 @@ def training_goes_on_as_if_it_had_not_been(subject: Subject, optimizer: str) -> 
 
 @check()
 def overflow_of_a_scaled_loss_costs_its_step_alone(subject: Subject) -> Refused | None:
-    """A loss too large for float16 is skipped; the scale adapts, and training goes on."""
+    """Require that a loss too large for float16 is skipped, and training goes on, rescaled."""
     if "fp16" not in subject.facts.precisions:
         return refuses_precision(subject, "fp16")
     seen = spoiled(subject, precision="fp16", factor=1e6, steps=8)
@@ -63,21 +63,22 @@ def overflow_of_a_scaled_loss_costs_its_step_alone(subject: Subject) -> Refused 
 
 @check()
 def skipped_step_is_told_and_the_clock_waits(subject: Subject) -> None:
-    """One sample is not a number: its step is reported on every rank, and the next one takes the
-    learning rate that it would have had."""
+    """Train on one sample that is not a number. Its step must be reported on every rank, and the
+    next step takes the learning rate of the skipped one.
+    """
     settings = {"steps": 6, "global_batch": 4, "optimizer.lr": 0.01, "log_every": 1}
     problem = problem_for(subject, "regression")
     ranks = subject.run(
         run, problem=problem, samples=24, poison=9, settings={**settings, "micro_batch": 1}
     )
-    for rank, told in enumerate(ranks):
-        require_same(f"steps reported as skipped on rank {rank}", len(told["skipped"]), 1)
-        bad = told["skipped"][0]["step"]
-        shown = (told["skipped"][0]["loss"], told["skipped"][0]["grad_norm"])
+    for rank, answer in enumerate(ranks):
+        require_same(f"steps reported as skipped on rank {rank}", len(answer["skipped"]), 1)
+        bad = answer["skipped"][0]["step"]
+        shown = (answer["skipped"][0]["loss"], answer["skipped"][0]["grad_norm"])
         require(not any(map(math.isfinite, shown)), f"skipped, with finite loss and norm: {shown}")
         factor = build_schedule("cosine", total_steps=6, final=0.1)
         clock = [step - (step >= bad) for step in range(6)]
-        rates = [logged["learning_rate"] for logged in told["logged"]]
+        rates = [logged["learning_rate"] for logged in answer["logged"]]
         require_close("learning rate of step", rates, [0.01 * factor(t) for t in clock], 1e-12)
 
 
@@ -90,8 +91,9 @@ def spoiled(
     steps: int = 5,
     **arguments: Any,
 ) -> Rehearsal:
-    """A training in which the loss of one microbatch is multiplied by `factor`. Raises `LawBroken`
-    unless all ranks say that this update was not applied, with a norm that is not finite."""
+    """Train with the loss of one microbatch multiplied by `factor`. Raises `LawBroken` unless all
+    ranks report that this update was not applied, with a norm that is not finite.
+    """
     seen = rehearse(
         subject,
         "regression",

@@ -1,4 +1,4 @@
-"""Law 4. A learning rate written before `update` governs it; after it no gradient is left."""
+"""Law 4. An update takes the learning rate that was written before it, and leaves no gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .subject import Subject
 
 @check(optimizer=("SGD", "AdamW"))
 def each_update_takes_the_rate_written_before_it(subject: Subject, optimizer: str) -> None:
-    """Rates that jump up and down, against the oracle; one step late would show."""
+    """Compare rates that jump up and down with the oracle's; one step late would show."""
     rates = [0.02, 0.002, 0.05, 0.0, 0.03, 0.01]
     seen = rehearse(subject, "regression", optimizer=optimizer, steps=len(rates), rates=rates)
     seen.require_losses(2e-6)
@@ -22,20 +22,20 @@ def each_update_takes_the_rate_written_before_it(subject: Subject, optimizer: st
 
 @check()
 def a_rate_of_zero_moves_nothing(subject: Subject) -> None:
-    """Not a bit of the weights."""
+    """Require that not a bit of the weights changes."""
     seen = rehearse(subject, "regression", optimizer="SGD", steps=3, rates=[0.05, 0, 0], watch=[0])
     require_same_bits("weights", seen.state("final")["weights"], seen.state("after 0")["weights"])
 
 
 @check(micro_batch=(None, 2))
 def no_gradient_is_left(subject: Subject, micro_batch: int | None) -> None:
-    """An update whose losses are all multiplied by zero has a gradient of exactly zero."""
+    """Require a gradient of exactly zero in an update whose losses are all multiplied by zero."""
     _require_none_left(subject, micro_batch=micro_batch)
 
 
 @check()
 def nor_that_of_what_the_optimizer_is_not_given(subject: Subject) -> None:
-    """Parameters that require a gradient, and that nothing updates."""
+    """Require the same of parameters that have a gradient, but no optimizer."""
     _require_none_left(subject, left_out=1)
 
 

@@ -1,7 +1,7 @@
-"""Law 5. Evaluating changes 0 bits of what training would have done.
+"""Law 5. Evaluation does not change a bit of the training.
 
-Its metrics are the same for any world size and any remainder, a duplicate is never counted, and
-memory does not grow with the data set.
+Metrics are the same for any world size and any remainder. A duplicate is never counted, and memory
+does not grow with the data set.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ SETTINGS = {"steps": 6, "global_batch": 6, "micro_batch": 2, "log_every": 1}
 
 @check(every=(1, 2))
 def training_is_bitwise_the_same(subject: Subject, every: int) -> None:
-    """With dropout: weights, buffers, optimizer state and random state after a run that evaluates
-    on the way, and after one that does not."""
+    """Compare a run that evaluates on the way with one that does not, with dropout: weights,
+    buffers, optimizer state and random state.
+    """
     with tempfile.TemporaryDirectory() as folder:
         problem, states, logs = problem_for(subject, "dropout"), [], []
         for name, settings in (("with", {"evaluate.every": every}), ("without", {})):
@@ -53,24 +54,25 @@ def training_is_bitwise_the_same(subject: Subject, every: int) -> None:
 
 
 def require_no_draws(evaluated: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
-    """Random state is saved as `rng/RANK/GENERATOR`."""
+    """Require unchanged random state, which is saved as `rng/RANK/GENERATOR`."""
     moved = [
         name.split("/")[1:]
         for name, state in plain.items()
         if name.startswith("rng/") and not torch.equal(state, evaluated[name])
     ]
-    told = ", ".join(f"{generator!r} of rank {rank}" for rank, generator in moved)
+    reported = ", ".join(f"{generator!r} of rank {rank}" for rank, generator in moved)
     require(
         not moved,
-        f"evaluation drew random numbers and did not put them back, so that training goes on with "
-        f"others: generators {told}. Look at Session.rng_state and set_rng_state",
+        f"evaluation drew random numbers and did not put them back, so that training continues "
+        f"with others: generators {reported}. Look at Session.rng_state and set_rng_state",
     )
 
 
 @check(problem=("classification", "language", "dropout"))
 def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
-    """For sizes around the multiples of a microbatch and of the world, fewer samples than ranks
-    included; sums over samples and classes must be exact."""
+    """Compare metrics of data sets whose sizes are near multiples of a microbatch and of the world,
+    fewer samples than ranks included. Sums over samples and classes must be exact.
+    """
     problem, part = problem_for(subject, problem), 2 * subject.world
     sizes = sorted({1, 2, part - 1, part, part + 1, 3 * part - 1, 3 * part + 1})
     ranks = subject.run(
@@ -80,9 +82,9 @@ def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
         settings={**SETTINGS, "steps": 2},
         evaluate=sizes,
     )
-    for size, *told in zip(sizes, *(rank["evaluated"] for rank in ranks), strict=True):
-        metrics = told[0]["metrics"]
-        for rank, other in enumerate(told):
+    for size, *reported in zip(sizes, *(rank["evaluated"] for rank in ranks), strict=True):
+        metrics = reported[0]["metrics"]
+        for rank, other in enumerate(reported):
             require_same(f"metrics over {size} samples on rank {rank}", other["metrics"], metrics)
         expected = oracle.evaluate(problem, ranks[0]["weights"], size)
         require_same(f"metrics over {size} samples", sorted(metrics), sorted(expected))
@@ -93,15 +95,16 @@ def metrics_are_those_of_one_process(subject: Subject, problem: str) -> None:
 
 @check()
 def memory_does_not_grow_with_the_data(subject: Subject) -> None:
-    """Batches and results alive at once, for a data set and one ten times as large; when the last
-    microbatch is let go is a matter of threads, and may make it twice as many."""
+    """Count the batches and results alive at once, for a data set and one ten times as large.
+    Threads decide when the last microbatch is freed, so the larger count may be twice the other.
+    """
     problem = problem_for(subject, "regression")
     peaks = [max(subject.run(peak, problem=problem, samples=samples)) for samples in (40, 400)]
     require(peaks[1] <= 2 * peaks[0], f"tensors alive at once with 40 and 400 samples: {peaks}")
 
 
 def peak(bench: Bench, *, problem: str, samples: int) -> int:
-    """A job: the largest number of evaluation's tensors that were alive at one time."""
+    """Job that returns the largest number of evaluation's tensors alive at one time."""
     chosen = PROBLEMS[problem]
     alive: set[int] = set()
     largest = 0

@@ -1,6 +1,6 @@
-"""Law 5, for predictions: each sample's outputs once, in the order of the data, on any world size.
+"""Law 5, predictions. Each sample's outputs come once, in the order of the data, on any world size.
 
-Only who asks holds them, and nobody needs to hold them all.
+Only the rank that asks receives them, in chunks: no rank needs to hold them all.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ PADDING = -7
 
 @check(problem=("classification", "language"))
 def each_sample_once_in_order(subject: Subject, problem: str) -> None:
-    """For sizes around the multiples of a microbatch and of the world, fewer samples than ranks
-    included; rows of uneven width are filled up."""
+    """Require each sample once for data sets whose sizes are near multiples of a microbatch and of
+    the world, fewer samples than ranks included. Rows of uneven width are filled up.
+    """
     problem, part = problem_for(subject, problem), MICRO_BATCH * subject.world
     for size in sorted({1, 2, part - 1, part, part + 1, 3 * part + 2}):
         ranks = subject.run(outputs, problem=problem, samples=size)
         weights = assemble([rank["state"] for rank in ranks])["weights"]
         expected = oracle.outputs(problem, weights, size)
-        for rank, told in enumerate(ranks):
+        for rank, answer in enumerate(ranks):
             what = f"over {size} samples on rank {rank}"
-            ids, wide, (output,) = (told["outputs"][name] for name in ("id", "wide", "output"))
+            ids, wide, (output,) = (answer["outputs"][name] for name in ("id", "wide", "output"))
             require_same(f"samples {what}", ids.tolist(), list(range(size)))
             for index, row in enumerate(wide.tolist()):
                 filled = row.index(PADDING) if PADDING in row else len(row)
@@ -52,25 +53,27 @@ def each_sample_once_in_order(subject: Subject, problem: str) -> None:
 
 @check()
 def only_who_asks_is_given_them(subject: Subject) -> None:
-    """One rank asks, in chunks that come in order."""
+    """Require that only the rank that asks receives the outputs, in chunks that come in order."""
     ranks = subject.run(chunks, problem=problem_for(subject, "regression"), samples=23)
-    for rank, told in enumerate(ranks):
+    for rank, answer in enumerate(ranks):
         expected = list(range(23)) if rank == 0 else []
-        require_same(f"samples handed to rank {rank}", told["ids"], expected)
-        require_same(f"first samples of chunks on rank {rank}", told["firsts"], told["found"])
+        require_same(f"samples handed to rank {rank}", answer["ids"], expected)
+        require_same(f"first samples of chunks on rank {rank}", answer["firsts"], answer["found"])
 
 
 @check()
 def memory_of_chunks_does_not_grow_with_the_data(subject: Subject) -> None:
-    """Outputs alive at once, for a data set and one ten times as large; as for evaluation."""
+    """Count the outputs alive at once, for a data set and one ten times as large, as for
+    evaluation.
+    """
     problem = problem_for(subject, "regression")
     runs = (subject.run(chunks, problem=problem, samples=samples) for samples in (40, 400))
-    peaks = [max(told["peak"] for told in ranks) for ranks in runs]
+    peaks = [max(answer["peak"] for answer in ranks) for ranks in runs]
     require(peaks[1] <= 2 * peaks[0], f"outputs alive at once with 40 and 400 samples: {peaks}")
 
 
 def outputs(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
-    """A job: everything, on every rank."""
+    """Job that gathers all outputs on every rank."""
 
     def forward(module: nn.Module, batch: Sample) -> dict[str, Any]:
         ids = batch["id"]
@@ -88,7 +91,7 @@ def outputs(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
 
 
 def chunks(bench: Bench, *, problem: str, samples: int) -> dict[str, Any]:
-    """A job: what the first rank is handed, and how many outputs were alive at one time."""
+    """Job that returns the samples handed to this rank, and the most outputs alive at one time."""
     ids: list[int] = []
     firsts: list[int] = []
     found: list[int] = []

@@ -1,6 +1,7 @@
-"""Law 6, averages. Those of the weights are saved and resumed as the weights are, and can be shown.
+"""Law 6, averages. Averages of the weights are saved, resumed and shown as the weights are.
 
-Exponential moving averages as torch.optim.swa_utils makes them, whatever is cut over whom.
+They are exponential moving averages as `torch.optim.swa_utils` makes them, however the weights are
+sharded.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ STOPPED_AT = 5
 
 @check()
 def averages_are_those_of_plain_torch_after_any_resume(subject: Subject) -> Refused | None:
-    """Saved, resumed by the same driver bit for bit and by another as they were, and shown to an
-    evaluation, after which the weights are what they were."""
+    """Require averages to be saved, restored bit for bit by any driver, resumed exactly by this
+    one, and shown to an evaluation, after which the weights are back.
+    """
     problem = problem_for(subject, "language")  # with tied weights
     if subject.run(ask, problem=problem, settings={"average.decay": DECAY})[0] is not None:
         return refuses(subject, "", "average.decay", {"average.decay": DECAY})
@@ -76,7 +78,7 @@ def by_hand(
     problem: str,
     stored: Sequence[Mapping[str, Mapping[str, Tensor]]],
 ) -> list[dict[str, Tensor]]:
-    """The averages after each step, made of the weights that were stored after each."""
+    """Return the averages after each step, computed from the weights stored after each."""
     model = PROBLEMS[problem].model()
     moved = get_ema_multi_avg_fn(DECAY)  # type: ignore[no-untyped-call]
     averaged = AveragedModel(model, multi_avg_fn=moved)
@@ -96,7 +98,9 @@ def by_hand(
 def require_averages(
     what: str, optimizer: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 ) -> None:
-    """Equal but for how a processor rounds an element at the end of a tensor's part."""
+    """Require equal averages. Processors may round elements at the end of a tensor's part
+    differently.
+    """
     found = {
         name.removesuffix("/average"): tensor
         for name, tensor in optimizer.items()

@@ -1,5 +1,6 @@
-"""Law 6, buffers. Rank 0's are the model's: each forward on any rank begins with them, in training
-and in evaluation, and they are what is saved and shown.
+"""Law 6, buffers. Each forward on any rank begins with the buffers of rank 0, also in evaluation.
+
+These buffers are saved and shown, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from .bench import Bench
 from .cases import Refused, check
-from .jobs import accumulate, deal, microbatches, optimizer_called
+from .jobs import accumulate, microbatches, optimizer_called, partition
 from .judge import require, require_same_bits
 from .law_7_capabilities import world_of
 from .problems import PROBLEMS, Normalised
@@ -24,8 +25,9 @@ from .subject import Subject
 
 @check(micro_batch=(None, 2))
 def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int | None) -> None:
-    """Each rank has seen other samples. Those that rank 0's last forward in training left are saved
-    once, and shown on every rank."""
+    """Require rank 0's buffers everywhere, though each rank has seen other samples. The buffers
+    that rank 0's last training forward left are saved once, and shown on every rank.
+    """
     problem = problem_for(subject, "normalised")
     ranks = subject.run(watch, problem=problem, micro_batch=micro_batch)
     first = ranks[0]
@@ -43,7 +45,7 @@ def each_forward_begins_with_those_of_rank_0(subject: Subject, micro_batch: int 
 
 @check()
 def one_process_normalises_as_plain_torch(subject: Subject) -> Refused | None:
-    """Means, variances and counts are those of the samples of each batch."""
+    """Compare with plain PyTorch: means, variances and counts of the samples of each batch."""
     if refused := refuses_one_reader(subject):
         return refused
     rates = [0.005] * 9
@@ -55,7 +57,7 @@ def one_process_normalises_as_plain_torch(subject: Subject) -> Refused | None:
 
 @check()
 def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
-    """Though they run twice where activations are recomputed."""
+    """Require one count a batch, though recomputed layers run twice."""
     if not subject.can("activation_checkpointing"):
         return None
     if refused := refuses_one_reader(subject):
@@ -73,15 +75,16 @@ def recomputed_layers_count_a_batch_once(subject: Subject) -> Refused | None:
 
 
 def refuses_one_reader(subject: Subject) -> Refused | None:
-    """Where a driver, with its options, always has several, each of which normalises its own
-    samples; None where it can have one."""
+    """Return the refusal of a world of one rank, or None where there can be one reader. With
+    several readers, each normalises its own samples.
+    """
     if subject.at(1).run(world_of)[0]["readers"] == 1:
         return None
     return refuses(subject, "multiple_of_ranks", "1 rank", {}, world=1)
 
 
 class Watched(Normalised):
-    """It notes its buffers when a forward begins, and when one in training ends."""
+    """A model that records its buffers before each forward, and after each forward in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +104,7 @@ def copied_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def watch(bench: Bench, *, problem: str, micro_batch: int | None) -> dict[str, Any]:
-    """A job: two updates, two batches of evaluation, and an update."""
+    """Job that does two updates, two batches of evaluation, and one more update."""
     made: list[Watched] = []
 
     def model() -> nn.Module:
@@ -115,9 +118,9 @@ def watch(bench: Bench, *, problem: str, micro_batch: int | None) -> dict[str, A
         groups = [
             range(start, start + 4 * readers) for start in range(0, 20 * readers, 4 * readers)
         ]
-        dealt = [deal(group, reader, readers, micro_batch) for group in groups]
-        batches = session.feed(microbatches(chosen, dealt))
-        for turn, parts in enumerate(dealt):
+        planned = [partition(group, reader, readers, micro_batch) for group in groups]
+        batches = session.feed(microbatches(chosen, planned))
+        for turn, parts in enumerate(planned):
             training = turn in (0, 1, 4)
             engine.module.train(training)
             if not training:

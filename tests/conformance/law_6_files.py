@@ -1,4 +1,4 @@
-"""Law 6. A checkpoint is JSON and safetensors: anyone can read it, and no pickle is in it."""
+"""Law 6, files. A checkpoint is JSON and safetensors. Anyone can read it; it has no pickle."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ SETTINGS = {"steps": 2, "global_batch": 6}
 
 @check()
 def files_are_json_and_safetensors(subject: Subject) -> None:
-    """Read here by a few lines that know nothing of the library."""
+    """Read the files with a few lines of code that do not use the library."""
     with tempfile.TemporaryDirectory() as folder:
         problem = problem_for(subject, "language")
-        told = subject.run(run, problem=problem, samples=12, settings=SETTINGS, out=folder)[0]
-        files = sorted(path for path in Path(told["checkpoint"]).rglob("*") if path.is_file())
+        reported = subject.run(run, problem=problem, samples=12, settings=SETTINGS, out=folder)[0]
+        files = sorted(path for path in Path(reported["checkpoint"]).rglob("*") if path.is_file())
         require(any(path.name == "manifest.json" for path in files), "there is no manifest.json")
         for path in files:
             judge_file(path)
 
 
 def judge_file(path: Path) -> None:
-    """Raises `LawBroken` unless the file is wholly accounted for by its JSON."""
+    """Raise `LawBroken` unless the JSON of the file accounts for all of its bytes."""
     content = path.read_bytes()
     try:
         if path.suffix == ".json":
             json.loads(content)
             return
         require(path.suffix == ".safetensors", f"{path.name} is neither JSON nor safetensors")
-        # 8 bytes with the length of a JSON header, which tells where each tensor lies behind it
+        # 8 bytes with the length of a JSON header, which holds where each tensor lies after it
         start = 8 + int.from_bytes(content[:8], "little")
         header = json.loads(content[8:start])
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Law 6, where memory runs out: the step is done in smaller microbatches, and nothing else changes.
+"""Law 6, memory. A step that does not fit runs in smaller microbatches; nothing else changes.
 
-A process by itself goes on with them; where there are others, the next start does.
+A single process goes on with them at once. With several ranks, the next start takes them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from .runs import run
 from .subject import Subject
 
 ROWS = 8
-"""Of a microbatch, on each feeder."""
+"""Samples of a microbatch, on each feeder."""
 
 
 @check()
 def a_step_that_does_not_fit_is_cut_smaller(subject: Subject) -> None:
-    """Microbatches of a quarter: the same samples, losses and norms in each step."""
+    """Give memory for a quarter of a microbatch; require the same samples, losses and norms in each
+    step.
+    """
     straight = train(subject)
     with tempfile.TemporaryDirectory() as folder:
         starts = [train(subject, out=folder, room=ROWS // 4)]
@@ -28,8 +30,11 @@ def a_step_that_does_not_fit_is_cut_smaller(subject: Subject) -> None:
             again = {"out": folder, "resume": "auto", "room": ROWS // 4}
             starts.append(train(subject, **again))
     for number, start in enumerate(starts[:-1]):
-        for told in start:
-            require("out of memory in step" in told["error"], f"start {number}: {told['error']!r}")
+        for reported in start:
+            require(
+                "out of memory in step" in reported["error"],
+                f"start {number}: {reported['error']!r}",
+            )
     require(not starts[-1][0].get("error"), f"start {len(starts)}: {starts[-1][0]}")
     require_same("starts", len(starts), 1 if subject.world == 1 else 3)
     figures = {line["step"]: line for start in starts for line in start[0]["logged"]}
@@ -37,13 +42,13 @@ def a_step_that_does_not_fit_is_cut_smaller(subject: Subject) -> None:
     for name in ("loss", "grad_norm"):
         expected = [line[name] for line in straight[0]["logged"]]
         require_close(name, [line[name] for _, line in sorted(figures.items())], expected, 1e-6)
-    for rank, told in enumerate(straight):
+    for rank, reported in enumerate(straight):
         ids = [samples for start in starts for samples in start[rank]["ids"]]
-        require_same(f"samples of each step on rank {rank}", ids, told["ids"])
+        require_same(f"samples of each step on rank {rank}", ids, reported["ids"])
 
 
 def train(subject: Subject, **how: Any) -> list[dict[str, Any]]:
-    """What each rank tells of such a run; it saves after each step."""
+    """Train, saving after each step; return the record of each rank."""
     settings = {
         "steps": 6,
         "global_batch": ROWS * subject.world,

@@ -30,7 +30,7 @@ from .subject import Subject
 
 @check(stops=((1,), (3,), (2, 7), (1, 3, 4, 6, 8)))
 def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: Any) -> None:
-    """With dropout, resumed in mid-epoch, at its end, before and after its last, partial batch."""
+    """Resume, with dropout, in mid-epoch, at its end, before and after its last, partial batch."""
     with tempfile.TemporaryDirectory() as folder:
         straight = recorded(subject, **how)
         resumed = straight
@@ -42,7 +42,7 @@ def resumed_run_is_bit_exact(subject: Subject, stops: tuple[int, ...], **how: An
         require(exact is None, f"resumed at {stops}: {exact}")
     else:
         require(exact is not None, "exact_resume is not declared, and the run was bit-exact")
-        losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
+        losses = [[line["loss"] for line in reported["logged"]] for reported in (resumed, straight)]
         require_close("loss after resuming", losses[0], losses[1][-len(losses[0]) :], 1e-5)
 
 
@@ -51,8 +51,9 @@ COUNTING = "drivetrain.conformance.optimizers.Counting"
 
 @check()
 def an_optimizer_that_counts_resumes_exactly(subject: Subject) -> Refused | None:
-    """What it counts in its groups, its lists and its None are saved, and restored by any driver
-    as they were."""
+    """Require that an optimizer's counts in groups, its lists and its None are saved, and that any
+    driver restores them unchanged.
+    """
     if refused := refuses_optimizer(subject, "Counting"):
         return refused
     problem = problem_for(subject, "dropout")
@@ -76,15 +77,20 @@ def an_optimizer_that_counts_resumes_exactly(subject: Subject) -> Refused | None
 
 @check()
 def resumed_run_of_three_ranks_is_bit_exact(subject: Subject) -> None:
-    """The sum of three numbers depends on their order, that of two does not. With buffers that
-    each rank fills from its own samples, and an evaluation that reads them."""
+    """Resume on three ranks, since only a sum of three or more numbers depends on their order. Each
+    rank fills buffers from its own samples, an evaluation reads them, and the global batch still
+    grows.
+    """
     wide = subject.at(3) if subject.can("multi_process") else subject
-    resumed_run_is_bit_exact(wide, (3,), problem="normalised", evaluate=[11])
+    growing = {"data.batch_warmup": 5, "data.batch_warmup_from": 4}
+    resumed_run_is_bit_exact(wide, (3,), problem="normalised", evaluate=[11], settings=growing)
 
 
 @check()
 def a_parameter_of_no_dimension_moves_between_drivers(subject: Subject) -> None:
-    """It and its moments are saved once, and restored by another driver as they were."""
+    """Require that a 0-d parameter and its moments are saved once, and that any driver restores
+    them unchanged.
+    """
     problem = problem_for(subject, "scaled")
     source = recorded(subject, problem=problem)["checkpoint"]
     stored = read_all(CheckpointReader(source))
@@ -97,20 +103,22 @@ def a_parameter_of_no_dimension_moves_between_drivers(subject: Subject) -> None:
 
 @check()
 def resumed_run_with_data_workers_is_bit_exact(subject: Subject) -> None:
-    """What was fetched ahead of the checkpoint is fetched again."""
+    """Require that samples which workers had fetched ahead of the checkpoint are fetched again."""
     resumed_run_is_bit_exact(subject, (4,), workers=2)
 
 
 @check()
 def a_run_that_saves_behind_training_is_bit_exact(subject: Subject) -> None:
-    """What is saved is the state of a step, though later steps change it meanwhile."""
+    """Require that a background save holds the state of its step, though later steps change the
+    state while it is written.
+    """
     with tempfile.TemporaryDirectory() as folder:
         straight = recorded(subject)["checkpoint"]
-        behind = record(subject, f"{folder}/behind", behind=True)["checkpoint"]
+        background = record(subject, f"{folder}/background", background=True)["checkpoint"]
         for step in range(1, STEPS + 1):
             stored, expected = (
                 read_all(CheckpointReader(last.replace(f"{STEPS:06}", f"{step:06}")))
-                for last in (behind, straight)
+                for last in (background, straight)
             )
             for kind in KINDS:
                 require_same_bits(f"{kind} of step {step}", stored[kind], expected[kind])
@@ -118,7 +126,7 @@ def a_run_that_saves_behind_training_is_bit_exact(subject: Subject) -> None:
 
 @check(direction=("to", "from"))
 def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str) -> None:
-    """Weights and moments bit-equal, the next losses agree, the samples are the same."""
+    """Require bit-equal weights and moments, the same samples, and next losses that agree."""
     problem = problem_for(subject, "language")
     for peer in subject.peers:
         writer, reader = (subject, peer) if direction == "to" else (peer, subject)
@@ -134,24 +142,26 @@ def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str
             resumed = record(reader, f"{folder}/on", problem=problem, resume=source)
         what = f"written by {writer}, resumed by {reader}"
         require_same(f"samples of each step, {what}", resumed["ids"], straight["ids"][4:])
-        losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
+        losses = [[line["loss"] for line in reported["logged"]] for reported in (resumed, straight)]
         require_close(f"next loss, {what}", losses[0][:1], losses[1][4:5], 1e-6)
         require_close(f"losses, {what}", losses[0], losses[1][4:], 1e-5)
 
 
 @check()
 def a_checkpoint_is_what_plain_torch_reads(subject: Subject) -> None:
-    """Evaluated in plain PyTorch, the stored weights give the metrics of the run."""
+    """Evaluate the stored weights in plain PyTorch, and compare with the metrics of the run."""
     problem = problem_for(subject, "language")
-    told = recorded(subject, problem=problem, evaluate=[11])
-    weights = read_all(CheckpointReader(told["checkpoint"]))["weights"]
+    reported = recorded(subject, problem=problem, evaluate=[11])
+    weights = read_all(CheckpointReader(reported["checkpoint"]))["weights"]
     expected = oracle.evaluate(problem, weights, 11)["loss"]
-    require_close("loss", [told["evaluated"][-1]["metrics"]["loss"]], [expected], 1e-6)
+    require_close("loss", [reported["evaluated"][-1]["metrics"]["loss"]], [expected], 1e-6)
 
 
 @check()
 def tied_weights_stay_tied(subject: Subject) -> None:
-    """They are stored once, and one parameter still after an update of the restored model."""
+    """Require that tied weights are stored once, and are one parameter after an update of the
+    restored model.
+    """
     problem = problem_for(subject, "language")
     source = recorded(subject, problem=problem)["checkpoint"]
     stored = CheckpointReader(source).names("weights")
@@ -170,7 +180,7 @@ def tied_weights_stay_tied(subject: Subject) -> None:
 
 @check()
 def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
-    """`full_params` on every rank, and the shards of all ranks together."""
+    """Compare `full_params` on every rank with the shards of all ranks together."""
     problem = problem_for(subject, "language")
     source = recorded(subject, problem=problem)["checkpoint"]
     ranks = subject.run(restore, problem=problem, source=source, updates=True)
@@ -184,7 +194,7 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
 
 @check()
 def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
-    """`CheckpointMismatch`, and weights and optimizer are as they were."""
+    """Require `CheckpointMismatch`, and weights and optimizer as they were."""
     source = recorded(subject, problem="language")["checkpoint"]
     other = problem_for(subject, "regression")
     for rank in subject.run(refuse, problem=other, source=source, optimizer="AdamW"):
@@ -193,8 +203,9 @@ def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
 
 @check(optimizer=("SGD", "Adagrad"))
 def another_optimizer_is_refused_before_anything_changes(subject: Subject, optimizer: str) -> None:
-    """`CheckpointMismatch` for AdamW's state, which one of them would ignore, and the other fail
-    on; and weights and optimizer are as they were."""
+    """Require `CheckpointMismatch` for AdamW's state, and weights and optimizer as they were. SGD
+    would ignore that state, and Adagrad would fail on it.
+    """
     problem = problem_for(subject, "regression")
     source = recorded(subject, problem=problem)["checkpoint"]
     for rank in subject.run(refuse, problem=problem, source=source, optimizer=optimizer):
@@ -207,12 +218,12 @@ DAMAGE = {
     "no number": "CheckpointDamaged",
     "of nobody": "CheckpointMismatch",
 }
-"""What may be wrong with an entry of the optimizer's state, and the error that names it."""
+"""Kind of damage to an entry of the optimizer's state -> the error that names the entry."""
 
 
 @check()
 def a_damaged_optimizer_state_is_refused_before_anything_changes(subject: Subject) -> None:
-    """The error names the entry, and weights and optimizer are as they were."""
+    """Require that the error names the entry, and weights and optimizer are as they were."""
     problem = problem_for(subject, "regression")
     source = recorded(subject, problem=problem)["checkpoint"]
     ranks = subject.run(
@@ -223,19 +234,20 @@ def a_damaged_optimizer_state_is_refused_before_anything_changes(subject: Subjec
             require_refused(f"an entry that is {damage}", rank[damage], error, "4.weight")
 
 
-def require_refused(what: str, told: Mapping[str, Any], error: str, named: str) -> None:
-    require_same(f"error for {what}", told["error"], error)
-    require(named in told["message"], f"the error for {what} does not name {named}: {told}")
+def require_refused(what: str, reported: Mapping[str, Any], error: str, named: str) -> None:
+    require_same(f"error for {what}", reported["error"], error)
+    require(named in reported["message"], f"the error for {what} does not name {named}: {reported}")
     require(
-        told["unchanged"],
+        reported["unchanged"],
         f"restore refused {what}, and had changed weights or optimizer by then",
     )
 
 
 @check(optimizer=("AdamW", "Adagrad"))
 def weights_alone_can_be_restored(subject: Subject, optimizer: str) -> None:
-    """Of a checkpoint without optimizer tensors the weights are taken, and the optimizer, which has
-    stepped, is as it was when it was built."""
+    """Require that the weights of a checkpoint without optimizer tensors are restored. The
+    optimizer, which has stepped, returns to its initial state.
+    """
     problem = problem_for(subject, "language")
     source = recorded(subject, problem=problem)["checkpoint"]
     stored = read_all(CheckpointReader(source))

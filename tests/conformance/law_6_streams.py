@@ -1,4 +1,4 @@
-"""Law 6, for data that can only be read from the front: it resumes exactly, on any world size."""
+"""Law 6, streams. Data that can only be read from the front resumes exactly, on any world size."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ IN_ORDER = [list(range(start, min(start + 8, SAMPLES))) for start in range(0, SA
 
 @check(data=("stream", "stateful"), stops=((3,), (1, 2, 4, 5, 7)))
 def resumed_stream_is_bit_exact(subject: Subject, data: str, stops: tuple[int, ...]) -> None:
-    """By its own state, or by reading again; in mid-epoch, at its end and after it."""
+    """Resume by the stream's own state, or by reading again, in mid-epoch, at and after its end."""
     law_6_resume.resumed_run_is_bit_exact(subject, stops, data=data)
 
 
 @check()
 def a_stream_read_by_a_worker_resumes(subject: Subject) -> None:
-    """What was read ahead of the checkpoint is read again."""
+    """Require that samples which the worker had read ahead of the checkpoint are read again."""
     law_6_resume.resumed_run_is_bit_exact(subject, (4,), data="stateful", workers=1)
 
 
 @check()
 def a_stream_keeps_its_order_on_any_world_size(subject: Subject) -> None:
-    """The samples of each update are the next ones of the stream, before and after resuming."""
+    """Require that each update takes the next samples of the stream, before and after resuming."""
     problem = problem_for(subject, "language")
     for peer in subject.peers:
         with tempfile.TemporaryDirectory() as folder:
@@ -40,5 +40,5 @@ def a_stream_keeps_its_order_on_any_world_size(subject: Subject) -> None:
         expected = [IN_ORDER[step % len(IN_ORDER)] for step in range(STEPS)]
         require_same(f"samples of each step on {subject}", straight["ids"], expected)
         require_same(f"samples of each step, resumed on {peer}", resumed["ids"], expected[4:])
-        losses = [[line["loss"] for line in told["logged"]] for told in (resumed, straight)]
+        losses = [[line["loss"] for line in reported["logged"]] for reported in (resumed, straight)]
         require_close(f"losses, resumed on {peer}", losses[0], losses[1][4:], 1e-5)

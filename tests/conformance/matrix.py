@@ -1,4 +1,4 @@
-"""Who resumes whom: every driver and world size, from every other's checkpoint, as a page::
+"""Matrix of who resumes whom: every driver and world size, from every other's checkpoint.
 
 python -m drivetrain.conformance.matrix --report DIR NAME[:PROCESSES][,OPTION=VALUE ...] ...
 """
@@ -24,7 +24,7 @@ __all__ = ["crossings", "main", "make_page", "parse_subject", "write_page"]
 
 
 def parse_subject(text: str, python: str | None = None) -> Subject:
-    """`NAME[:PROCESSES][,OPTION=VALUE ...]`."""
+    """Parse `NAME[:PROCESSES][,OPTION=VALUE ...]`."""
     head, *options = text.split(",")
     name, _, processes = head.partition(":")
     chosen = dict(option.split("=", 1) for option in options)
@@ -34,8 +34,9 @@ def parse_subject(text: str, python: str | None = None) -> Subject:
 def crossings(
     subjects: Sequence[Subject], folder: str, trainings: Sequence[str] | None = None
 ) -> Iterator[Crossing]:
-    """All pairs in these trainings, by default in all; checkpoints are kept in `folder` until the
-    last is done."""
+    """Try all pairs in these trainings, by default in all; checkpoints are kept in `folder` until
+    the last is done.
+    """
     trainings = [*TRAININGS] if trainings is None else trainings
     saved: dict[tuple[Subject, str], Saved] = {}
     refused: dict[tuple[Subject, str], str] = {}
@@ -57,7 +58,7 @@ def crossings(
 
 
 def write_page(folder: Path, found: Sequence[Crossing], name: str = "matrix") -> None:
-    """`NAME.csv`, and `NAME.html` with a heat map for each training."""
+    """Write `NAME.csv`, and `NAME.html` with a heat map for each training."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [column.name for column in fields(Crossing)])
@@ -99,7 +100,9 @@ def _cell(each: Crossing, bound: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The page over all pairs of the drivers on the command line; 1 if one is broken."""
+    """Write the page over all pairs of the drivers on the command line; return 1 if a pair is
+    broken.
+    """
     parser = argparse.ArgumentParser(prog="python -m drivetrain.conformance.matrix")
     parser.add_argument("subjects", nargs="+", metavar="NAME[:PROCESSES][,OPTION=VALUE]")
     parser.add_argument("--report", type=Path, required=True, help="folder of the page")
@@ -115,7 +118,7 @@ def make_page(
     name: str = "matrix",
     trainings: Sequence[str] | None = None,
 ) -> int:
-    """Try all pairs and write their page; 1 if one is broken."""
+    """Try all pairs and write their page; return 1 if a pair is broken."""
     found = []
     with tempfile.TemporaryDirectory() as checkpoints:
         for each in crossings(subjects, checkpoints, trainings):

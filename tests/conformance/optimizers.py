@@ -12,17 +12,29 @@ __all__ = ["Counting", "Estimating", "optimizer_class"]
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in its groups, as schedule-free optimizers do, and moves by the mean of the
-    last two gradients, of which it keeps a list."""
+    """Counts its steps in its groups, as schedule-free optimizers do, and in an attribute that its
+    `state_dict` adds, as Lookahead does. Moves by the mean of the last two gradients, and keeps
+    them in a list.
+    """
+
+    turns = 0
 
     def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0, "started": False})
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "turns": self.turns}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.turns = state_dict["turns"]
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.turns = (self.turns + 1) % 3
         for group in self.param_groups:
             group["k"] += 1
-            group["weight_sum"] += 1.0 / group["k"]
+            group["weight_sum"] += (1.0 + self.turns) / group["k"]
             group["started"] = True
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -57,6 +69,6 @@ class Estimating(torch.optim.Optimizer):
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """One of these, or of torch's."""
+    """Return one of these optimizers, or one of torch's."""
     own: dict[str, type[torch.optim.Optimizer]] = {"Counting": Counting, "Estimating": Estimating}
     return own.get(name) or getattr(torch.optim, name)

@@ -1,6 +1,6 @@
-"""What is right: the same training in plain PyTorch, one process, float64, nothing of drivetrain.
+"""Right results: the same training in plain PyTorch, one process, float64, without drivetrain.
 
-Each global batch is one forward, its loss is the sum over the batch divided by its items.
+Each global batch is one forward; its loss is the sum over the batch divided by its items.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Trained", "evaluate", "outputs", "train"]
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it: one loss and norm an update, and weights and buffers at the end."""
+    """Results of a training: one loss and norm an update, and weights and buffers at the end."""
 
     losses: list[float]
     norms: list[float]
@@ -28,7 +28,9 @@ class Trained:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """The driver's processes need the cores, and nothing here is large."""
+    """Run the block on one thread: the driver's processes need the cores, and nothing here is
+    large.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -45,8 +47,9 @@ def train(
     rates: Sequence[float],
     optimizer: type[torch.optim.Optimizer],
     max_grad_norm: float | None = None,
+    max_grad_value: float | None = None,
 ) -> Trained:
-    """One update on each group of samples, from the given weights on."""
+    """Do one update on each group of samples, starting from the given weights."""
     model, measure = load(problem, weights).train(), PROBLEMS[problem].measure
     updater = optimizer(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     losses, norms = [], []
@@ -56,6 +59,8 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         largest = float("inf") if max_grad_norm is None else max_grad_norm
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), largest)))
+        if max_grad_value is not None:
+            nn.utils.clip_grad_value_(model.parameters(), max_grad_value)
         losses.append(float(loss.detach()))
         for parameters in updater.param_groups:
             parameters["lr"] = rate
@@ -78,7 +83,7 @@ def evaluate(problem: str, weights: Mapping[str, Tensor], size: int) -> dict[str
 
 @one_thread()
 def outputs(problem: str, weights: Mapping[str, Tensor], size: int) -> Tensor:
-    """What the model gives for the first `size` samples."""
+    """Return the model's outputs for the first `size` samples."""
     with torch.no_grad():
         found: Tensor = load(problem, weights).eval()(batch_of(problem, range(size))["x"])
     return found

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ..kernel.errors import DrivetrainError
-from ..kernel.registry import known_backends
+from ..registry import known_backends
 from .cases import Case
 from .expected import expected
 from .harness import WorkerFailure
@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "a driver that cannot run here is reported and not an error",
     },
 }
-"""As argparse takes them."""
+"""Options of the plugin, with the arguments of argparse."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -155,7 +155,9 @@ class Ledger:
             for result in run.results:
                 if result["status"] == "failed":
                     terminalreporter.write_line(broken(result))
-            told = ", ".join(f"{count} {status}" for status, count in run.counts.items() if count)
-            terminalreporter.write_line(f"{run.title}: {told}")
+            summary = ", ".join(
+                f"{count} {status}" for status, count in run.counts.items() if count
+            )
+            terminalreporter.write_line(f"{run.title}: {summary}")
         if self.runs and (folder := self.config.getoption("report")) is not None:
             terminalreporter.write_line(f"report: {folder / 'index.html'}")

@@ -1,4 +1,4 @@
-"""Where the ranks of a test meet."""
+"""Ports on which the ranks of a test meet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from itertools import cycle, islice
 
 SHARE = 100
 STARTS = range(10_000, 30_000, SHARE)
-"""Below the ports that systems give to outgoing connections, of which ranks make many."""
+"""Ports below those that systems give to outgoing connections, of which ranks make many."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that nobody takes before it is used: this process is the
-    only one that gives it away. Raises `OSError` when there is none."""
+    """Return a port on which no process listens. Until it is used, nobody else takes it: this
+    process alone gives away the ports of its share. Raises `OSError` when there is none.
+    """
     _, ports = _own_share()
     for port in islice(ports, SHARE):
         with socket.socket() as probe, suppress(OSError):
@@ -28,7 +29,9 @@ def free_port() -> int:
 
 @cache
 def _own_share() -> tuple[socket.socket, Iterator[int]]:
-    """The socket that says that this share of the ports has an owner, and its other ports."""
+    """Bind the first port of a free share, which marks the share as owned. Return that socket and
+    the other ports of the share.
+    """
     mine = os.getpid() % len(STARTS)
     for first in (*STARTS[mine:], *STARTS[:mine]):
         owner = socket.socket()

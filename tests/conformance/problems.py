@@ -27,7 +27,7 @@ class Samples:
     problem: str
     size: int
     poison: int | None = None
-    """The first input of this sample is not a number."""
+    """Index of a sample whose first input is not a number."""
 
     def __len__(self) -> int:
         return self.size
@@ -51,7 +51,7 @@ class Stream:
 
 @dataclass
 class StatefulStream(Stream):
-    """One that can go on where it was."""
+    """A stream that can resume at its last position."""
 
     at: int = 0
 
@@ -76,34 +76,35 @@ KINDS_OF_DATA: dict[str, Callable[[Samples], Any]] = {
 
 
 def collate(samples: list[Sample]) -> Sample:
-    """Stacked; what the samples are made of has one size within a problem."""
+    """Stack the tensors of the samples, which have one size within a problem."""
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A model, how a sample is drawn, and what is measured; sums over the batch, all of them."""
+    """A model, a source of samples, and measures, all of which are sums over the batch."""
 
     model: Callable[[], nn.Module]
     sample: Callable[[torch.Generator], Sample]
     measure: Callable[[nn.Module, Sample], dict[str, Tensor]]
-    """The `loss` among others."""
+    """Returns the `loss`, and other sums."""
     count_items: Callable[[Sample], int] | None = None
     trained_layer: str = "Linear"
     """Class name of a submodule whose activations can be recomputed."""
     parallel: Parallel = field(default_factory=Parallel)
-    """For drivers that cut layers or sequences."""
+    """Partition plan, for drivers that partition layers or sequences."""
     stand_in: str | None = None
-    """The problem that is taken where a driver cannot cut this one: one that has layers, sequences
-    and experts to cut, as its own stand-in has."""
+    """Problem to use where a driver's options cannot partition this one: one that has layers,
+    sequences and experts.
+    """
 
     def draw(self, index: int) -> Sample:
-        """The sample of that index, which it carries as `id`."""
+        """Return the sample of that index, which it carries as `id`."""
         generator = torch.Generator().manual_seed(1000 + index)
         return {"id": torch.tensor(index), **self.sample(generator)}
 
     def batch(self, indices: Iterable[int]) -> Sample:
-        """These samples."""
+        """Return the batch of these samples."""
         return collate([self.draw(index) for index in indices])
 
     def loss(self, module: nn.Module, batch: Sample) -> Tensor:
@@ -113,7 +114,7 @@ class Problem:
         return len(batch["id"]) if self.count_items is None else self.count_items(batch)
 
     def recipe(self, **parts: Any) -> Recipe:
-        """What a driver is given to prepare; `parts` replace what is there by default."""
+        """Build the recipe for a driver; `parts` replace its defaults."""
         defaults: dict[str, Any] = {
             "model": self.model,
             "loss": self.loss,
@@ -127,7 +128,7 @@ class Problem:
 
 
 def summarise(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The mean loss; of all else the sums themselves, so that a sample too many shows."""
+    """Return the mean loss, and the sums of all other measures, so that a sample too many shows."""
     flat = {
         f"{name}[{index}]" if value.dim() else name: float(figure)
         for name, value in sums.items()
@@ -137,7 +138,7 @@ def summarise(sums: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def at_least_float32(output: Tensor) -> Tensor:
-    """Losses are summed in the precision of the oracle, or in float32 after a lower one."""
+    """Cast outputs below float32: losses are summed in float32, or in the oracle's float64."""
     return output if output.dtype == torch.float64 else output.float()
 
 
@@ -195,7 +196,7 @@ DECODER = Parallel(
     sequence={"x": 1, "y": 1},
     positions="positions",
 )
-"""How the parts that both have are cut."""
+"""Partition plan of the layers that both models have."""
 
 
 # --- classification: convolutions, and metrics besides the loss -------------------------------
@@ -229,19 +230,25 @@ def classification_measure(module: nn.Module, batch: Sample) -> dict[str, Tensor
 
 
 class Dropout(nn.Module):
-    """Regression with dropout; it counts its forwards in training."""
+    """Regression with dropout, which counts its forwards in training. One weight lies column by
+    column in memory, like weights in `channels_last`.
+    """
 
     num_forwards: Tensor
+    sides: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Dropout(0.3), nn.Linear(32, 3))
+        weight = self.body.get_parameter("0.weight")
+        weight.data = weight.data.t().contiguous().t()
         self.register_buffer("num_forwards", torch.zeros(()))
+        self.register_buffer("sides", torch.ones(1).expand(3))  # all elements are one in memory
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.num_forwards += 1
-        y: Tensor = self.body(x)
+        y: Tensor = self.body(x) * self.sides
         return y
 
 
@@ -249,8 +256,9 @@ class Dropout(nn.Module):
 
 
 class Normalised(nn.Module):
-    """Regression with batch normalisation; its layers are registered in another order than they are
-    used in."""
+    """Regression with batch normalisation, whose layers are not registered in the order of their
+    use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +279,7 @@ class Normalised(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Regression with a scale that is learnt, as that of logits often is."""
+    """Regression with a learnt scale, like the scale of logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +295,7 @@ class Scaled(nn.Module):
 
 
 def inside(name: str, parallel: Parallel) -> Parallel:
-    """How a model is cut that is a submodule of that name."""
+    """Return the partition plan of a model for the case that it is a submodule of that name."""
     return replace(
         parallel,
         tensor={f"{name}.{pattern}": how for pattern, how in parallel.tensor.items()},
@@ -298,8 +306,9 @@ def inside(name: str, parallel: Parallel) -> Parallel:
 
 
 def in_parts(problem: Problem, width: int) -> Problem:
-    """The same in sequences of two positions, with experts behind a model whose outputs are of
-    that width."""
+    """Return the problem on sequences of two positions, with experts after its model, whose outputs
+    have that width.
+    """
     return replace(
         problem,
         model=lambda: InParts(problem.model(), width),
@@ -368,7 +377,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
 }
 WIDTHS = {"regression": 3, "classification": CLASSES, "dropout": 3, "scaled": 3}
-"""Of their outputs."""
+"""Width of each problem's outputs."""
 PROBLEMS |= {f"{name} in parts": in_parts(PROBLEMS[name], width) for name, width in WIDTHS.items()}
 PROBLEMS["language in parts"] = replace(
     PROBLEMS["mixture"],

@@ -1,5 +1,6 @@
-"""An ability that is not declared must be refused by name, and nothing started (law 7). So must a
-model that cannot be cut as a driver's options ask for."""
+"""Refusals (law 7): of an ability that is not declared, and of a model that a driver's options
+cannot partition. Both are refused by name, before anything is started.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ __all__ = ["ask", "problem_for", "refuses", "refuses_optimizer", "refuses_precis
 
 
 def ask(bench: Bench, *, problem: str, settings: dict[str, Any]) -> dict[str, str] | None:
-    """A job: train with these settings; how that was refused, or None."""
+    """Job that trains with these settings; returns the refusal, or None."""
     recipe = PROBLEMS[problem].recipe(train_data=Samples(problem, 8))
     try:
         bench.fit(recipe, {"steps": 1, "global_batch": 8, **settings})
@@ -39,8 +40,9 @@ def refuses(
     settings: dict[str, Any],
     world: int | None = None,
 ) -> Refused:
-    """Every rank refuses in the same words, which say `what`, and names the field of
-    `Capabilities`. Raises `LawBroken` otherwise.
+    """Require that every rank refuses in the same words, which contain `what` and name the driver.
+    `capability`: the field of `Capabilities` that the refusal must carry. Raises `LawBroken`
+    otherwise.
     """
     problem = problem_for(subject, "regression")
     first, *others = subject.run(ask, world=world, problem=problem, settings=settings)
@@ -56,7 +58,7 @@ def refuses(
 
 
 def preparing(bench: Bench, *, problem: str) -> str:
-    """A job: how the model of a problem is refused; nothing where it is taken."""
+    """Job that returns the words in which the model of a problem is refused, or an empty string."""
     with bench.open() as session:
         try:
             session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called("SGD")))
@@ -67,45 +69,52 @@ def preparing(bench: Bench, *, problem: str) -> str:
 
 @functools.cache
 def refused_model(subject: Subject, problem: str) -> str:
-    """How the model of a problem is refused, which each rank does in the same words, naming an
-    option that was set; nothing where it is taken, as each must be by the defaults."""
+    """Return the words in which the model of a problem is refused, or an empty string. Each rank
+    must refuse in the same words, and name an option that was set. Default options must not refuse.
+    """
     if not subject.options:
         return ""
-    told, *others = subject.run(preparing, problem=problem)
-    require_same(f"how ranks refuse the model of {problem!r}", others, [told] * len(others))
-    named = any(f"backend.{name}" in told for name in subject.options)
-    require(named or not told, f"the model of {problem!r} is refused, and no option named: {told}")
-    return told
+    reported, *others = subject.run(preparing, problem=problem)
+    require_same(f"how ranks refuse the model of {problem!r}", others, [reported] * len(others))
+    named = any(f"backend.{name}" in reported for name in subject.options)
+    require(
+        named or not reported,
+        f"the model of {problem!r} is refused, and no option named: {reported}",
+    )
+    return reported
 
 
 def problem_for(subject: Subject, problem: str) -> str:
-    """The problem, or where the driver's options refuse its model, the one that stands in for it.
-    Raises `ModelRefused` where none does, and `LawBroken` where that is refused, too: a driver
-    that refused all would have proved nothing."""
-    told = refused_model(subject, problem)
+    """Return the problem, or its stand-in where the driver's options refuse its model. Raises
+    `ModelRefused` where there is no stand-in, and `LawBroken` where the stand-in is refused, too: a
+    driver that refused all would have proved nothing.
+    """
+    reported = refused_model(subject, problem)
     stand_in = PROBLEMS[problem].stand_in
-    if not told:
+    if not reported:
         return problem
     if stand_in is None:
-        raise ModelRefused(told)
+        raise ModelRefused(reported)
     refused = refused_model(subject, stand_in)
     require(not refused, f"{stand_in!r} has layers, sequences and experts to cut, but {refused}")
-    subject.stand_ins[problem] = f"{stand_in}: {told}"
+    subject.stand_ins[problem] = f"{stand_in}: {reported}"
     return stand_in
 
 
 def refuses_optimizer(subject: Subject, optimizer: str) -> Refused | None:
-    """One that a driver cannot step is named, on every rank and before the first step."""
+    """Return the refusal of an optimizer that the driver cannot step, or None. It must name the
+    optimizer before the first step.
+    """
     problem = problem_for(subject, "regression")
-    for told in subject.run(preparing_optimizer, problem=problem, optimizer=optimizer):
-        if told:
-            require(optimizer in told, f"{optimizer} is refused without its name: {told}")
-            return Refused(told)
+    for reported in subject.run(preparing_optimizer, problem=problem, optimizer=optimizer):
+        if reported:
+            require(optimizer in reported, f"{optimizer} is refused without its name: {reported}")
+            return Refused(reported)
     return None
 
 
 def preparing_optimizer(bench: Bench, *, problem: str, optimizer: str) -> str:
-    """A job: how an optimizer is refused; nothing where it is taken."""
+    """Job that returns the words in which an optimizer is refused, or an empty string."""
     recipe = PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer))
     try:
         with bench.open() as session:
@@ -116,5 +125,5 @@ def preparing_optimizer(bench: Bench, *, problem: str, optimizer: str) -> str:
 
 
 def refuses_precision(subject: Subject, precision: str) -> Refused:
-    """The precision is not declared."""
+    """Require the refusal of a precision that is not declared."""
     return refuses(subject, "precisions", precision, {"precision": precision})

@@ -28,8 +28,9 @@ RATES = {"SGD": 0.05, "AdamW": 0.01, "Counting": 0.05, "Estimating": 0.5}
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the driver did, and what the oracle does from the same initial weights on the updates
-    that were applied."""
+    """The driver's results, and the oracle's from the same initial weights, over the updates that
+    were applied.
+    """
 
     problem: str
     groups: list[list[int]]
@@ -37,24 +38,25 @@ class Rehearsal:
     optimizer: str
     max_grad_norm: float | None
     ranks: list[dict[str, Any]]
+    max_grad_value: float | None = None
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss an item, of each update."""
+        """Mean loss an item of each update."""
         return list(self.ranks[0]["losses"])
 
     @property
     def applied(self) -> list[bool]:
-        """Whether it changed the weights."""
+        """For each update, whether it changed the weights."""
         return list(self.ranks[0]["applied"])
 
     @property
     def norms(self) -> list[Tensor]:
-        """`Outcome.grad_norm`, of each update."""
+        """`Outcome.grad_norm` of each update."""
         return list(self.ranks[0]["norms"])
 
     def state(self, when: str) -> State:
-        """`initial`, `final` or, for watched steps, `after N`."""
+        """Return the state at `initial`, `final` or, for watched steps, `after N`."""
         return assemble([rank["states"][when] for rank in self.ranks])
 
     @cached_property
@@ -67,15 +69,18 @@ class Rehearsal:
             [self.rates[step] for step in done],
             optimizer_class(self.optimizer),
             self.max_grad_norm,
+            self.max_grad_value,
         )
 
     def require_losses(self, relative: float) -> None:
-        """Of the applied updates."""
+        """Compare the losses of the applied updates with the oracle's."""
         done = [loss for loss, applied in zip(self.losses, self.applied, strict=True) if applied]
         require_close("loss of update", done, self.expected.losses, relative)
 
     def require_weights(self, relative: float) -> None:
-        """The length of the difference, of each tensor, relative to that of the tensor."""
+        """Compare the final weights with the oracle's. The deviation of a tensor is the length of
+        the difference relative to the length of the expected tensor.
+        """
         final = self.state("final")["weights"]
         for name, expected in self.expected.weights.items():
             deviation = float((final[name].double() - expected).norm() / expected.double().norm())
@@ -85,7 +90,9 @@ class Rehearsal:
             )
 
     def require_norms(self, relative: float) -> None:
-        """Each is a 0-d float32 tensor, the same bits on all ranks, near the oracle's."""
+        """Require norms that are 0-d float32 tensors, the same bits on all ranks, near the
+        oracle's.
+        """
         for norm in self.norms:
             form = f"{norm.dtype}{tuple(norm.shape)}"
             require(
@@ -100,13 +107,13 @@ class Rehearsal:
         require_close("grad_norm of update", done, self.expected.norms, relative)
 
     def require_one_process(self) -> None:
-        """All of it is as one process has it."""
+        """Require the losses, weights and norms of one process."""
         self.require_losses(1e-6)
         self.require_weights(1e-6)
         self.require_norms(1e-5)
 
     def require_lower_precision(self) -> None:
-        """Rounding to 8 or 11 bits shows in the losses."""
+        """Require losses that show rounding to 8 or 11 bits."""
         pairs = zip(self.losses, self.expected.losses, strict=False)
         largest = max(abs(a - e) / abs(e) for a, e in pairs)
         require(
@@ -125,14 +132,16 @@ def rehearse(
     rates: Sequence[float] | None = None,
     **arguments: Any,
 ) -> Rehearsal:
-    """Train on ragged groups of samples, of that problem or its stand-in; `arguments` are those of
-    the job and settings."""
+    """Train on ragged groups of samples of the problem, or of its stand-in. `arguments`: further
+    arguments of the job `train`, settings included.
+    """
     problem, groups = problem_for(subject, problem), groups or consecutive(steps)
     rates = list(rates or [RATES[optimizer]] * len(groups))
     ranks = subject.run(
         train, problem=problem, groups=groups, rates=rates, optimizer=optimizer, **arguments
     )
-    return Rehearsal(problem, groups, rates, optimizer, arguments.get("max_grad_norm"), ranks)
+    limits = [arguments.get(name) for name in ("max_grad_norm", "max_grad_value")]
+    return Rehearsal(problem, groups, rates, optimizer, limits[0], ranks, limits[1])
 
 
 def consecutive(steps: int) -> list[list[int]]:

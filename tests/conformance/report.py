@@ -23,11 +23,11 @@ STATUSES = ("passed", "refused", "failed", "unavailable")
 
 @dataclass
 class Run:
-    """What came of one driver in one world with one set of options."""
+    """Results of one driver in one world with one set of options."""
 
     subject: dict[str, Any]
     laws: dict[str, str] = field(default_factory=dict)
-    """What each law says."""
+    """Law -> its text."""
     results: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """A file name; equal for runs that replace each other."""
+        """The run's file name; equal for runs that replace each other."""
         return re.sub(r"[^A-Za-z0-9.=_-]+", "-", self.title).lower()
 
     @property

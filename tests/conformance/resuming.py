@@ -46,13 +46,14 @@ def record(
     out: str,
     workers: int = 0,
     *,
-    behind: bool = False,
+    background: bool = False,
     problem: str = "dropout",
     settings: Mapping[str, Any] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A run to the end that saves after each step; `ids` are those of all ranks, `shown` the
-    weights and buffers on each, and `state` is the content of its last checkpoint."""
+    """Record a run to the end that saves after each step. `ids` are the samples of all ranks,
+    `shown` the weights and buffers on each rank, and `state` the content of the last checkpoint.
+    """
     ranks = subject.run(
         run,
         problem=problem_for(subject, problem),
@@ -60,7 +61,7 @@ def record(
         settings={
             **SETTINGS,
             "data.workers": workers,
-            "checkpoint.behind": behind,
+            "checkpoint.background": background,
             **(settings or {}),
         },
         out=out,
@@ -79,8 +80,7 @@ _recorded: dict[tuple[Subject, str], dict[str, Any]] = {}
 
 
 def recorded(subject: Subject, **how: Any) -> dict[str, Any]:
-    """Such a run, whose folder is kept for whoever reads it next: to train costs more than what is
-    asked of it afterwards."""
+    """Record a run once, and keep its folder for other checks: training costs more than they do."""
     key = subject, json.dumps(how, sort_keys=True)
     if key not in _recorded:
         folder = tempfile.mkdtemp(prefix="drivetrain-recorded-")
@@ -90,18 +90,22 @@ def recorded(subject: Subject, **how: Any) -> dict[str, Any]:
 
 
 def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) -> str | None:
-    """What differs in the last steps, or in any bit of the state at the end; None if nothing."""
+    """Describe the first difference in the last steps, or in the bits of the final state; None
+    without one.
+    """
     figures = ("loss", "grad_norm", "learning_rate", "items", "samples")
     logs = [
-        [[line[name] for name in figures] for line in told["logged"][-last:]]
-        for told in (resumed, straight)
+        [[line[name] for name in figures] for line in reported["logged"][-last:]]
+        for reported in (resumed, straight)
     ]
     try:
         require_same("samples of each step", resumed["ids"], straight["ids"][-last:])
         require_same(f"logged {', '.join(figures)}", *logs)
         for kind in KINDS:
             require_same_bits(kind, resumed["state"][kind], straight["state"][kind])
-        metrics = [[told["metrics"] for told in run["evaluated"]] for run in (resumed, straight)]
+        metrics = [
+            [reported["metrics"] for reported in run["evaluated"]] for run in (resumed, straight)
+        ]
         require_same("metrics", *metrics)
         for number, shown in enumerate(zip(resumed["shown"], straight["shown"], strict=True)):
             require_same_bits(f"weights and buffers shown on rank {number}", *shown)
@@ -127,7 +131,7 @@ class WeightsAlone:
 
 
 class DamagedEntry(WeightsAlone):
-    """A `Reader` of a checkpoint in which one entry of AdamW's state is not as it should be."""
+    """A `Reader` of a checkpoint in which one entry of AdamW's state is damaged."""
 
     def __init__(self, reader: Reader, damage: str) -> None:
         super().__init__(reader)
@@ -165,8 +169,9 @@ class DamagedEntry(WeightsAlone):
 def refuse(
     bench: Bench, *, problem: str, source: str, optimizer: str, damage: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """A job: train a step, and try to restore what cannot be; the errors, and whether anything has
-    changed by then on this rank."""
+    """Job that trains a step, and tries to restore a checkpoint that must be refused. Returns the
+    errors, and whether this rank's state is unchanged.
+    """
     answers = {}
     with bench.open() as session:
         engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
@@ -174,17 +179,17 @@ def refuse(
         before = pieces(engine)
         reader = CheckpointReader(source)
         for name in damage or ("as it is",):
-            told = {"error": "none", "message": ""}
+            reported = {"error": "none", "message": ""}
             try:
                 engine.restore(DamagedEntry(reader, name) if damage else reader)
             except Exception as error:
-                told = {"error": type(error).__name__, "message": str(error)}
-            answers[name] = {**told, "unchanged": same_pieces(before, pieces(engine))}
+                reported = {"error": type(error).__name__, "message": str(error)}
+            answers[name] = {**reported, "unchanged": same_pieces(before, pieces(engine))}
     return answers
 
 
 def same_pieces(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    """Whether this rank would write the same."""
+    """Return True if both lists hold the same names, regions and bits."""
     a, b = (
         {(piece["kind"], piece["name"], str(piece["region"])): piece["tensor"] for piece in each}
         for each in (before, after)
@@ -193,13 +198,13 @@ def same_pieces(before: Sequence[Any], after: Sequence[Any]) -> bool:
 
 
 def update(session: Session, engine: Engine, problem: str) -> None:
-    """One, on four samples of each reader."""
+    """Do one update, on four samples of each reader."""
     world = session.world
     mine = list(range(world.reader_index, 4 * world.num_readers, world.num_readers))
-    chosen, dealt = PROBLEMS[problem], [(mine, True)]
-    batches = session.feed(microbatches(chosen, [dealt]))
+    chosen, planned = PROBLEMS[problem], [(mine, True)]
+    batches = session.feed(microbatches(chosen, [planned]))
     engine.module.train()
-    accumulate(session, engine, chosen, batches, dealt)
+    accumulate(session, engine, chosen, batches, planned)
     for group in engine.param_groups:
         group["lr"] = 0.01
     engine.update()
@@ -215,8 +220,9 @@ def restore(
     stepped: bool = False,
     optimizer: str = "AdamW",
 ) -> dict[str, Any]:
-    """A job: prepare, if asked for run one update, restore, if asked for run one more, and show
-    everything."""
+    """Job that prepares, restores, and returns all state. `stepped` runs an update before
+    restoring, `updates` one after it.
+    """
     with bench.open() as session:
         engine = session.prepare(PROBLEMS[problem].recipe(optimizer=optimizer_called(optimizer)))
         fresh = pieces(engine)

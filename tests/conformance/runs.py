@@ -18,7 +18,7 @@ __all__ = ["run"]
 
 
 class Recorder:
-    """An observer that keeps what a law may ask for."""
+    """An observer that keeps the events that laws ask for."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[dict[str, Any]]] = {"logged": [], "skipped": [], "evaluated": []}
@@ -51,12 +51,13 @@ def run(
     resume: str | None = None,
     room: int | None = None,
 ) -> dict[str, Any]:
-    """`fit`, with evaluation data sets of these sizes, on `data` of one of `KINDS_OF_DATA`; what
-    was logged, skipped and evaluated, the samples of each step on this rank, the checkpoint, and
-    the weights at the end.
+    """Job that calls `fit`, with evaluation data sets of the sizes `evaluate`, on `data`, a name in
+    `KINDS_OF_DATA`. Returns the events `logged`, `skipped` and `evaluated`, the samples of each
+    step on this rank, the checkpoint, and the weights at the end.
 
-    `room`: memory is for so many rows, which the third step finds out; `error` tells how that
-    ended the run, where it did."""
+    `room`: memory suffices for this many rows; the third step exceeds it. `error` is the message of
+    the error that ended the run for lack of memory, if any.
+    """
     chosen, recorder = PROBLEMS[problem], Recorder()
 
     def loss(module: nn.Module, batch: Sample) -> Tensor:

@@ -21,7 +21,7 @@ State = dict[str, dict[str, Tensor]]
 
 
 def pieces(engine: Engine) -> list[dict[str, Any]]:
-    """This rank's pieces as plain values, in a job."""
+    """Return this rank's pieces as plain values; for jobs."""
     return [
         {
             "kind": piece.kind,
@@ -36,15 +36,16 @@ def pieces(engine: Engine) -> list[dict[str, Any]]:
 
 
 def whole_weights(engine: Engine) -> dict[str, Tensor]:
-    """All weights as this rank shows them, by each of their names, in a job."""
+    """Return all whole weights on this rank, under each of their names; for jobs."""
     with engine.full_params() as module:
         named = list(module.named_parameters(remove_duplicate=False))
         return {name: tensor.detach().cpu().clone() for name, tensor in named}
 
 
 def assemble(ranks: Sequence[Iterable[dict[str, Any]]]) -> State:
-    """The whole tensors. Raises `LawBroken` unless the pieces of all ranks cover each element of
-    each tensor exactly once (law 6)."""
+    """Return the whole tensors. Raises `LawBroken` unless the pieces of all ranks cover each
+    element of each tensor exactly once (law 6).
+    """
     whole: dict[tuple[str, str], Tensor] = {}
     covered: dict[tuple[str, str], Tensor] = {}
     for piece in (piece for rank in ranks for piece in rank):
@@ -79,7 +80,7 @@ def part_of(whole: Tensor, piece: dict[str, Any]) -> Tensor:
 
 
 def read_all(reader: Reader) -> State:
-    """Everything that a checkpoint holds. Raises `LawBroken` when it cannot be read."""
+    """Return everything that a checkpoint holds. Raises `LawBroken` when it cannot be read."""
     try:
         return {
             kind: {name: reader.read(kind, name) for name in reader.names(kind)} for kind in KINDS

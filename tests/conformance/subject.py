@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Facts:
-    """What a driver says of itself before it runs."""
+    """Facts that a driver states before it runs."""
 
     name: str
     usable: bool
@@ -37,7 +37,7 @@ class Facts:
 
 
 def describe(bench: Bench) -> dict[str, Any]:
-    """A job: the facts."""
+    """Job that returns the facts."""
     probe = bench.driver.probe()
     capabilities = dict(vars(bench.driver.capabilities(bench.plan())))
     capabilities["precisions"] = sorted(capabilities["precisions"])
@@ -53,20 +53,20 @@ def describe(bench: Bench) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A driver, its options, and how many processes it is run in."""
+    """A driver, its options, and the number of processes to run it in."""
 
     backend: str
     num_processes: int | None = None
-    """By default two if the driver can, else one."""
+    """World size; by default two if the driver supports it, else one."""
     options: Mapping[str, Any] = field(default_factory=dict)
     peer_names: Sequence[str] | None = None
     """`NAME` or `NAME:PROCESSES` each; by default the same driver at other world sizes."""
     timeout_seconds: float = 180.0
-    """For one job; the longest compiles a model."""
+    """Limit for one job; the longest one compiles a model."""
     python: str | None = None
-    """The interpreter of the ranks, when it is of another environment than this one."""
+    """The interpreter of the ranks, when the driver is installed in another environment."""
     stand_ins: dict[str, str] = field(default_factory=dict)
-    """By problem that the options refuse: which one was taken for it, and why."""
+    """Problem that the options refuse -> its stand-in, and the reason."""
 
     def run(
         self,
@@ -77,10 +77,11 @@ class Subject:
         alone: bool = False,
         **arguments: Any,
     ) -> list[T]:
-        """What `job(bench, **arguments)` returns on each rank of a world (the subject's own by
-        default). `job` must be importable, its arguments JSON. `alone`: in processes that did
-        nothing before, and that it may leave unfit for another, as after a collective that failed.
-        Raises `WorkerFailure`."""
+        """Return the values of `job(bench, **arguments)` on each rank of a world (by default the
+        subject's own). `job` must be importable, and its arguments must be JSON. `alone`: run in
+        new processes and close them afterwards, for jobs that may leave them unusable, such as a
+        collective that fails. Raises `WorkerFailure`.
+        """
         world = world or self.world
         if alone:
             with closing(Pool(world, self.python, self._packages)) as ranks:
@@ -98,14 +99,16 @@ class Subject:
 
     @functools.cached_property
     def _kind(self) -> str:
-        """Which processes serve: a driver of one process may fix options for the life of it, such
-        as how many devices there are; where there are many processes, each session has its own."""
+        """Key of the processes that serve this driver. A driver of one process may fix options for
+        the life of the process, such as the number of devices: the key includes them. Where there
+        are many processes, each session has its own options.
+        """
         fixed = {} if self.can("multi_process") else self.options
         return " ".join([self.backend, *(f"{k}={v}" for k, v in sorted(fixed.items()))])
 
     @functools.cached_property
     def _packages(self) -> list[str]:
-        """What the driver stands on beside torch, as its ranks import it."""
+        """Packages besides torch that the driver needs, as its ranks import them."""
         return sorted(name.replace("-", "_") for name in {*self.facts.versions} - {"torch"})
 
     @functools.cached_property
@@ -115,12 +118,12 @@ class Subject:
 
     @functools.cached_property
     def world(self) -> int:
-        """Processes in a run."""
+        """Number of processes in a run."""
         return self.num_processes or (2 if self.can("multi_process") else 1)
 
     @functools.cached_property
     def peers(self) -> list[Subject]:
-        """With whom checkpoints are exchanged."""
+        """Subjects to exchange checkpoints with."""
         if self.peer_names is None:
             others = (1, self.world + 1) if self.can("multi_process") else (1,)
             sizes = {self.at(size).world: None for size in others}
@@ -128,17 +131,19 @@ class Subject:
         return [replace(parse_peer(name), python=self.python) for name in self.peer_names]
 
     def at(self, num_processes: int) -> Subject:
-        """The same driver in another number of processes, or the next that it runs in."""
+        """Return the same driver with another number of processes, rounded up to one that it
+        supports.
+        """
         multiple = int(self.facts.capabilities["multiple_of_ranks"])
         size = -(-num_processes // multiple) * multiple
         return replace(self, num_processes=size, peer_names=None)
 
     def can(self, capability: str) -> bool:
-        """Whether the driver declares that ability."""
+        """Return True if the driver declares that ability."""
         return bool(self.facts.capabilities[capability])
 
     def to_json(self) -> dict[str, Any]:
-        """What a report needs to know of it."""
+        """Return the part of the subject that reports need."""
         facts = {
             name: getattr(self.facts, name) for name in ("versions", "devices", "capabilities")
         }
@@ -151,7 +156,7 @@ class Subject:
         }
 
     def require_usable(self) -> None:
-        """Raises `BackendUnavailable` with the driver's own reason."""
+        """Raise `BackendUnavailable`, with the driver's reason, if it cannot run here."""
         if not self.facts.usable:
             raise BackendUnavailable(
                 f"driver {self.backend!r} cannot run here: {self.facts.reason}"
@@ -162,6 +167,6 @@ class Subject:
 
 
 def parse_peer(text: str) -> Subject:
-    """`NAME` or `NAME:PROCESSES`."""
+    """Parse `NAME` or `NAME:PROCESSES`."""
     name, _, processes = text.partition(":")
     return Subject(name, int(processes) if processes else None)

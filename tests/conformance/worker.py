@@ -21,16 +21,16 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 import torch
-import torch._dynamo  # each rank's first optimizer would import it
 
 from ..data.random_state import seed_generators
 from .bench import Bench
 
 
 def main(requests: str, *packages: str) -> None:
-    """Be forked for each rank that is asked for, until nobody is left to ask."""
+    """Fork a rank for each request, until the requesting process is gone."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    for package in packages:
+    # each rank's first optimizer would import the first
+    for package in ("torch._dynamo", *packages):
         with suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(package)
     sys.stdout.flush()  # what they printed, before each rank inherits it
@@ -39,7 +39,7 @@ def main(requests: str, *packages: str) -> None:
         while True:
             begun, files, _, _ = socket.recv_fds(channel, 1, 3)
             if not begun:
-                return
+                os._exit(0)  # to free all imports one by one takes seconds
             request = json.loads(begun + lines.readline())
             if "pid" in request:
                 answer = os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])
@@ -52,7 +52,7 @@ def main(requests: str, *packages: str) -> None:
 
 
 def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> None:
-    """Be a rank until its jobs end, which they do when who asked is gone."""
+    """Serve as a rank until its jobs end, which is also when the requesting process is gone."""
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
@@ -68,7 +68,9 @@ def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> N
 
 
 def scramble(number: int) -> None:
-    """Leave no generator as the last job left it: who does not seed must not be right by luck."""
+    """Seed all generators with a new value for each job: code that does not seed must not be right
+    by luck.
+    """
     value = 7919 * (number + 1) + int(os.environ["RANK"])
     seed_generators(value, devices=True)
 

@@ -25,24 +25,24 @@ class Block:
 
     @property
     def is_theirs(self) -> bool:
-        """Code of another library, shown beside ours."""
+        """Return True for code of another library, which a page shows for comparison."""
         return self.title not in ("", "drivetrain") and not self.title.endswith(".py")
 
 
 def pages() -> list[Path]:
-    """All pages in docs/."""
+    """Return all pages in docs/."""
     return sorted(DOCS.rglob("*.md"))
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in their order."""
+    """Return the fenced blocks of a page, in order."""
     name = page.relative_to(ROOT).as_posix()
     found = enumerate(FENCE.findall(page.read_text()))
     return [Block(name, number, *parts) for number, parts in found]
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each `drivetrain ...` in a shell block, also after `uv run` and `&&`."""
+    """Return the words of each `drivetrain ...` in a shell block, also after `uv run` and `&&`."""
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"&& |\| |> ", line):
             words = shlex.split(part, comments=True)

@@ -1,4 +1,4 @@
-"""What pages show is true: code runs, commands are understood, files exist."""
+"""Pages are true: their code runs, their commands are understood, their files exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = [*pages(), ROOT / "README.md"]
 RUN = [DOCS / f"{name}.md" for name in ("concepts", "migrating")] + sorted(
     (DOCS / "guides").glob("*.md")
 )
-"""Pages whose Python blocks are run; those of the other pages have tests of their own."""
+"""Pages whose Python blocks are run. Other pages have tests of their own."""
 
 
 def python_of(page: Path) -> list[Block]:
@@ -46,7 +46,9 @@ def test_the_code_of_a_page_runs(
 
 
 def assert_alike(names: dict[str, Any]) -> None:
-    """The plain loop and drivetrain end with the same loss, but for the order of samples."""
+    """Require that the plain loop and drivetrain end with the same loss, except for the order of
+    samples.
+    """
     inputs, targets = names["data"].tensors
     with torch.no_grad():
         plain = float((names["model"](inputs) - targets).square().mean())
@@ -65,7 +67,7 @@ def test_another_library_s_code_is_python() -> None:
 
 
 def complaint(words: list[str]) -> str:
-    """What the command line has against a command, short of running it; empty: nothing."""
+    """Return the command line's error for a command, without running it, or an empty string."""
     command: Any = typer.main.get_command(app)
     words = list(words)
     while hasattr(command, "commands") and words and not words[0].startswith("-"):

@@ -1,4 +1,4 @@
-"""The site is built, strictly; each page is in its navigation, each link leads somewhere."""
+"""The site builds in strict mode. Each page is in the navigation, and each link has a target."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
-from pages import DOCS, ROOT, pages
+from pages import DOCS, ROOT, blocks, pages
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as a reader builds it; a warning is an error."""
+    """Build the site as a reader does; a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
@@ -32,7 +32,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Links(HTMLParser):
-    """Where the links of a page lead, and what can be led to in it."""
+    """A parser that collects the link targets of a page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Links(HTMLParser):
 
 
 def broken(page: Path, site: Path, anchors: dict[Path, set[str]]) -> list[str]:
-    """The links of a page that lead nowhere in the site."""
+    """Return the links of a page that have no target in the site."""
     found = []
     for link in Links(page.read_text()).links:
         path, anchor = urldefrag(link)
@@ -116,62 +116,115 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert loaded == []
 
 
-TELLS = """
+def test_code_is_shown_as_it_is_written(site: Path) -> None:
+    for page in pages():
+        twin = (site / page.relative_to(DOCS)).read_text()
+        assert [block.number for block in blocks(page) if block.text not in twin] == [], page.name
+    shown = [page.relative_to(site / "source") for page in (site / "source").rglob("*.html")]
+    assert [page for page in shown if not (ROOT / page.with_suffix("")).exists()] == []
+
+
+def test_the_reference_begins_with_what_every_training_uses(site: Path) -> None:
+    text = (site / "reference" / "drivetrain.html").read_text()
+    found = re.findall(r'<h[23] id="drivetrain\.(\w+)"', text)
+    assert found[:3] == ["fit", "Recipe", "Settings"]
+
+
+def test_a_reader_chooses_between_light_and_dark(site: Path) -> None:
+    text = (site / "guides" / "data.html").read_text()
+    switches = re.findall(r'data-md-color-media="([^"]*)"[^>]*aria-label="[^"]+"', text)
+    assert switches == [
+        "(prefers-color-scheme)",
+        "(prefers-color-scheme: light)",
+        "(prefers-color-scheme: dark)",
+    ]
+
+
+REPORTS = """
 <script>
 addEventListener("load", () => {
   const page = document.documentElement;
-  parent.postMessage([location.hash, page.clientWidth, page.scrollWidth], "*");
+  const code = [...document.querySelectorAll("pre > code")];
+  const hidden = code.map((block) => block.scrollWidth - block.clientWidth);
+  const cut = Math.max(0, ...hidden);
+  parent.postMessage([location.hash, page.clientWidth, page.scrollWidth, cut], "*");
 });
 </script>
 """
-"""Put into a page, it tells whoever shows it how wide it is, and how wide what is in it."""
+"""A script for a page. It reports the page's width, the width of its content, and how much of its
+widest code is hidden.
+"""
 ASKS = """
 <body><script>
-addEventListener("message", (told) => {
+addEventListener("message", (event) => {
+  if (!Array.isArray(event.data)) return;
   const line = document.createElement("p");
-  line.textContent = told.data.join(" ");
+  line.textContent = event.data.join(" ");
   document.body.append(line);
 });
 </script>
 """
 
 
-def wider_than_shown(chromium: str, folder: Path, shown: list[Path], widths: list[int]) -> set[str]:
-    """The pages in a folder that scroll sideways in a browser's window of one of the widths."""
+def browser() -> str:
+    """Return the command of a browser, or skip the test."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no chromium or google-chrome is on this machine")
+    return chromium
+
+
+def shown_by_browser(address: str) -> str:
+    """Return the page at an address as it is after its scripts have run."""
+    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu"]
+    command += ["--virtual-time-budget=60000", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400)
+    return done.stdout
+
+
+def wider_than_shown(folder: Path, shown: list[Path], widths: list[int]) -> set[str]:
+    """Return the pages in a folder that scroll sideways in a browser's window of one of the widths,
+    and the pages whose code is cut off at the largest.
+    """
     frames = []
     for page in shown:
-        page.write_text(page.read_text() + TELLS)
+        page.write_text(page.read_text() + REPORTS)
         uri = page.relative_to(folder).as_posix()
         frames += [
             f'<iframe src="{uri}#{uri}" width="{width}" height="800"></iframe>' for width in widths
         ]
     (folder / "frames.html").write_text(ASKS + "\n".join(frames))
-    command = [
-        chromium,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--virtual-time-budget=60000",
-    ]
-    command += ["--dump-dom", (folder / "frames.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400)
-    told = re.findall(r"<p>#(\S+) (\d+) (\d+)</p>", done.stdout)
-    assert len(told) == len(frames), done.stderr
-    return {f"{uri} at {window}" for uri, window, inside in told if int(inside) > int(window)}
+    text = shown_by_browser((folder / "frames.html").as_uri())
+    reported = re.findall(r"<p>#(\S+) (\d+) (\d+) (\d+)</p>", text)
+    assert len(reported) == len(frames)
+    wide = {
+        f"{uri} at {window}" for uri, window, inside, _ in reported if int(inside) > int(window)
+    }
+    return wide | {
+        f"code of {uri} at {window}"
+        for uri, window, _, cut in reported
+        if int(cut) > 1 and int(window) > max(widths) - 30
+    }
 
 
 @pytest.mark.slow
-def test_no_page_scrolls_sideways(site: Path, tmp_path: Path) -> None:
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium or google-chrome is on this machine")
+def test_no_page_scrolls_sideways_and_no_code_is_cut(site: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(site, tmp_path / "site")
     wide = copy / "wide.html"
-    wide.write_text("<!doctype html><p style='width: 800px'>wide</p>")
+    code = f"<pre style='overflow: auto'><code style='display: block'>{'x' * 300}</code></pre>"
+    wide.write_text(f"<!doctype html><p style='width: 800px'>wide</p>{code}")
     shown = [
         *copy.glob("*.html"),
         *(copy / "guides").glob("*.html"),
+        *(copy / "meshes").glob("*.html"),
         *copy.glob("conformance/*.html"),
     ]
     shown += [copy / "reference" / f"{name}.html" for name in ("drivetrain", "kernel")]
-    assert wider_than_shown(chromium, copy, shown, [1200, 390]) == {"wide.html at 390"}
+    reported = wider_than_shown(copy, shown, [1280, 390])
+    assert reported == {"wide.html at 390", "code of wide.html at 1280"}
+
+
+@pytest.mark.slow
+def test_a_site_is_searched_without_a_server(site: Path) -> None:
+    found = shown_by_browser(f"{(site / 'guides' / 'data.html').as_uri()}?q=surgery")
+    assert "own-step.html" in "".join(re.findall(r"<a[^>]*md-search-result__link[^>]*>", found))

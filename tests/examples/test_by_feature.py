@@ -1,4 +1,4 @@
-"""Each example of a feature runs, and shows what its first lines promise."""
+"""Each example of a feature runs, and prints what its first lines promise."""
 
 from __future__ import annotations
 

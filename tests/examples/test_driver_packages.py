@@ -1,5 +1,6 @@
-"""The examples of a driver's package, each in an environment of its own, where only its entry point
-tells drivetrain about it."""
+"""The examples of driver packages. Each is installed into its own environment, where drivetrain
+finds it by its entry point alone.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +32,15 @@ COMMANDS = [
 
 @dataclass(frozen=True)
 class Example:
-    """A package in `examples`, and how it is held."""
+    """A package in `examples`, and the checks that it must pass."""
 
     folder: str
     backend: str
     num_processes: int
     laws: str
-    """Which always run, as `-k` takes it; all of them with the slow tests."""
+    """Laws that always run, as an expression for `-k`; the slow tests run all of them."""
     max_lines: int
-    """Of its driver: an example that is longer is not read."""
+    """Largest number of lines of its driver. Readers skip a longer example."""
 
     def __str__(self) -> str:
         return self.backend
@@ -62,7 +63,9 @@ BY_HAND = Example(
     150,
 )
 READ_BESIDE = ("single_process", "plain_engine", "stepping")
-EXAMPLES = pytest.mark.parametrize("package", [SUM64, BY_HAND], indirect=True, ids=str)
+EXAMPLES = pytest.mark.parametrize(
+    "package", [SUM64, pytest.param(BY_HAND, marks=pytest.mark.slow)], indirect=True, ids=str
+)
 
 
 class Package(NamedTuple):
@@ -84,10 +87,10 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def package(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Package:
-    """A copy of an example beside an environment `venv` in which it is installed.
+    """Install a copy of an example into an environment `venv` beside it.
 
     The environment finds torch, drivetrain and the build tools in the present one, so that nothing
-    is downloaded. It is made with uv, or with Python's own venv and pip where there is no uv.
+    is downloaded. It is made by uv, or by Python's own venv and pip if there is no uv.
     """
     example: Example = request.param
     folder = tmp_path_factory.mktemp(example.backend) / "package"
@@ -126,6 +129,7 @@ def listed_here() -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @EXAMPLES
 def test_it_is_listed(package: Package) -> None:
     example, folder = package
@@ -149,12 +153,12 @@ def test_it_keeps_a_few_laws(package: Package) -> None:
 @pytest.mark.parametrize("package", [BY_HAND], indirect=True, ids=str)
 @pytest.mark.parametrize("num_processes", [2, 3])
 def test_it_keeps_all_laws(package: Package, num_processes: int) -> None:
-    """That of one process is proved by the commands of the manual."""
+    """Prove the laws on several processes. The manual's commands prove them on one."""
     prove(package, "--nproc", str(num_processes))
 
 
 def prove(package: Package, *options: str) -> None:
-    """Run the suite as the manual says."""
+    """Run the suite as the manual describes."""
     suite = ("-m", "drivetrain.conformance", "--backend", package.example.backend)
     done = run("venv/bin/python", *suite, *options, folder=package.folder)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
@@ -167,7 +171,7 @@ def prove(package: Package, *options: str) -> None:
 @pytest.mark.parametrize("package", [SUM64], indirect=True, ids=str)
 @pytest.mark.parametrize("command", COMMANDS[1:])
 def test_the_manual_s_commands(package: Package, command: str) -> None:
-    """Among them the whole suite."""
+    """Run the manual's commands, including the whole suite."""
     programs = package.folder / "venv/bin"
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
@@ -185,7 +189,9 @@ def test_the_manual_s_commands(package: Package, command: str) -> None:
 
 
 def test_the_manual_shows_what_is_there() -> None:
-    """Its first command is how the package above is installed; its Python stands in the files."""
+    """Require that the manual's first command installs the package above, and its Python is in the
+    files.
+    """
     assert COMMANDS[0] == "pip install ."
     common = (ROOT / "backends" / "common" / f"{name}.py" for name in READ_BESIDE)
     theirs = SUM64.source / "tests" / "test_sum64.py"
@@ -199,7 +205,9 @@ def test_the_manual_shows_what_is_there() -> None:
 
 
 def test_the_manual_s_links_lead_somewhere() -> None:
-    """To a file, or a folder, that is called as the link says where that is a file's name."""
+    """Require that links lead to existing files or folders, and that their texts match files'
+    names.
+    """
     links = re.findall(r"\[([^]]+)\]\((\.\./[^)]+)\)", MANUAL)
     assert len(links) > 20
     for words, target in links:
@@ -211,14 +219,15 @@ def test_the_manual_s_links_lead_somewhere() -> None:
         assert ("examples/" + example.folder, f"../examples/{example.folder}") in links
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", [SUM64], indirect=True, ids=str)
 def test_it_adds_up_in_float64(package: Package) -> None:
-    """Its one idea: 2**24 + 1 is no float32, and 16 times 1 on top of it are not lost."""
+    """Add 16 times 1 to 2**24. float32 would lose these ones; float64 is the driver's one idea."""
     script = """
 import torch
 from drivetrain.kernel.plan import Plan
 from drivetrain.kernel.recipe import Recipe
-from drivetrain.kernel.registry import find_driver
+from drivetrain.registry import find_driver
 
 recipe = Recipe(
     model=lambda: torch.nn.Linear(1, 1, bias=False),
@@ -240,16 +249,16 @@ for name in ("sum64", "cpu"):
 
 @pytest.mark.parametrize("example", [SUM64, BY_HAND], ids=str)
 def test_it_is_short(example: Example) -> None:
-    """As the manual says."""
+    """Require at most the number of lines that the manual names."""
     text = (example.source / example.module / "__init__.py").read_text()
     assert len(text.splitlines()) <= example.max_lines
-    told = MANUAL.partition(f"(../examples/{example.folder})")[2]
-    assert told.partition(" lines")[0].endswith(f"at most {example.max_lines}")
+    described = MANUAL.partition(f"(../examples/{example.folder})")[2]
+    assert described.partition(" lines")[0].endswith(f"at most {example.max_lines}")
 
 
 @pytest.mark.parametrize("example", [SUM64, BY_HAND], ids=str)
 def test_it_is_made_from_public_names(example: Example) -> None:
-    """Of drivetrain: the kernel, and what is common to its drivers."""
+    """Require that imports from drivetrain are of the kernel or of drivers' common parts."""
     tree = ast.parse((example.source / example.module / "__init__.py").read_text())
     names = {
         node.module

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, and held to what their first lines promise."""
+"""The examples run as users run them, and do what their first lines promise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Record = dict[str, Any]
 
 
 def run(*arguments: str, folder: Path, **environment: str) -> str:
-    """What a Python command prints; it must not fail."""
+    """Return the output of a Python command, which must not fail."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -32,14 +32,14 @@ def run(*arguments: str, folder: Path, **environment: str) -> str:
 
 
 def train(name: str, folder: Path, *arguments: str, **environment: str) -> list[Record]:
-    """The records of `drivetrain train examples/NAME ...` on the CPU."""
+    """Return the records of `drivetrain train examples/NAME ...` on the CPU."""
     command = ["-m", "drivetrain.cli", "train", str(EXAMPLES / name), "--backend", "cpu"]
     shown = run(*command, "--json", "--out", "run", *arguments, folder=folder, **environment)
     return [json.loads(line) for line in shown.splitlines()]
 
 
 def metrics(records: list[Record]) -> dict[str, float]:
-    """Of the held-out part, at the end."""
+    """Return the metrics of the held-out part at the end of a run."""
     assert records[-1]["event"] == "result" and records[-1]["reason"] == "finished"
     figures: dict[str, float] = records[-1]["metrics"]["held_out"]
     return figures
@@ -53,6 +53,7 @@ def test_digits_are_recognised(tmp_path: Path) -> None:
     assert Path(tmp_path, records[-1]["checkpoint"], "manifest.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_python_api_goes_on_where_it_stopped(tmp_path: Path) -> None:
     first, second = run(str(EXAMPLES / "python_api.py"), folder=tmp_path).splitlines()
     assert first.startswith("step 230: ")
@@ -88,7 +89,7 @@ def test_the_gpt_learns_from_texts_of_one_s_own(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_minilm_starts(tmp_path: Path) -> None:
-    """Three steps with its real weights: text in, metrics out."""
+    """Train three steps with the model's real weights, from texts to metrics."""
     short = ("recipe.max_tokens=8", "recipe.eval_texts=40", "checkpoint.at_end=false")
     options = [word for value in short for word in ("--set", value)]
     records = train("minilm.py", tmp_path, "--steps", "3", *options, HF_HUB_OFFLINE="1")

@@ -1,4 +1,4 @@
-"""Each task is trained as its first lines say, and reaches what they promise."""
+"""Each task is trained as its first lines say, and reaches the promised results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def figures(result: Result) -> Mapping[str, float]:
 
 
 def draws_digits(result: Result) -> bool:
-    """What it drew is about as near to some digit as digits are to each other."""
+    """Return whether drawings are about as near to some digit as digits are to each other."""
     digits = torch.tensor(load_digits().data, dtype=torch.float32) / 8 - 1
     drawn, noise = result.finish, torch.randn(32, 64).clamp(-1, 1)
     near = torch.cdist(drawn, digits).min(1).values.mean()
@@ -31,7 +31,7 @@ def draws_digits(result: Result) -> bool:
 
 
 def passes_for_digits(result: Result) -> bool:
-    """What it drew is near to digits, and to those of several numbers."""
+    """Return whether drawings are near to digits, and to several different ones."""
     real = load_digits()
     digits = torch.tensor(real.data, dtype=torch.float32) / 8 - 1
     far = torch.cdist(result.finish, digits)
@@ -52,13 +52,16 @@ REACHES: dict[str, Callable[[Result], bool]] = {
 }
 
 
+SLOW = ("diffusion", "gan", "images", "pole")
+
+
 def test_each_task_is_trained() -> None:
     assert sorted(REACHES) == sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n == "diffusion")) for n in REACHES],
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REACHES],
 )
 def test_a_task(name: str) -> None:
     task = runpy.run_path(str(FOLDER / f"{name}.py"))

@@ -1,20 +1,14 @@
-"""Registers faulty drivers as any package registers its own: by an entry point."""
+"""Register the faulty drivers."""
 
-import sys
-import tempfile
 from pathlib import Path
 
-from drivetrain.kernel.registry import ENTRY_POINT_GROUP
+from planted_drivers import register
 
-_folder = tempfile.TemporaryDirectory()
-_info = Path(_folder.name) / "faulty_driver-0.dist-info"
-_info.mkdir()
-(_info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-driver\nVersion: 0\n")
-(_info / "entry_points.txt").write_text(
+from drivetrain.registry import ENTRY_POINT_GROUP
+
+register(
+    "faulty-driver",
     f"[{ENTRY_POINT_GROUP}]\nfaulty = faulty:driver\nunavailable = faulty:unavailable\n"
-    "faulty-mesh = faulty_mesh:driver\n"
+    "faulty-mesh = faulty_mesh:driver\n",
+    Path(__file__).parent,
 )
-
-# the ranks that a harness starts take over this path, so they find the driver by its name
-_own = Path(__file__).parent
-sys.path += [_folder.name, str(_own), str(_own.parent / "backends")]  # there is what they forget

@@ -1,7 +1,10 @@
-"""The faults: one mistake each, as it is made in practice, and the check that must catch it."""
+"""Planted faults: each is one mistake that drivers make in practice, with the check that must catch
+it.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 import itertools
@@ -16,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drivetrain.backends.common import models
+from drivetrain.backends.common import models, stepping
+from drivetrain.backends.common.entered import Entered
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.resuming import WeightsAlone
-from drivetrain.kernel.contract import Outcome, World
+from drivetrain.kernel.contract import Outcome, TakesOverStep, World
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed, RecipeError
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
@@ -27,7 +31,7 @@ from drivetrain.kernel.shards import Piece, Reader
 
 
 class Wrapped:
-    """All of the inner object, but for what a fault replaces."""
+    """Forwards everything to the inner object, except what a fault replaces."""
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         self.inner, self.plan = inner, plan
@@ -46,7 +50,12 @@ class WrappedSession(Wrapped):
 
 
 class WrappedEngine(Wrapped):
-    """An engine, with what faults want of it."""
+    """An engine that keeps the plan, and gives faults access to the gradients."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        if isinstance(inner, TakesOverStep):  # isinstance does not look through getattr
+            self.step = inner.step
 
     def grads(self) -> list[Tensor]:
         return [p.grad for p in self.inner.parameters if p.grad is not None]
@@ -58,6 +67,9 @@ class WrappedEngine(Wrapped):
         context: AbstractContextManager[Any] = self.inner.averaged()
         return context
 
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        self.inner.change_weights(change)
+
 
 T = TypeVar("T")
 
@@ -68,7 +80,9 @@ def unchanged(value: T) -> T:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is replaced, and `caught_by`: the check that must see it (part of a case's name)."""
+    """A faulty part of a driver. `caught_by` is the check that must catch it: a part of a case's
+    name.
+    """
 
     caught_by: str
     engine: type[WrappedEngine] = WrappedEngine
@@ -81,7 +95,7 @@ class Fault:
 
 
 class CopiesDrift(WrappedEngine):
-    """The last rank rounds otherwise."""
+    """Rounds the weights of the last rank differently, so that copies drift apart."""
 
     def update(self) -> Outcome:
         outcome: Outcome = self.inner.update()
@@ -92,7 +106,7 @@ class CopiesDrift(WrappedEngine):
 
 
 class MeanOfLocalMeans(WrappedSession):
-    """Each feeder divides by its own items."""
+    """Divides the loss by the items of one feeder instead of the items of all feeders."""
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         wait = self.inner.tally(values)
@@ -100,21 +114,21 @@ class MeanOfLocalMeans(WrappedSession):
 
 
 class SumOverFeeders(WrappedEngine):
-    """The gradient is summed over feeders where it should be averaged."""
+    """Sums the gradient over feeders instead of averaging it."""
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         self.inner.backward(loss, weight * self.inner.world.num_feeders)
 
 
 class WeightForgotten(WrappedEngine):
-    """Every loss counts as one, whatever it should weigh."""
+    """Ignores the weights of losses: each counts as 1."""
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         self.inner.backward(loss, torch.ones_like(weight))
 
 
 class DividedByAccumulation(WrappedEngine):
-    """The mean over microbatches, not their sum."""
+    """Averages gradients over the microbatches of an update instead of summing them."""
 
     count = 0
 
@@ -130,8 +144,24 @@ class DividedByAccumulation(WrappedEngine):
         return outcome
 
 
+class AccumulationOfThePlan(DividedByAccumulation):
+    """Scales gradients as if every update had as many microbatches as the largest one."""
+
+    def update(self) -> Outcome:
+        plan, world = self.plan, self.inner.world
+        planned = math.ceil(
+            plan.global_batch / world.num_readers / (plan.micro_batch or plan.global_batch)
+        )
+        torch._foreach_mul_(self.grads(), self.count / planned)
+        self.count = 0
+        outcome: Outcome = self.inner.update()
+        return outcome
+
+
 class NeverSynchronised(WrappedEngine):
-    """The last microbatch of several is taken for one of the others."""
+    """Treats the last of several microbatches as if another one followed, and so skips
+    synchronization.
+    """
 
     first = True
 
@@ -142,14 +172,14 @@ class NeverSynchronised(WrappedEngine):
 
 
 class NoAutocast(WrappedEngine):
-    """bf16 is promised, and everything runs in float32."""
+    """Claims bf16, but computes everything in float32."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", enabled=False)
 
 
 class ScalarsSummed(WrappedEngine):
-    """What is carried beside the model is summed over feeders where it should be averaged."""
+    """Sums the gradients of 0-d parameters over feeders instead of averaging them."""
 
     def update(self) -> Outcome:
         for grad in self.grads():
@@ -160,7 +190,9 @@ class ScalarsSummed(WrappedEngine):
 
 
 class OneStepAParameter(WrappedEngine):
-    """The optimizer is called once for each tensor, whatever it counts or adds up."""
+    """Calls the optimizer once for each tensor, although some optimizers count calls or sum over
+    tensors.
+    """
 
     def update(self) -> Outcome:
         optimizer = self.inner.optimizer
@@ -184,7 +216,7 @@ class OneStepAParameter(WrappedEngine):
 
 
 class OneRateForAll(WrappedEngine):
-    """The rate of the first group is that of all."""
+    """Gives every group the learning rate of the first group."""
 
     def update(self) -> Outcome:
         first, *others = self.inner.param_groups
@@ -195,7 +227,7 @@ class OneRateForAll(WrappedEngine):
 
 
 class TrainsAlong(WrappedEngine):
-    """What a turn holds as a constant learns, too."""
+    """Also trains the models that must stay constant in a turn."""
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         super().__init__(inner, plan)
@@ -205,8 +237,8 @@ class TrainsAlong(WrappedEngine):
         module.requires_grad_(True)
 
 
-class TurnsCountedAnew(WrappedSession):
-    """Whose turn it is follows from the updates of this process, also in a run that is resumed."""
+class TurnsCountedAgain(WrappedSession):
+    """Chooses the turn by the number of updates in this process, also in a resumed run."""
 
     def prepare(self, recipe: Recipe) -> WrappedEngine:
         loss: Any = recipe.loss
@@ -217,7 +249,7 @@ class TurnsCountedAnew(WrappedSession):
 
 
 class MatricesInParts(WrappedEngine):
-    """Each half of a matrix is updated as a matrix of its own."""
+    """Updates each half of a matrix as a matrix of its own."""
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         super().__init__(inner, plan)
@@ -243,7 +275,7 @@ class MatricesInParts(WrappedEngine):
 
 
 class DecaysWithoutAGradient(WrappedEngine):
-    """A parameter that no rank has a gradient of is given one of zero."""
+    """Gives a gradient of zero to each parameter that has no gradient on any rank."""
 
     def update(self) -> Outcome:
         for parameter in self.inner.parameters:
@@ -253,8 +285,25 @@ class DecaysWithoutAGradient(WrappedEngine):
         return outcome
 
 
+class MomentsOfADecay(DecaysWithoutAGradient):
+    """Decays like the base class, and then restores weights and state, except state that the update
+    creates.
+    """
+
+    def update(self) -> Outcome:
+        absent = [p for p in self.inner.parameters if p.grad is None]
+        state = self.inner.optimizer.state
+        kept = [(p, p.detach().clone(), copy.deepcopy(state.get(p))) for p in absent]
+        outcome = super().update()
+        for parameter, weights, before in kept:
+            parameter.data.copy_(weights)
+            if before is not None:
+                state[parameter] = before
+        return outcome
+
+
 class MeanOfThoseThatHaveOne(WrappedEngine):
-    """Ranks without a gradient of a parameter are left out of its mean."""
+    """Averages a gradient over only those ranks that have one."""
 
     def update(self) -> Outcome:
         for name, parameter in self.inner.own.named_parameters():
@@ -265,7 +314,7 @@ class MeanOfThoseThatHaveOne(WrappedEngine):
 
 
 class NamesNothing(WrappedEngine):
-    """Ranks that use different layers end by whatever the library says."""
+    """Reports unused layers only by the library's own message, without their names."""
 
     def update(self) -> Outcome:
         if missing := models.without_gradient(self.inner.own):
@@ -286,7 +335,7 @@ def finding_unused(plan: Plan) -> Plan:
 
 
 class OtherNorm(WrappedEngine):
-    """Reports another norm."""
+    """Reports a wrong norm."""
 
     def update(self) -> Outcome:
         grads = [grad.clone() for grad in self.grads()]
@@ -298,7 +347,7 @@ class OtherNorm(WrappedEngine):
 
 
 class NormOfTheLocalShard(OtherNorm):
-    """Each rank over its own part of the parameters."""
+    """Computes the norm of each rank's own part of the parameters."""
 
     def norm(self, right: Tensor, grads: list[Tensor]) -> Tensor:
         mine = grads[self.inner.world.rank :: self.inner.world.size]
@@ -326,11 +375,38 @@ def never_clip(plan: Plan) -> Plan:
     return dataclasses.replace(plan, max_grad_norm=None)
 
 
+class LimitsEachMicrobatch(WrappedEngine):
+    """Clamps the elements that each backward adds, instead of the elements of the complete
+    gradient.
+    """
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        self.inner.backward(loss, weight)
+        if (limit := self.plan.max_grad_value) is not None:
+            torch.nn.utils.clip_grad_value_(self.inner.parameters, limit)
+
+
+class LimitsBeforeTheNorm(WrappedEngine):
+    """Clamps elements first, and then clips the rest by the norm."""
+
+    def update(self) -> Outcome:
+        inner, limit = self.inner, self.plan.max_grad_value
+        norm = stepping.global_norm(self.grads())
+        if limit is not None:
+            stepping.limit_values(self.grads(), limit)
+        outcome: Outcome = inner.update()
+        return dataclasses.replace(outcome, grad_norm=norm)
+
+
+def never_limit(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, max_grad_value=None)
+
+
 # --- law 3: steps that are not applied ---------------------------------------------------------
 
 
 class OverflowApplied(WrappedEngine):
-    """Steps whatever the gradient is."""
+    """Applies every update, whatever the gradient is."""
 
     def update(self) -> Outcome:
         grads = [grad.clone() for grad in self.grads()]
@@ -345,7 +421,7 @@ class OverflowApplied(WrappedEngine):
 
 
 class OverflowHidden(WrappedEngine):
-    """NaN becomes zero, and nobody hears of it."""
+    """Replaces NaN by zero, and does not report it."""
 
     def update(self) -> Outcome:
         for grad in self.grads():
@@ -355,7 +431,7 @@ class OverflowHidden(WrappedEngine):
 
 
 class ClockTicksOnOverflow(WrappedEngine):
-    """The weights are kept, the step count of the optimizer is not."""
+    """Keeps the weights on overflow, but counts the step in the optimizer."""
 
     def update(self) -> Outcome:
         outcome: Outcome = self.inner.update()
@@ -366,7 +442,7 @@ class ClockTicksOnOverflow(WrappedEngine):
 
 
 class LastAnswerForAll(WrappedEngine):
-    """`applied` answers for the newest update, whichever was asked about."""
+    """Returns from every `applied` the answer for the newest update."""
 
     newest: Outcome
 
@@ -382,7 +458,7 @@ class LastAnswerForAll(WrappedEngine):
 
 
 class RateOneUpdateLate(WrappedEngine):
-    """The optimizer took its copy of the rate when the last update ended."""
+    """Reads the learning rate when the previous update ends, so that it is one update late."""
 
     late: list[float] | None = None
 
@@ -397,7 +473,7 @@ class RateOneUpdateLate(WrappedEngine):
 
 
 class GradientStays(WrappedEngine):
-    """Nobody cleared it."""
+    """Keeps the gradient after an update."""
 
     def update(self) -> Outcome:
         grads = [grad.clone() for grad in self.grads()]
@@ -411,14 +487,14 @@ class GradientStays(WrappedEngine):
 
 
 class RandomStateNotPutBack(WrappedSession):
-    """Evaluation's random numbers are taken from training's."""
+    """Draws the random numbers of an evaluation from the training's generators."""
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         pass
 
 
 class EvaluationCounts(WrappedEngine):
-    """A buffer moves in evaluation as well."""
+    """Changes a buffer in evaluation, too."""
 
     def autocast(self) -> AbstractContextManager[Any]:
         if not self.inner.module.training and hasattr(self.inner.own, "num_forwards"):
@@ -428,7 +504,7 @@ class EvaluationCounts(WrappedEngine):
 
 
 class PaddedWithDuplicates(WrappedSession):
-    """Odd batches are filled up with their last sample, which is then counted twice."""
+    """Fills odd batches up with copies of the last sample, which then counts twice."""
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         for batch in self.inner.feed(batches):
@@ -440,7 +516,7 @@ def pad(rows: Tensor) -> Tensor:
 
 
 class EverythingInMemory(WrappedSession):
-    """All batches are fetched before the first is measured."""
+    """Fetches all batches of an evaluation before the first is measured."""
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         fed: Iterator[Batch] = self.inner.feed(batches)
@@ -448,7 +524,7 @@ class EverythingInMemory(WrappedSession):
 
 
 class OwnPartFirst(WrappedSession):
-    """Each rank puts its own rows before those of the others."""
+    """Puts each rank's own rows before those of the others."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         gathered: Tensor = self.inner.gather(tensor)
@@ -464,14 +540,24 @@ class OwnPartFirst(WrappedSession):
 
 
 class MomentsDropped(WrappedEngine):
-    """The optimizer starts afresh."""
+    """Starts with a new optimizer instead of the saved one."""
 
     def restore(self, reader: Reader) -> None:
         self.inner.restore(WeightsAlone(reader))
 
 
+class MomentsInAnotherOrder(WrappedEngine):
+    """Restores moments as contiguous tensors, whatever the memory layout of the weights is."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(reader)
+        for state in self.inner.optimizer.state.values():
+            for key, value in state.items():
+                state[key] = value.contiguous()
+
+
 class AveragesDropped(WrappedEngine):
-    """Averages of weights start afresh."""
+    """Starts averages of weights over instead of restoring them."""
 
     def restore(self, reader: Reader) -> None:
         self.inner.restore(reader)
@@ -479,7 +565,7 @@ class AveragesDropped(WrappedEngine):
 
 
 class AveragesOfThePart(WrappedEngine):
-    """Each rank keeps averages of what it writes, and knows no others."""
+    """Keeps averages of only those weights that this rank writes."""
 
     def average(self, weight: float) -> None:
         self.inner.average(weight)
@@ -489,7 +575,7 @@ class AveragesOfThePart(WrappedEngine):
 
 
 class AveragesStayShown(WrappedEngine):
-    """After an evaluation of the averages they are the weights."""
+    """Leaves the averages in place of the weights after an evaluation."""
 
     def averaged(self) -> AbstractContextManager[Any]:
         stack = ExitStack()
@@ -498,15 +584,43 @@ class AveragesStayShown(WrappedEngine):
         return stack
 
 
+class ChangesOfACopy(WrappedEngine):
+    """Passes copies of the frozen weights to `after_update`, so that changes to them are lost."""
+
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        learning = {name for name, p in self.inner.own.named_parameters() if p.requires_grad}
+
+        def copied(parts: Mapping[str, Any]) -> None:
+            change({n: (t if n in learning else t.clone(), k) for n, (t, k) in parts.items()})
+
+        self.inner.change_weights(copied)
+
+
+class ChangesOnOneRank(WrappedEngine):
+    """Changes the weights on rank 0 alone."""
+
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        if self.inner.world.rank == 0:
+            self.inner.change_weights(change)
+
+
+class ChangesTwice(WrappedEngine):
+    """Changes the weights again before they are saved."""
+
+    def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
+        self.inner.change_weights(change)
+        self.inner.change_weights(change)
+
+
 class GroupsForgotten(WrappedEngine):
-    """What an optimizer counts in its groups is not saved."""
+    """Leaves the counts that an optimizer keeps in its groups out of a save."""
 
     def shards(self) -> Iterator[Piece]:
         return (piece for piece in self.inner.shards() if "/group." not in piece.name)
 
 
 class WeightsFirst(WrappedEngine):
-    """Weights are taken before it is known whether the optimizer's state can be."""
+    """Changes the weights before it is known whether the optimizer's state can be restored."""
 
     def restore(self, reader: Reader) -> None:
         with torch.no_grad():
@@ -517,7 +631,7 @@ class WeightsFirst(WrappedEngine):
 
 
 class AnyState(WrappedEngine):
-    """An optimizer is given whatever state there is."""
+    """Restores whatever state there is, without checks."""
 
     def restore(self, reader: Reader) -> None:
         try:
@@ -527,7 +641,7 @@ class AnyState(WrappedEngine):
 
 
 class StateStays(WrappedEngine):
-    """Without stored state an optimizer keeps what it had."""
+    """Keeps the optimizer's state when a checkpoint has none."""
 
     def restore(self, reader: Reader) -> None:
         kept = {parameter: dict(state) for parameter, state in self.inner.optimizer.state.items()}
@@ -537,7 +651,7 @@ class StateStays(WrappedEngine):
 
 
 class MomentsRounded(WrappedEngine):
-    """To save space they are stored in bfloat16."""
+    """Rounds stored moments to bfloat16, to save space."""
 
     def shards(self) -> Iterator[Piece]:
         for piece in self.inner.shards():
@@ -547,7 +661,7 @@ class MomentsRounded(WrappedEngine):
 
 
 class OwnPartCounted(WrappedEngine):
-    """The number of parameters is that of the rank's own part."""
+    """Counts only the parameters of this rank's own part."""
 
     @property
     def num_parameters(self) -> int:
@@ -555,17 +669,18 @@ class OwnPartCounted(WrappedEngine):
 
 
 class Untied(WrappedEngine):
-    """After restoring, the head has a weight of its own."""
+    """Gives the head a weight of its own after restoring."""
 
     def restore(self, reader: Reader) -> None:
         self.inner.restore(reader)
         head = getattr(self.inner.own, "head", None)
         if head is not None:
-            head.weight = nn.Parameter(head.weight.detach().clone())
+            weight = nn.Parameter(head.weight.detach().clone())
+            head._parameters["weight"] = weight  # hooks on registration do not see this
 
 
 class BuffersForgotten(WrappedEngine):
-    """Buffers keep what they were built with."""
+    """Keeps the buffers that the model was built with, instead of the saved ones."""
 
     def restore(self, reader: Reader) -> None:
         kept = [(buffer, buffer.clone()) for buffer in self.inner.own.buffers()]
@@ -575,15 +690,16 @@ class BuffersForgotten(WrappedEngine):
 
 
 class BuffersDrift(WrappedEngine):
-    """Each rank goes on with its own."""
+    """Lets each rank keep its own buffers."""
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         super().__init__(inner, plan)
         inner.module._forward_pre_hooks.clear()
+        inner._entered = Entered(inner.module)  # which stays
 
 
 class BuffersOfTheLastRank(WrappedEngine):
-    """Dealt over ranks as weights are, which are equal."""
+    """Saves buffers from the last rank, as if they were equal on all ranks like weights."""
 
     def shards(self) -> Iterator[Piece]:
         buffers, world = dict(self.inner.own.named_buffers()), self.inner.world
@@ -593,7 +709,9 @@ class BuffersOfTheLastRank(WrappedEngine):
 
 
 class OtherMomentum(WrappedEngine):
-    """A library's own layer, which takes more of each batch into its running statistics."""
+    """Uses the library's own batch normalization, which takes a larger share of each batch into its
+    running statistics.
+    """
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         super().__init__(inner, plan)
@@ -603,18 +721,21 @@ class OtherMomentum(WrappedEngine):
 
 
 class FirstStepInAnotherOrder(WrappedEngine):
-    """The library arranges what ranks add up anew, by what it saw in its first step."""
+    """Lets the library rearrange its sums over ranks after its first step, by what it saw in that
+    step.
+    """
 
     def __init__(self, inner: Any, plan: Plan) -> None:
         super().__init__(inner, plan)
         del inner.module
-        gc.collect()  # it leaves its hooks behind until then
+        gc.collect()  # until then it keeps its hooks on the modules
         inner.module = DistributedDataParallel(inner.own, gradient_as_bucket_view=True)
-        inner.module.waited_for = list
+        inner.module.missing_gradients = list
+        inner._entered = Entered(inner.module)
 
 
 class WrittenTwice(WrappedEngine):
-    """Every rank writes everything."""
+    """Writes all weights on every rank."""
 
     def shards(self) -> Iterator[Piece]:
         for kind, tensors in (("weights", self.inner.own.named_parameters()),):
@@ -623,14 +744,14 @@ class WrittenTwice(WrappedEngine):
 
 
 class ThreeTogether(BuffersDrift, WeightsFirst, DecaysWithoutAGradient):
-    """As somebody's first driver had them."""
+    """Combines three faults, as a first driver might."""
 
 
 # --- law 7 and the session ---------------------------------------------------------------------
 
 
 class FeedsAhead(WrappedSession):
-    """Pulls a batch early, and does not say so."""
+    """Pulls a batch early, and does not declare it."""
 
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         fed = iter(self.inner.feed(batches))
@@ -641,7 +762,7 @@ class FeedsAhead(WrappedSession):
 
 
 class RandomStateHalfTaken(WrappedSession):
-    """Generators are set one after the other, until one cannot be."""
+    """Sets generators one after the other, and stops at the first one that fails."""
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         if "torch" in state and state["torch"].dtype == torch.uint8:
@@ -650,7 +771,7 @@ class RandomStateHalfTaken(WrappedSession):
 
 
 class RandomStateDropped(WrappedSession):
-    """What is not known by name is left out without a word."""
+    """Ignores entries of the random state whose names it does not know."""
 
     def set_rng_state(self, state: Mapping[str, Tensor]) -> None:
         known = self.inner.rng_state()
@@ -668,7 +789,7 @@ class OrderLost(WrappedSession):
 
 
 class PaddedGather(WrappedSession):
-    """Shorter parts are filled up with zeros, which stay."""
+    """Fills shorter parts up with zeros, and leaves the zeros in the result."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         longest = max(self.inner.exchange(len(tensor)))
@@ -701,7 +822,7 @@ def modest(able: Capabilities) -> Capabilities:
 
 
 class RefusesAll(WrappedSession):
-    """Every model is one that cannot be cut, so that nothing is left to be proved."""
+    """Refuses every model as impossible to partition, so that no law is proved."""
 
     def prepare(self, recipe: Recipe) -> WrappedEngine:
         if self.takes(recipe):
@@ -715,14 +836,14 @@ class RefusesAll(WrappedSession):
 
 
 class RefusesWhatHasNoSequence(RefusesAll):
-    """As a driver that cuts sequences must."""
+    """Refuses models without a sequence, as a driver that partitions sequences must."""
 
     def takes(self, recipe: Recipe) -> bool:
         return bool(recipe.parallel and recipe.parallel.sequence)
 
 
 class RefusesWithoutAReason(RefusesWhatHasNoSequence):
-    """By words that name no option."""
+    """Refuses a model without naming an option."""
 
     words = "this model is none that can be trained"
 
@@ -731,7 +852,7 @@ class RefusesWithoutAReason(RefusesWhatHasNoSequence):
 
 
 class TwoByDefault(WrappedSession):
-    """Where no launcher says how many ranks there are, another is waited for."""
+    """Waits for a second rank where no launcher gives the number of ranks."""
 
     @property
     def world(self) -> World:
@@ -739,26 +860,26 @@ class TwoByDefault(WrappedSession):
         return world if "WORLD_SIZE" in os.environ else dataclasses.replace(world, size=2)
 
 
-class NobodyIsTold(WrappedSession):
-    """Late ranks are waited for without a word."""
+class NothingIsReported(WrappedSession):
+    """Waits for late ranks without reporting them."""
 
-    def watch(self, tell: Callable[[int, float, str], None]) -> None:
+    def watch(self, report: Callable[[int, float, str], None]) -> None:
         pass
 
 
-class AllAreTold(WrappedSession):
-    """Whoever waits is told of as the one that is late."""
+class AllAreReported(WrappedSession):
+    """Reports every rank as late."""
 
-    def watch(self, tell: Callable[[int, float, str], None]) -> None:
-        def told(rank: int, seconds: float, what: str) -> None:
+    def watch(self, report: Callable[[int, float, str], None]) -> None:
+        def reported(rank: int, seconds: float, what: str) -> None:
             for each in range(self.inner.world.size):
-                tell(each, seconds, what)
+                report(each, seconds, what)
 
-        self.inner.watch(told)
+        self.inner.watch(reported)
 
 
 class TheOthersFault(WrappedSession):
-    """A rank whose call fails names whoever it is not."""
+    """Blames all other ranks for a failed call."""
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         world = self.inner.world
@@ -771,7 +892,7 @@ class TheOthersFault(WrappedSession):
 
 
 class KeepsItToItself(WrappedSession):
-    """A rank gives up without a word to the others, which wait for it."""
+    """Aborts a rank without a message to the other ranks, which keep waiting for it."""
 
     def give_up(self, why: str, retry: bool = True) -> bool:
         return retry
@@ -785,6 +906,7 @@ OTHER_LAYERS = "1_absent-ranks_that_use_other_layers"
 TURNS = "1_turns-each_update_trains_its_own_models"
 SGD = "1_gradient-plain_sgd_equals_one_process"
 NORM = "2_norm-norm_is_that_of_one_process"
+LIMITED = "2_norm-clipping_limits_each_element"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
 SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
 RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
@@ -797,7 +919,7 @@ THREE_TOGETHER = {
     "6_resume-another_optimizer_is_refused": "and had changed weights or optimizer",
     "1_absent-what_has_no_gradient": "weights of what had no gradient on any rank",
 }
-"""The checks that must see them, and what each says."""
+"""The checks that must catch the three faults, each with a part of its message."""
 
 NO_FAULTS: dict[str, Fault] = {
     "three together": Fault("", ThreeTogether, plan=finding_unused),
@@ -807,8 +929,8 @@ NO_FAULTS: dict[str, Fault] = {
 }
 FAULTS: dict[str, Fault] = {
     "two by default": Fault("7_capabilities-without_a_launcher", session=TwoByDefault),
-    "nobody is told": Fault("7_capabilities-stall_seconds", session=NobodyIsTold),
-    "all are told": Fault("7_capabilities-stall_seconds", session=AllAreTold),
+    "nothing is reported": Fault("7_capabilities-stall_seconds", session=NothingIsReported),
+    "all are reported": Fault("7_capabilities-stall_seconds", session=AllAreReported),
     "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),
     "keeps it to itself": Fault("7_capabilities-one_rank_gives_up", session=KeepsItToItself),
     "never over": Fault("7_capabilities-timeout_seconds", plan=never_over),
@@ -817,18 +939,22 @@ FAULTS: dict[str, Fault] = {
     "sum over feeders": Fault(SGD, SumOverFeeders),
     "weight forgotten": Fault(SGD, WeightForgotten),
     "divided by accumulation": Fault(SGD, DividedByAccumulation),
+    "accumulation of the plan": Fault("1_gradient-fit_equals", AccumulationOfThePlan),
     "never synchronised": Fault(SGD, NeverSynchronised),
     "one rate for all": Fault("1_groups-each_group", OneRateForAll),
     "matrices in parts": Fault("1_groups-a_matrix", MatricesInParts),
     "trains along": Fault(TURNS, TrainsAlong),
-    "turns counted anew": Fault(TURNS, session=TurnsCountedAnew),
+    "turns counted again": Fault(TURNS, session=TurnsCountedAgain),
     "decays without a gradient": Fault(
         "1_absent-what_has_no_gradient", DecaysWithoutAGradient, plan=finding_unused
+    ),
+    "moments of a decay": Fault(
+        "1_absent-what_has_no_gradient", MomentsOfADecay, plan=finding_unused
     ),
     "mean of those that have one": Fault(
         "1_absent-what_has_none_on_some", MeanOfThoseThatHaveOne, plan=finding_unused
     ),
-    "tells nobody": Fault(OTHER_LAYERS, plan=finding_unused, capabilities=even),
+    "reports nothing": Fault(OTHER_LAYERS, plan=finding_unused, capabilities=even),
     "names nothing": Fault(OTHER_LAYERS, NamesNothing, plan=finding_unused, capabilities=even),
     "no autocast": Fault("1_gradient-low_precision_stays_near-bf16-SGD", NoAutocast),
     "scalars summed": Fault("1_gradient-a_parameter_of_no_dimension", ScalarsSummed),
@@ -838,6 +964,9 @@ FAULTS: dict[str, Fault] = {
     "no norm without clipping": Fault(NORM, NoNormWithoutClipping),
     "norm of the scaled loss": Fault("2_norm-norm_is_unscaled-fp16", NormOfTheScaledLoss),
     "never clipped": Fault("2_norm-clipping_limits_the_update", plan=never_clip),
+    "never limited": Fault(LIMITED, plan=never_limit),
+    "limits each microbatch": Fault(LIMITED, LimitsEachMicrobatch),
+    "limits before the norm": Fault(LIMITED, LimitsBeforeTheNorm),
     "overflow applied": Fault(BAD_RANK, OverflowApplied),
     "overflow hidden": Fault(BAD_RANK, OverflowHidden),
     "clock ticks on overflow": Fault(BAD_RANK, ClockTicksOnOverflow),
@@ -854,6 +983,10 @@ FAULTS: dict[str, Fault] = {
     "averages dropped": Fault("6_average", AveragesDropped),
     "averages of the part": Fault("6_average", AveragesOfThePart),
     "averages stay shown": Fault("6_average", AveragesStayShown),
+    "moments in another order": Fault(RESUMED, MomentsInAnotherOrder),
+    "changes of a copy": Fault("6_after_update", ChangesOfACopy),
+    "changes on one rank": Fault("6_after_update", ChangesOnOneRank),
+    "changes twice": Fault("6_after_update", ChangesTwice),
     "groups forgotten": Fault("6_resume-an_optimizer_that_counts", GroupsForgotten),
     "weights first": Fault("6_resume-another_optimizer_is_refused", WeightsFirst),
     "weights before damage": Fault("6_resume-a_damaged_optimizer_state", WeightsFirst),

@@ -1,4 +1,4 @@
-"""A driver that is right but for one planted fault, which is chosen by an option."""
+"""A correct driver with one planted fault, which an option selects."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from drivetrain.kernel.plan import Capabilities, Plan, Probe
 
 @dataclass(frozen=True)
 class FaultyOptions:
-    """What is wrong."""
+    """Name of the planted fault."""
 
     fault: str = "none"
 
 
 class FaultyDriver:
-    """Wraps what the sound driver makes; each fault replaces one method somewhere."""
+    """Wraps the objects of the correct driver; each fault replaces one method somewhere."""
 
     name = "faulty"
     options_type = FaultyOptions
@@ -49,7 +49,7 @@ def fault_of(plan: Plan) -> Fault:
 
 
 class UnavailableDriver(FaultyDriver):
-    """It lacks what it needs on every machine."""
+    """A driver that lacks a requirement on every machine."""
 
     name = "unavailable"
 

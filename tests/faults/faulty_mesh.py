@@ -1,4 +1,4 @@
-"""A mesh that is right but for one planted fault, which is chosen by an option."""
+"""A correct mesh driver with one planted fault, which an option selects."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from drivetrain.kernel.plan import Plan
 
 @dataclass(frozen=True)
 class FaultyMeshOptions(MeshOptions):
-    """What is wrong."""
+    """Options of a mesh, and the name of the planted fault."""
 
     fault: str = ""
 
 
 class FaultyMeshDriver(MeshDriver):
-    """While a session is open, the fault is there."""
+    """A mesh driver that has the planted fault while a session is open."""
 
     name = "faulty-mesh"
     options_type = FaultyMeshOptions

@@ -1,4 +1,4 @@
-"""The harness: what a job returns, and what is told when a rank raises, dies or hangs."""
+"""The harness: results of jobs, and reports when a rank raises, dies or hangs."""
 
 import os
 import time
@@ -43,7 +43,9 @@ def hashed(bench: Bench) -> int:
 
 
 def test_strings_hash_otherwise_on_another_rank() -> None:
-    """As in processes that a launcher starts, though these are forked."""
+    """Require different hashes of strings, as in processes that a launcher starts, although the
+    harness forks its ranks.
+    """
     first, second = SUBJECT.run(hashed)
     assert first != second
 
@@ -74,23 +76,35 @@ def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_job_runs_on_every_rank() -> None:
     answers = SUBJECT.run(answer, text="é")
-    assert [told["rank"] for told in answers] == [0, 1]
-    assert all(told["text"] == "é" and told["tensor"].tolist() == [0, 1, 2] for told in answers)
+    assert [reported["rank"] for reported in answers] == [0, 1]
+    assert all(
+        reported["text"] == "é" and reported["tensor"].tolist() == [0, 1, 2] for reported in answers
+    )
 
 
 @pytest.mark.parametrize(
-    ("job", "words"),
+    ("job", "errors", "words"),
     [
-        (raise_on_one, "LookupError: rank 1 lost something"),
-        (exit_on_one, "exit code 7\nlast words of rank 0"),
+        (
+            raise_on_one,
+            {0: "no answer", 1: "LookupError: rank 1 lost something\n"},
+            "LookupError: rank 1 lost something",
+        ),
+        (
+            exit_on_one,
+            {0: "the process ended: exit code 7\n", 1: "no answer"},
+            "exit code 7\nlast words of rank 0",
+        ),
     ],
 )
 def test_a_failure_shows_every_rank_and_the_next_job_runs(
-    job: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    job: Any, errors: dict[int, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("drivetrain.conformance.harness.GRACE_SECONDS", 0.5)
     with pytest.raises(WorkerFailure) as failure:
         SUBJECT.run(job)
     assert words in str(failure.value)
+    before_stacks = str(failure.value).partition("--- rank 0")[0]
+    assert all(f"rank {rank} of 2: {error}" in before_stacks for rank, error in errors.items())
     assert "in wait_for_the_other" in str(failure.value)  # the stack of the rank that hung
     assert len(SUBJECT.run(answer, text="again")) == 2

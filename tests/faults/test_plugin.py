@@ -1,4 +1,4 @@
-"""The suite as a user runs it: exit codes, and the report that runs share."""
+"""The suite as a user runs it: its exit codes, and the report that several runs share."""
 
 import json
 import os
@@ -28,8 +28,8 @@ def test_report_shows_all_runs_of_a_folder(
     fault = "--backend-set=fault=feeds ahead"
     capsys.readouterr()
     assert run(*arguments, fault, "-k", "feeds_ahead") == 1
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED 7_" in line]
-    assert "feed pulls 1 batches ahead; declared: 0" in told
+    (reported,) = [line for line in capsys.readouterr().out.splitlines() if "FAILED 7_" in line]
+    assert "feed pulls 1 batches ahead; declared: 0" in reported
     files = sorted(tmp_path.glob("*.json"))
     statuses = [result["status"] for f in files for result in json.loads(f.read_text())["results"]]
     assert statuses == ["failed", "passed"]
@@ -38,17 +38,19 @@ def test_report_shows_all_runs_of_a_folder(
     assert "faulty x2 fault=feeds ahead" in page
 
 
-def test_report_tells_which_problem_stood_in_for_which(tmp_path: Path) -> None:
-    """And the reason of a refusal."""
+def test_report_names_which_problem_stood_in_for_which(tmp_path: Path) -> None:
+    """Require the stand-in, and the reason of the refusal, in the report."""
     fault = "--backend-set=fault=takes sequences"
     chosen = ("-k", "a_rate_of_zero or recomputed_layers or looking_changes")
     assert run("--backend=faulty", "--nproc=2", f"--report={tmp_path}", fault, *chosen) == 0
     page = (tmp_path / "index.html").read_text()
     assert "In place of regression, which is refused, regression in parts: backend.fault" in page
     (report,) = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    told = {result["check"]: (result["status"], result["message"]) for result in report["results"]}
-    assert told["a_rate_of_zero_moves_nothing"] == ("passed", "")
-    status, message = told["recomputed_layers_count_a_batch_once"]
+    reported = {
+        result["check"]: (result["status"], result["message"]) for result in report["results"]
+    }
+    assert reported["a_rate_of_zero_moves_nothing"] == ("passed", "")
+    status, message = reported["recomputed_layers_count_a_batch_once"]
     assert (status, message.partition(" is set")[0]) == ("refused", "backend.fault")
 
 
@@ -86,9 +88,9 @@ def test_help_is_that_of_the_suite(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["suite", "--help"])
     assert main() == 0
-    told = capsys.readouterr().out
-    assert len(told.splitlines()) < 40
-    assert all(option in told for option in (*plugin.OPTIONS, "examples:"))
+    reported = capsys.readouterr().out
+    assert len(reported.splitlines()) < 40
+    assert all(option in reported for option in (*plugin.OPTIONS, "examples:"))
 
 
 def test_a_run_in_which_nothing_ran_is_red() -> None:

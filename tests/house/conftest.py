@@ -1,4 +1,4 @@
-"""What these tests share."""
+"""Fixtures that these tests share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from house_rules import ROOT
 
 @pytest.fixture
 def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
-    """Imports a module of `benchmarks`, a folder that is not installed."""
+    """Return a function that imports a module of `benchmarks`, a folder that is not installed."""
     monkeypatch.syspath_prepend(ROOT)
     threads = torch.get_num_threads()
     yield lambda name: importlib.import_module(f"benchmarks.{name}")

@@ -1,7 +1,7 @@
-"""The checkers behind the house rules: pure functions from source text to complaints.
+"""Checkers of the house rules: pure functions from source text to complaints.
 
-Each takes the path of a file relative to the repository and its text, and gives one line a breach,
-`path:line: what`. That makes them testable on bad snippets, which the test files here do.
+Each takes the path of a file relative to the repository and its text, and returns one line for each
+breach, `path:line: what`. The test files here test the checkers on bad snippets.
 """
 
 from __future__ import annotations
@@ -20,29 +20,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Room:
-    """A folder that installs as a package, and what its modules may know of."""
+    """A folder that installs as a package, and the imports and words that its modules may have."""
 
     package: str
     folder: str
     siblings: frozenset[str] = frozenset()
-    """Other packages of drivetrain that it may import, as `kernel` or, a module of it alone,
-    `kernel.contract`."""
+    """Other packages of drivetrain that it may import: `kernel`, or only a module of one, such as
+    `kernel.contract`.
+    """
     outside: frozenset[str] | None = None
-    """Distributions' top-level modules beside the standard library; None: any."""
+    """Top-level modules of other distributions that it may import; None allows all."""
     absolute: bool = False
-    """May say `drivetrain.x` instead of a relative import."""
+    """True if it may say `drivetrain.x` instead of a relative import."""
     templates: frozenset[str] = frozenset()
-    """Files that users copy, which therefore say `drivetrain.x` too."""
+    """Files that users copy, and which therefore import `drivetrain.x` absolutely."""
     secrets: frozenset[str] = frozenset()
     """Words that no string literal may hold; docstrings are exempt."""
     forbidden: frozenset[str] = frozenset()
     """Dotted names that it may neither import nor reach as an attribute."""
-    exempt: frozenset[str] = frozenset()
-    """Files for which `secrets` does not hold."""
     vendors: dict[str, frozenset[str]] = field(default_factory=dict)
-    """For a file or a folder, what it may import inside functions only."""
+    """File or folder -> modules that it may import inside functions only."""
     late: frozenset[str] = frozenset()
-    """Files that are loaded by name when they are needed, and so may import it at their top."""
+    """Files that are only imported when needed, and so may import these modules at the top."""
 
 
 DRIVER_NAMES = frozenset({"ddp", "fsdp", "deepspeed", "xla", "ipex"})
@@ -69,11 +68,12 @@ FRONT_DOOR = frozenset(
 )
 SHARED_BY_DRIVERS = frozenset({"common", "process_group"})
 BUILT_UPON = {"mesh": "fsdp"}
-"""Drivers that are another one and more."""
+"""Drivers that extend another driver."""
 
 _KERNEL = frozenset({"kernel"})
 _CHECKPOINTED = _KERNEL | {"data", "checkpoint"}
-_TRAINED = _CHECKPOINTED | {"trainer"}
+_LAUNCHED = frozenset({"launched"})
+_TRAINED = _CHECKPOINTED | _LAUNCHED | {"registry", "trainer"}
 
 ROOMS = {
     "kernel": Room(
@@ -82,17 +82,17 @@ ROOMS = {
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
-        exempt=frozenset({"kernel/registry.py"}),
     ),
     "backends": Room(
         "backends",
         "backends",
         siblings=frozenset(
-            f"kernel.{module}"
-            for module in ("contract", "errors", "plan", "ranges", "recipe", "shards")
+            f"kernel.{module}" for module in ("contract", "errors", "plan", "recipe", "shards")
         )
+        | _LAUNCHED
         | {"checkpoint.gc_paused", "checkpoint.optimizer_entries"}
-        | {"data.nested", "data.parallel", "data.random_state"},
+        | {"data.nested", "data.parallel", "data.random_state", "data.ranges"}
+        | {"data.parent", "data.private_names", "data.small_files"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/common/float8.py": frozenset({"torchao"}),
@@ -108,6 +108,7 @@ ROOMS = {
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
+        vendors={"runtime/data/small_files.py": frozenset({"yaml", "tomli"})},
     ),
     "checkpoint": Room(
         "checkpoint",
@@ -125,17 +126,20 @@ ROOMS = {
     "trainer": Room(
         "trainer",
         "runtime/trainer",
-        siblings=_CHECKPOINTED,
+        siblings=_CHECKPOINTED | _LAUNCHED | {"registry"},
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
     ),
-    "ranks": Room("ranks", "runtime/ranks", siblings=_TRAINED, outside=frozenset({"torch"})),
+    "run": Room("run", "runtime/run", siblings=_TRAINED),
+    "ranks": Room(
+        "ranks", "runtime/ranks", siblings=_TRAINED | {"run"}, outside=frozenset({"torch"})
+    ),
     "trackers": Room("trackers", "runtime/trackers", siblings=_TRAINED),
     "cli": Room(
         "cli",
         "runtime/cli",
-        siblings=_TRAINED | {"conformance", "trackers"},
+        siblings=_TRAINED | {"conformance", "run", "trackers"},
         templates=frozenset({"runtime/cli/gpt.py"}),
     ),
     "compat": Room("compat", "compat", siblings=_TRAINED),
@@ -148,7 +152,7 @@ ROOMS = {
     ),
     "": Room("", "runtime", siblings=_TRAINED | {"ranks"}, outside=frozenset()),
 }
-"""By the name under which each is installed; the last is the front door, `drivetrain` itself."""
+"""Rooms by the name of the installed package; the last is the front door, `drivetrain` itself."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class Import:
 
 
 def room_of(path: str) -> Room | None:
-    """The room that a file lies in, or None."""
+    """Return the room of a file, or None."""
     for room in ROOMS.values():
         if path.startswith(room.folder + "/"):
             return room
@@ -170,13 +174,15 @@ def room_of(path: str) -> Room | None:
 
 
 def module_name(path: str, room: Room) -> str:
-    """`runtime/checkpoint/store.py` is `drivetrain.checkpoint.store`."""
+    """Return a file's module: `runtime/checkpoint/store.py` is `drivetrain.checkpoint.store`."""
     inner = PurePosixPath(path).relative_to(room.folder).with_suffix("")
     return ".".join(filter(None, ("drivetrain", room.package, *inner.parts)))
 
 
 def imports(path: str, tree: ast.Module, room: Room) -> Iterator[Import]:
-    """Every import in a module. `from a import b` counts as `a.b`; an import by name counts too."""
+    """Yield every import in a module. `from a import b` counts as `a.b`; an import by name counts,
+    too.
+    """
     parents = module_name(path, room).split(".")[:-1]  # __init__ is a part like any other
     inside = {
         child
@@ -206,14 +212,14 @@ def imports(path: str, tree: ast.Module, room: Room) -> Iterator[Import]:
 
 
 def _resolved(name: str, parents: list[str]) -> str:
-    """A name as `import_module` takes it; with dots in front it is relative."""
+    """Resolve a name as `import_module` does; with leading dots it is relative."""
     inner = name.lstrip(".")
     level = len(name) - len(inner)
     return ".".join([*parents[: len(parents) - level + 1], inner]) if level else name
 
 
 def dotted(node: ast.expr) -> str:
-    """`torch.cuda.device` for an attribute chain on a plain name, else an empty string."""
+    """Return `torch.cuda.device` for an attribute chain on a plain name, else an empty string."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -222,12 +228,12 @@ def dotted(node: ast.expr) -> str:
 
 
 def within(name: str, roots: Iterable[str]) -> bool:
-    """Whether a dotted name is one of `roots` or lies below one."""
+    """Return True if a dotted name is one of `roots`, or below one."""
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
 def import_breaches(path: str, text: str) -> list[str]:
-    """What a module of the library imports or reaches though its room may not."""
+    """List the names that a module of the library imports or reaches though its room may not."""
     room = room_of(path)
     if room is None:
         return []
@@ -266,7 +272,7 @@ def _judge(path: str, item: Import, room: Room) -> str | None:
 
 
 def _judge_own(path: str, rest: str, room: Room) -> str | None:
-    """Drivers are strangers to each other; what they share knows none of them."""
+    """Return a complaint if a driver imports another, or a shared module imports a driver."""
     parts = rest.split(".")[1:]
     if room.package != "backends" or not parts or path.startswith(f"backends/{parts[0]}/"):
         return None
@@ -277,9 +283,11 @@ def _judge_own(path: str, rest: str, room: Room) -> str | None:
 
 
 def secret_breaches(path: str, text: str) -> list[str]:
-    """String literals that name what the room must not know; docstrings are exempt."""
+    """List string literals that name something that the room must not know. Docstrings
+    are exempt.
+    """
     room = room_of(path)
-    if room is None or not room.secrets or path in room.exempt:
+    if room is None or not room.secrets:
         return []
     tree = ast.parse(text, path)
     words = re.compile(rf"(?<![A-Za-z])({'|'.join(sorted(room.secrets))})(?![A-Za-z])", re.I)
@@ -299,13 +307,15 @@ def secret_breaches(path: str, text: str) -> list[str]:
 PICKLES = frozenset({"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve"})
 LOADERS = frozenset({"torch.load", "torch.serialization.load"})
 UNPICKLING = frozenset({"load_checkpoint", "read_pickle"})
-"""Methods of DeepSpeed's engine, which loads with weights_only=False, and of pandas."""
+"""Loaders that unpickle: a method of DeepSpeed's engine, which loads with weights_only=False, and
+pandas' function.
+"""
 PICKLE_ESCAPE = "# house: pickle"
-"""On a line of a test that plants a pickle to see it refused."""
+"""Comment for a line of a test that plants a pickle to see it refused."""
 
 
 def pickle_breaches(path: str, text: str) -> list[str]:
-    """Imports of pickle and its kin, and calls that would run what they read."""
+    """List imports of pickle and its kin, and calls that would run what they read."""
     lines = text.splitlines()
     found = []
 
@@ -364,7 +374,7 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~/-])/(?:work|root|home|Users)(?=/|\b)(?:/[
 
 
 def text_breaches(path: str, text: str) -> list[str]:
-    """Hosts of package registries and paths of somebody's machine, in any text."""
+    """List hosts of package registries and paths of one machine, in any text."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         if ADDRESSES.search(line):
@@ -374,9 +384,32 @@ def text_breaches(path: str, text: str) -> list[str]:
     return found
 
 
+OPENINGS = re.compile(r"(?:Of|What|That|Those|Which|Where|Whether|Likewise|As|Whose|Whom|Who)\b")
+"""First words of docstrings that continue the sentence of the name instead of
+describing the thing.
+"""
+
+
+def opening_breaches(path: str, text: str) -> list[str]:
+    """List docstrings, of attributes too, that begin with one of `OPENINGS`."""
+    return [
+        f"{path}:{node.lineno}: docstring begins with {hit.group()!r}, not a verb or a noun"
+        for node in docstrings(ast.parse(text))
+        if (hit := OPENINGS.match(str(node.value).strip()))
+    ]
+
+
+def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    """Yield the strings that stand alone as statements: docstrings of all kinds."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())) if isinstance(node.value, ast.Constant):
+                yield node.value
+
+
 @cache
 def tracked_files() -> dict[str, str]:
-    """Every text file in git, and those about to be (untracked, not ignored): path -> text."""
+    """Return path and text of every text file in git, and of new files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     texts = {}
@@ -392,7 +425,7 @@ def tracked_files() -> dict[str, str]:
 
 
 def sources(prefix: str = "") -> dict[str, str]:
-    """The Python files among them, below a folder."""
+    """Return the Python files below a folder."""
     return {
         path: text
         for path, text in tracked_files().items()

@@ -1,4 +1,6 @@
-"""Every (argument, driver) pair is applied or refused by name; the page says what the code does."""
+"""Every argument is applied or refused by name on every driver, and the page says what the code
+does.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,13 @@ import pytest
 from house_rules import ROOT
 
 from drivetrain.kernel.errors import SettingError
-from drivetrain.kernel.registry import find_driver, known_backends
+from drivetrain.registry import find_driver, known_backends
 from drivetrain.trainer.setting_values import flatten, override
 from drivetrain.trainer.settings import Settings
 
 
-@pytest.fixture(scope="module")
-def arguments() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("arguments", ROOT / "docs" / "arguments.py")
+def page_of(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,8 +25,21 @@ def arguments() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def arguments() -> ModuleType:
+    return page_of("arguments")
+
+
 def test_the_page_is_what_the_code_does(arguments: ModuleType) -> None:
     assert arguments.PAGE.read_text() == arguments.page(), "run: python docs/arguments.py"
+
+
+def test_the_page_of_settings_is_what_the_code_has() -> None:
+    settings = page_of("settings")
+    assert settings.PAGE.read_text() == settings.page(), "run: python docs/settings.py"
+    rows = [line for line in settings.page().splitlines() if line.startswith("| `")]
+    assert len(rows) > len(flatten(Settings()))
+    assert [row for row in rows if row.endswith("|  |")] == [], "a setting without a text"
 
 
 def test_every_pair_has_an_answer(arguments: ModuleType) -> None:
@@ -39,7 +53,9 @@ def test_every_pair_has_an_answer(arguments: ModuleType) -> None:
 
 
 def test_what_a_plan_holds_reaches_the_driver() -> None:
-    """A setting that is the driver's to apply is in the plan, under its own name."""
+    """Require that the plan contains each setting that the driver must apply, under the setting's
+    name.
+    """
     changed = {
         "max_grad_norm": 3.0,
         "compile": True,

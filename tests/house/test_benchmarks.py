@@ -1,4 +1,4 @@
-"""The benchmarks run, in small."""
+"""The benchmarks run with small sizes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,15 +24,15 @@ def measured(benchmark: str, candidate: str) -> dict[str, float]:
 
 
 def some(module: Any, *candidates: str) -> Any:
-    """The benchmark of a step, of these candidates only."""
+    """Return the benchmark of a step, with these candidates only."""
     (step,) = (each for each in module.BENCHMARKS if each.name == "step")
     return dataclasses.replace(step, candidates=dict.fromkeys(candidates, ""), blocks=2)
 
 
 @pytest.mark.slow
 def test_candidates_take_turns_and_do_the_same_work(benchmark_module: Callable[[str], Any]) -> None:
-    benchmark, told = some(benchmark_module("steps"), "tuned", "kernel"), []
-    record = benchmark.rounds(1, True, told.append)
+    benchmark, reported = some(benchmark_module("steps"), "tuned", "kernel"), []
+    record = benchmark.rounds(1, True, reported.append)
     tuned, ours = (record["measured"][name] for name in ("tuned", "kernel"))
     assert (record["blocks"], len(tuned), len(ours)) == (2, 2, 2)
     sums = [block["checksum"] for block in tuned + ours]
@@ -39,6 +40,7 @@ def test_candidates_take_turns_and_do_the_same_work(benchmark_module: Callable[[
     assert all(block["cpu"] > 0 for block in tuned + ours)
 
 
+@pytest.mark.slow
 def test_a_candidate_that_fails_ends_all_with_what_it_said(
     benchmark_module: Callable[[str], Any],
 ) -> None:
@@ -56,7 +58,7 @@ def test_a_spread_is_of_all_or_of_the_middle_half(benchmark_module: Callable[[st
 def test_an_interval_holds_the_median_as_often_as_it_says(
     benchmark_module: Callable[[str], Any],
 ) -> None:
-    """By the tables of the binomial distribution; and by draws."""
+    """Compare with tables of the binomial distribution, and with draws."""
     interval = benchmark_module("harness").interval
     assert interval([*map(float, range(6))]) == (0.0, 5.0)
     assert interval([*map(float, range(20))]) == (5.0, 14.0)
@@ -66,6 +68,7 @@ def test_an_interval_holds_the_median_as_often_as_it_says(
     assert 0.94 < held / len(draws) < 0.98
 
 
+@pytest.mark.slow
 def test_a_load_gives_what_was_saved() -> None:
     assert measured("load", "kernel")["bytes"] < 64 << 20  # it compares sums of what it loads
 
@@ -88,3 +91,9 @@ def test_the_page_is_what_its_records_give() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"run `python -m benchmarks page`\n{done.stderr}"
+
+
+def test_pages_are_measured(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
+    found = benchmark_module("pages").measure(tmp_path, 2 << 20)
+    assert found["records"] > 4000
+    assert found["more megabytes of memory"] < 50

@@ -22,6 +22,7 @@ def budget() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_nothing_is_over_the_budget() -> None:
     command = [sys.executable, "-m", "benchmarks.budget"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -43,7 +44,7 @@ def test_what_torch_has_a_part_in_has_some_slack(budget: Any) -> None:
     assert budget.over({"a: calls above raw": -900}, counts)
 
 
-def test_a_count_that_only_one_side_knows_is_told(budget: Any) -> None:
+def test_a_count_that_only_one_side_knows_is_reported(budget: Any) -> None:
     assert budget.over({"a": 1}, {"b": 1}) == [
         "a: counted, and not in the budget",
         "b: in the budget, and not counted",

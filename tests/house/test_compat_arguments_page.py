@@ -1,4 +1,6 @@
-"""Every argument of compat, on every driver: applied, without effect and said so, or refused."""
+"""Every argument of compat, on every driver: applied, without effect and documented so,
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from drivetrain.compat import Seq2SeqTrainingArguments
 
 FIELDS = {item.name: item for item in dataclasses.fields(Seq2SeqTrainingArguments)}
 READ_BY_THEIR_CALLBACKS = ("project", "run_name", "trackio_")
-"""What transformers' own callbacks read, which `trackers.py` hands the arguments to."""
+"""Beginnings of arguments that transformers' own callbacks read. `trackers.py` passes the arguments
+on to them.
+"""
 
 
 def load_documents() -> ModuleType:
@@ -38,7 +42,7 @@ def documents() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def answers(documents: ModuleType) -> dict[str, dict[str, str]]:
-    return {item.name: told for item, told in documents.rows()}
+    return {item.name: reported for item, reported in documents.rows()}
 
 
 def test_the_page_is_what_the_code_does(documents: ModuleType) -> None:
@@ -47,9 +51,9 @@ def test_the_page_is_what_the_code_does(documents: ModuleType) -> None:
 
 def test_every_pair_has_an_answer(documents: ModuleType, answers: Any) -> None:
     assert answers.keys() == FIELDS.keys()
-    for told in answers.values():
-        assert told.keys() == set(documents.shipped())
-        for text in told.values():
+    for reported in answers.values():
+        assert reported.keys() == set(documents.shipped())
+        for text in reported.values():
             assert text == "applied" or text.startswith(("no effect: ", "refused: "))
             assert not text.endswith(": ")
 

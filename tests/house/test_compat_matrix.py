@@ -1,4 +1,4 @@
-"""docs/compat-matrix.md says what the tests' markers say, and every marker can be read."""
+"""docs/compat-matrix.md agrees with the tests' markers, and every marker can be read."""
 
 from __future__ import annotations
 

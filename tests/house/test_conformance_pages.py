@@ -1,4 +1,6 @@
-"""The committed pages are what the templates make of the committed figures, and need no width."""
+"""The committed pages are the output of the templates for the committed figures, and fit any
+window.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def test_on_a_narrow_screen_each_cell_names_its_column(page: str, column: str) -
     assert "overflow-x" not in text  # nothing scrolls sideways
 
 
-def test_the_time_that_is_told_is_that_of_the_reports() -> None:
+def test_the_time_that_is_stated_is_that_of_the_reports() -> None:
     reports = [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
     assert json.loads(MEASURED.read_text())["seconds"] == summed_up(reports)
 
@@ -64,7 +66,9 @@ def test_all_figures_are_on_the_page() -> None:
 
 
 def test_each_mesh_is_on_its_page() -> None:
-    """And nothing is off by more than is allowed; the weights are looked at where it is written."""
+    """Require every mesh on the page, with deviations within bounds. Weights are compared when the
+    page is written.
+    """
     lines = (FOLDER / "meshes.md").read_text().partition("---: |\n")[2].splitlines()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert [row[:3] for row in rows] == [

@@ -1,4 +1,4 @@
-"""The benchmarks of defaults: all candidates of one do the same work."""
+"""The benchmarks of defaults: all candidates of a benchmark do the same work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def defaults(benchmark_module: Callable[[str], Any]) -> Any:
     return {each.name: each for each in benchmark_module("defaults").BENCHMARKS}
 
 
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n == "zero_grad" else []) for n in HERE],
+)
 def test_candidates_do_the_same_work(defaults: Any, name: str) -> None:
     benchmark = defaults[name]
     found = {each: benchmark.measure(each, True) for each in benchmark.candidates}

@@ -1,4 +1,4 @@
-"""The benchmark of one GPU: in small on the host, and what it makes of a trace and of a card."""
+"""The benchmark of one GPU: run in small on the host, and its evaluation of a trace and a card."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pins pin, and what uv installed here is what they say."""
+"""The lock's pins are complete, and uv has installed exactly the locked packages."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def committed() -> Locked:
 
 
 def unpinned(lock: Locked, pins: list[Requirement]) -> list[str]:
-    """What is locked at a version that no constraint ends at."""
+    """List the locked versions that no constraint names."""
     ends = {(pin.name, part.version) for pin in pins for part in pin.specifier}
     return sorted(f"{name}=={version}" for name, version in lock if (name, version) not in ends)
 
 
 def differences(here: Locked, there: Locked) -> list[str]:
-    """What `here` lacks of `there`, has beside it, or would take from other files.
+    """List the differences of `here` from `there`: packages that are missing, added, or taken from
+    other files.
 
     Hashes may be added upstream, when a wheel for one more platform is published; none may go.
     """

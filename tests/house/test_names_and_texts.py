@@ -1,4 +1,6 @@
-"""Public names are listed; no pickle, no addresses, no paths of one machine."""
+"""Public names are listed; there is no pickle and no address; docstrings begin with a verb or a
+noun.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import types
 import pytest
 from house_rules import (
     PICKLE_ESCAPE,
+    opening_breaches,
     pickle_breaches,
     sources,
     text_breaches,
@@ -20,12 +23,12 @@ LOAD_UNSAFE = "torch.load(f, weights_" + "only=False)"
 
 
 OF_TYPES = {"TYPE_CHECKING", "annotations"}
-"""What a module imports for type checkers alone."""
+"""Names that a module imports for type checkers alone."""
 
 
 @pytest.mark.parametrize("name", SETUPTOOLS["packages"])
 def test_a_package_lists_its_public_names(name: str) -> None:
-    """All of them, and no others; ruff sorts the lists, and looks at those of modules."""
+    """Require all public names, and no others. ruff sorts the lists; it checks those of modules."""
     package = importlib.import_module(name)
     if name == "drivetrain.compat":
         assert package.DataCollatorWithFlattening  # one of many that it hands on, and does not list
@@ -101,3 +104,27 @@ def test_an_address_is_seen(text: str) -> None:
 @pytest.mark.parametrize("text", ["the root/ of it", "home/work/x", "https://example.org/work/a"])
 def test_an_innocent_text_passes(text: str) -> None:
     assert not text_breaches("README.md", text)
+
+
+def test_a_docstring_says_what_the_thing_is_or_does() -> None:
+    found = [line for path, text in sources().items() for line in opening_breaches(path, text)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Whether it runs."""',
+        'def f():\n    """As it was."""',
+        'class A:\n    """Likewise."""',
+        'class A:\n    size: int\n    """Of the whole."""',
+        'def f():\n    if f:\n        a = 1\n        """What is left."""',
+    ],
+)
+def test_an_opening_that_finishes_the_name_is_seen(text: str) -> None:
+    assert opening_breaches("kernel/a.py", text)
+
+
+@pytest.mark.parametrize("text", ['"""Ask the rank."""', 'a = "Of all"', '"""Offer a port."""'])
+def test_an_opening_with_a_verb_passes(text: str) -> None:
+    assert not opening_breaches("kernel/a.py", text)

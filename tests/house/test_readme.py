@@ -1,4 +1,4 @@
-"""The README's commands are the ones that are run: its test command is a line of .ci/run."""
+"""The README's test command is a line of .ci/run, so that it is run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ SET_UP = "pip install uv && "
 
 
 def commands(text: str) -> list[str]:
-    """Every line in a fenced block of a Markdown text, without a prompt or a comment."""
+    """Return every line in a fenced block of a Markdown text, without prompts and comments."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
     return [line.removeprefix("$ ") for line in lines]
 
 
 def lines_of_pytest(script: str) -> list[str]:
-    """The lines of a shell script that run tests."""
+    """Return the lines of a shell script that run tests."""
     return [line for line in script.splitlines() if re.match(r"uv run .*\bpytest\b", line)]
 
 

@@ -1,4 +1,4 @@
-"""The release: its version, its files, its types, and its table of what it runs on."""
+"""The release: its version, files and types, and its table of supported platforms."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ TYPED = (
     "drivetrain.kernel.events",
     "drivetrain.kernel.plan",
     "drivetrain.kernel.recipe",
-    "drivetrain.kernel.registry",
     "drivetrain.kernel.shards",
+    "drivetrain.registry",
     "drivetrain.trackers",
 )
-"""Modules whose public names a user's file uses."""
+"""Modules whose public names users import."""
 
 
 def run(*command: str, folder: Path) -> str:
-    """What a command prints; it must not fail."""
+    """Return the output of a command, which must not fail."""
     dropped = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in dropped}
     done = subprocess.run(
@@ -87,7 +87,7 @@ def test_this_python_is_as_the_record_says() -> None:
 
 
 def uses(module: str) -> str:
-    """A user's lines that use each public name of a module."""
+    """Return a user's file that uses each public name of a module."""
     found = importlib.import_module(module)
     own = [
         name for name, value in vars(found).items() if getattr(value, "__module__", "") == module
@@ -116,15 +116,13 @@ assert_type(result, Result)
 assert_type(result.loss, float)
 assert_type(evaluate(recipe), dict[str, dict[str, float]])
 """
-OF_TRANSFORMERS = [
-    "DataCollatorWithPadding",
-    "DefaultDataCollator",
-    *(name for name, home in compat._HOMES.items() if home.startswith("transformers.")),
-]
+OF_TRANSFORMERS = [name for name, home in compat._HOMES.items() if home.startswith("transformers.")]
 ANY_ON_PURPOSE = {f"reveal_type(drivetrain_compat.{name})" for name in OF_TRANSFORMERS} | {
     "reveal_type(drivetrain_kernel_recipe.Batch)"
 }
-"""What compat hands on from transformers, which this environment need not have; and a batch."""
+"""Names of type Any: `Batch`, and those that compat passes on from transformers, which may not be
+installed.
+"""
 MISUSES = """
 from drivetrain import Recipe, Settings, fit
 Settings(steps="three")
@@ -135,7 +133,7 @@ Recipe(model=3, loss=4)
 
 @pytest.mark.slow
 def test_a_user_s_file_is_checked_strictly(tmp_path: Path) -> None:
-    """Every public name has a type, none is Any, and what is wrong is seen."""
+    """Require that every public name has a type other than Any, and that wrong uses are found."""
     file, wrong = tmp_path / "user.py", tmp_path / "wrong.py"
     head = "from typing_extensions import assert_type\n"
     file.write_text(head + "".join(map(uses, TYPED)) + A_USER_S_FILE)
@@ -144,9 +142,9 @@ def test_a_user_s_file_is_checked_strictly(tmp_path: Path) -> None:
     settings.write_text(f"[mypy]\nmypy_path = {ROOT / '.typing'}\nfollow_imports = silent\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(settings)]
     command += ["--cache-dir", str(ROOT / ".mypy_cache" / "of-a-user")]
-    told = run(*command, str(file), folder=tmp_path)
-    assert "no issues found" in told
-    shown = re.findall(r"user\.py:(\d+): note: Revealed type is \"(.*)\"", told)
+    printed = run(*command, str(file), folder=tmp_path)
+    assert "no issues found" in printed
+    shown = re.findall(r"user\.py:(\d+): note: Revealed type is \"(.*)\"", printed)
     lines = file.read_text().splitlines()
     untyped = {lines[int(number) - 1] for number, type_ in shown if type_ == "Any"}
     assert len(shown) > 200
@@ -161,7 +159,9 @@ def test_a_user_s_file_is_checked_strictly(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_what_is_released_installs_and_trains(kind: str, tmp_path: Path) -> None:
-    """Built, installed into an environment that knows nothing of this checkout, and used there."""
+    """Build the release, install it into an environment that does not see this checkout, and use it
+    there.
+    """
     run("uv", "build", f"--{kind}", "--out-dir", str(tmp_path / "dist"), str(ROOT), folder=tmp_path)
     (built,) = (path for path in (tmp_path / "dist").iterdir() if path.suffix in (".whl", ".gz"))
     assert VERSION in built.name

@@ -1,4 +1,4 @@
-"""The benchmark of thousands of ranks plans what the library would: on few of them, compared."""
+"""The benchmark of thousands of ranks plans as the library does: compared on few ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_index_by_rule_is_the_one_of_the_headers(
 
 
 def _plain(index: Index) -> Any:
-    """Every single piece: how they are put together may differ where a run is of two or three."""
+    """Return every single piece, since runs of two or three pieces may be grouped differently."""
     return {
         (kind, name): (known.info, sorted(_pieces(known)))
         for kind, tensors in index.kinds.items()
@@ -69,7 +69,7 @@ def _pieces(known: Any) -> list[Any]:
 def test_a_crossing_is_planned_in_whole(
     scale: Any, layout: str, writers: int, readers: int, tmp_path: Path
 ) -> None:
-    """In this process: what ranks hold of the new world is found, all of it, in headers."""
+    """Plan in this process: all tensors of the new world's ranks are found in headers."""
     folder = tmp_path / "run" / "checkpoint-000001"
     folder.mkdir(parents=True)
     ranks = [0, readers // 2, readers - 1]
@@ -77,7 +77,7 @@ def test_a_crossing_is_planned_in_whole(
     scale.save(folder, "tiny", layout, writers)
     (folder.parent / "files.json").unlink()
     for rank in ranks:
-        told = scale.resume(folder, "tiny", layout, readers, rank)
+        resumed = scale.resume(folder, "tiny", layout, readers, rank)
         regions = scale.held("tiny", layout, rank, readers)
         expected = sum(4 * math.prod(result_shape(each.region, each.shape)) for each in regions)
-        assert told["planned_bytes"] == expected
+        assert resumed["planned_bytes"] == expected

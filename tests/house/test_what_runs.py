@@ -1,5 +1,6 @@
-"""The README's test command leaves out what is slow, but no law of any driver and no planted fault;
-what it leaves out is in one of the shards of .ci/run."""
+"""The README's test command leaves slow tests out, but no law of any driver. It looks for a planted
+fault in each law. Each test that it leaves out is in one of the shards of .ci/run.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +16,39 @@ from house_rules import ROOT
 COLLECT = """
 import json, pytest, sys
 from drivetrain.conformance import Case, cases
-from drivetrain.kernel.registry import known_backends
+from drivetrain.registry import known_backends
 
-expected = {backend: [str(case) for case in cases(backend)] for backend in known_backends()}
-told = {"expected": expected, "laws": [], "faults": []}
+def checked(case):
+    return [f"{case.law}-{case.function.__name__}", str(case)]
 
-class Tell:
+expected = {backend: [*map(checked, cases(backend))] for backend in known_backends()}
+reported = {"expected": expected, "laws": [], "faults": []}
+
+class Collected:
     def pytest_collection_finish(self, session):
         from faults import FAULTS
 
-        told["planted"] = [*FAULTS]
+        reported["planted"] = {name: fault.caught_by for name, fault in FAULTS.items()}
         for item in session.items:
             chosen = item.callspec.params if hasattr(item, "callspec") else {}
             if isinstance(case := chosen.get("case"), Case):
                 subject = case.subject
-                told["laws"].append([subject.backend, str(subject.options), str(case)])
+                reported["laws"].append([subject.backend, str(subject.options), *checked(case)])
             elif item.originalname == "test_fault_is_caught":
-                told["faults"].append(chosen["fault"])
+                reported["faults"].append(chosen["fault"])
 
-code = pytest.main(["--collect-only", "-n0", "tests/backends", "tests/faults"], [Tell()])
-print(json.dumps(told))
+folders = ["tests/backends", "tests/faults", "tests/simulated"]
+code = pytest.main(["--collect-only", "-n0", *folders], [Collected()])
+print(json.dumps(reported))
 sys.exit(code)
 """
 
 
 @pytest.fixture(scope="module")
-def told() -> dict[str, Any]:
-    """What the options in pyproject.toml choose, as the README's command has no others."""
+def reported() -> dict[str, Any]:
+    """Return the tests that the options in pyproject.toml select. The README's command has no other
+    options.
+    """
     done = subprocess.run(
         [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -50,20 +57,27 @@ def told() -> dict[str, Any]:
     return result
 
 
-def test_each_law_is_proved_of_each_driver_with_one_set_of_options(told: dict[str, Any]) -> None:
+def test_each_law_is_proved_of_each_driver_with_one_set_of_options(
+    reported: dict[str, Any],
+) -> None:
+    """Require each check of a law. `cpu` and `ddp` run it with all of its arguments."""
     proved: dict[str, dict[str, set[str]]] = {}
-    for backend, options, law in told["laws"]:
-        proved.setdefault(backend, {}).setdefault(options, set()).add(law)
-    assert len(told["expected"]) == 8
-    for backend, laws in told["expected"].items():
+    for backend, options, check, case in reported["laws"]:
+        proved.setdefault(backend, {}).setdefault(options, set()).update((check, case))
+    assert len(reported["expected"]) == 9
+    proved["accelerator"] = proved["simulated"]  # the same driver on a simulated device
+    for backend, laws in reported["expected"].items():
         if backend == "mesh":  # the others are done by the code of `fsdp`, and slow here
-            laws = [law for law in laws if law.startswith(("1_", "2_", "6_resume"))]
-        left_out = [set(laws) - those for those in proved[backend].values()]
+            laws = [law for law in laws if law[0].startswith(("1_", "2_", "6_resume"))]
+        whole = backend in ("cpu", "ddp")
+        wanted = {case if whole else check for check, case in laws}
+        left_out = [wanted - those for those in proved[backend].values()]
         assert set() in left_out, (backend, min(left_out, key=len))
 
 
-def test_each_planted_fault_is_looked_for(told: dict[str, Any]) -> None:
-    assert told["faults"] == told["planted"] != []
+def test_a_planted_fault_is_looked_for_in_each_law(reported: dict[str, Any]) -> None:
+    laws = {name: check.partition("-")[0] for name, check in reported["planted"].items()}
+    assert {laws[name] for name in reported["faults"]} == {*laws.values()} != set()
 
 
 def test_each_test_is_in_one_shard(pytestconfig: pytest.Config) -> None:

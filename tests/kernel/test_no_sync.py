@@ -1,4 +1,4 @@
-"""Between log points nothing waits for the device."""
+"""Nothing waits for the device between two steps that log."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer.problems import recipe
 
-from drivetrain import EvaluateSettings, Settings, fit
+from drivetrain import EvaluateSettings, Settings
 from drivetrain.backends.common import stepping
 from drivetrain.kernel.events import Event, Logged, StepEnded
-
-from .problems import recipe
+from drivetrain.trainer.fit import fit
 
 WAITING = {"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.is_nonzero.default"}
 
 
 class CountWaits(TorchDispatchMode):
-    """Counts the operations that hand a device's value to the host."""
+    """A dispatch mode that counts the operations that copy a device's value to the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +38,8 @@ def answer_later(flag: Tensor) -> Callable[[], bool]:
 
 
 def test_only_logging_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on_device(
-        optimizer: Any, grads: Any, norm: Tensor, max_norm: Any, loss_scale: Any = None
-    ) -> Any:
-        return stepping._step_on_device(optimizer, grads, norm, max_norm, loss_scale)
+    def on_device(*arguments: Any) -> Any:
+        return stepping._step_on_device(*arguments)
 
     # the host's tensors take the path that an accelerator's take
     monkeypatch.setattr(stepping, "step_if_finite", on_device)

@@ -1,8 +1,9 @@
-"""`fit(..., nproc=2)` from code that cannot be imported, as the cells of a notebook are."""
+"""`fit(..., nproc=2)` from code that cannot be imported, such as the cells of a notebook."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from drivetrain.kernel.errors import SettingError
 CELLS = """
 import json, os, signal, sys, torch
 from torch import nn
-from drivetrain import DrivetrainError, Recipe, Settings, fit
+from drivetrain import DrivetrainError, LossParts, Recipe, Settings, fit
 
 torch.set_num_threads(2)
 torch.randn(4_000_000).add(1).exp().sum()  # OpenMP has threads, which no fork has
@@ -53,7 +54,7 @@ def ending(module, batch):
     os._exit(3)
 
 
-def told(act):
+def answer(act):
     try:
         act()
     except DrivetrainError as error:
@@ -61,16 +62,29 @@ def told(act):
 
 
 settings = Settings(steps=6, global_batch=8)
-one = fit(recipe(), settings, backend="cpu", finish=weight)
+parts = LossParts(lambda module, batch: {
+    "near": (module(batch) - 1).square().sum(), "small": module(batch).abs().sum()
+})
+
+
+def noted(name):
+    def observe(event):
+        if type(event).__name__ == "Logged":
+            open(name, "w").write(json.dumps(event.losses))
+    return observe
+
+
+one = fit(recipe(parts), settings, backend="cpu", finish=weight, observers=[noted("one.json")])
 before = dict(os.environ), signal.getsignal(signal.SIGINT)
-two = fit(recipe(), settings, nproc=2, finish=weight, out="two")
+two = fit(recipe(parts), settings, nproc=2, finish=weight, out="two", observers=[noted("two.json")])
+figures["parts"] = [json.load(open(name)) for name in ("one.json", "two.json")]
 figures["away"] = float((one.finish - two.finish).abs().max())
 figures["losses"] = [one.loss, two.loss]
 figures["step"] = two.step
 figures["checkpoint"] = str(two.checkpoint)
-figures["failing"] = told(lambda: fit(recipe(failing), settings, nproc=2))
-figures["ending"] = told(lambda: fit(recipe(ending), settings, nproc=2))
-figures["refused"] = told(lambda: fit(recipe(), settings, nproc=2, resume="nowhere"))
+figures["failing"] = answer(lambda: fit(recipe(failing), settings, nproc=2))
+figures["ending"] = answer(lambda: fit(recipe(ending), settings, nproc=2))
+figures["refused"] = answer(lambda: fit(recipe(), settings, nproc=2, resume="nowhere"))
 figures["as it was"] = before == (dict(os.environ), signal.getsignal(signal.SIGINT))
 print(json.dumps(figures))
 """
@@ -78,19 +92,25 @@ print(json.dumps(figures))
 
 def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
     code = f"exec(compile({CELLS!r}, '<cell>', 'exec'))"
+    temporary = tmp_path / ("long" * 30)  # longer than the path of a socket may be
+    temporary.mkdir()
     ran = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary)},
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
+    assert not list(temporary.glob("torchelastic_*"))
     figures: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     assert figures["away"] < 1e-6
     one, two = figures["losses"]
     assert two == pytest.approx(one, rel=1e-6)
+    alone, together = figures["parts"]
+    assert set(alone) == {"near", "small"} and together == pytest.approx(alone, rel=1e-6)
     assert figures["step"] == 6
     manifest = json.loads((tmp_path / figures["checkpoint"] / "manifest.json").read_text())
     assert manifest["world_size"] == 2
@@ -131,24 +151,55 @@ def watch(event):
 
 
 recipe = Recipe(lambda: nn.Linear(4, 1), lambda m, b: m(b).sum(), torch.randn(64, 4))
-try:
-    fit(recipe, Settings(steps=10**6, global_batch=8), nproc=2, out="run", observers=[watch])
-except KeyboardInterrupt:
-    print("interrupted")
+settings = Settings(steps=10**6, global_batch=8)
+result = fit(recipe, settings, nproc=2, out="run", observers=[watch])
+print(result.reason, result.step >= 3, result.checkpoint.is_dir())
 """
 
 
 @pytest.mark.slow
-def test_an_interrupted_cell_leaves_a_checkpoint(tmp_path: Path) -> None:
-    code = f"exec(compile({INTERRUPTED!r}, '<cell>', 'exec'))"
+@pytest.mark.parametrize("number", ["SIGINT", "SIGUSR1"])
+def test_an_interrupted_cell_leaves_a_checkpoint(tmp_path: Path, number: str) -> None:
+    cell = INTERRUPTED.replace("SIGINT", number)
     ran = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"exec(compile({cell!r}, '<cell>', 'exec'))"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
         timeout=200,
     )
-    assert ran.stdout == "interrupted\n", ran.stderr
+    assert (ran.stdout, ran.returncode) == ("preempted True True\n", 0), ran.stderr
     (saved,) = (tmp_path / "run" / "checkpoints").glob("checkpoint-*")
     assert (saved / "manifest.json").is_file()
+
+
+TASK = """
+import torch
+from drivetrain import Recipe, Settings, fit
+
+def loss(module, batch):
+    return (module(batch) - 1).square().sum()
+
+recipe = Recipe(lambda: torch.nn.Linear(4, 1), loss, torch.randn(64, 4))
+result = fit(recipe, Settings(steps=2, global_batch=8), backend="ddp", out="run", progress=False)
+print(result.step)
+"""
+
+
+@pytest.mark.slow
+def test_a_task_of_srun_is_a_rank(tmp_path: Path) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(os.getpid())}
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, "-c", TASK],
+            cwd=tmp_path,
+            env=os.environ | step | {"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for task in range(2)
+    ]
+    assert [task.communicate(timeout=100)[0] for task in tasks] == ["2\n"] * 2
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["world_size"] == 2

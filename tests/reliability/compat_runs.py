@@ -13,7 +13,7 @@ from .runs import JOURNAL, SETTINGS, Journal, Run, build, dying
 
 
 class Net(nn.Module):
-    """Gives its loss, as a Trainer wants it."""
+    """A model that returns its loss, as a Trainer expects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +29,15 @@ def points() -> list[dict[str, Tensor]]:
 
 
 def train_with_compat(
-    run: Run, out: Path, environment: dict[str, str], resume: str | None = None
+    run: Run,
+    out: Path,
+    environment: dict[str, str],
+    resume: str | None = None,
+    **options: Any,
 ) -> None:
-    """As `train`; `checkpoint-N` folders lie in `out` itself. `resume`: from that one."""
+    """Train like `train` of `runs`, but with `checkpoint-N` folders in `out` itself. `resume`: the
+    checkpoint to resume from.
+    """
     os.environ.update(environment)
     from drivetrain import compat
     from drivetrain.compat.names import get_last_checkpoint
@@ -40,7 +46,7 @@ def train_with_compat(
     notes = Journal(out / JOURNAL)
 
     class Notes(compat.TrainerCallback):
-        """Writes down what the Journal does."""
+        """A callback that writes down what the Journal of `runs` does."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step and rank == 0:
@@ -63,6 +69,7 @@ def train_with_compat(
         save_total_limit=2,
         report_to=[],
         disable_tqdm=True,
+        **options,
     )
     torch.manual_seed(5)
     trainer = compat.Trainer(Net(), args, train_dataset=points(), callbacks=[Notes()])

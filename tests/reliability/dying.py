@@ -1,8 +1,9 @@
-"""Something happens to a process at a call of a save to the operating system, whichever is chosen.
+"""Interposition: something happens to a process at a chosen call that a save makes to the operating
+system.
 
-Calls are counted that change what lies in the folder of checkpoints, or make it durable; not those
-that read it. Nothing is waited for to be on disk: who is killed loses nothing that was written, and
-that all is synced before the commit is tested elsewhere.
+Only calls that change the folder of checkpoints, or make it durable, are counted. fsync does
+nothing here: a killed process loses nothing that it has written, and another test checks that
+everything is synced before the commit.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any, Literal
 CALLS = ("open", "write", "fsync", "mkdir", "link", "rename", "unlink", "rmdir")
 Moment = Literal["before", "half-way", "after"]
 Act = Callable[[str, Callable[..., Any]], None]
-"""Is given the name of the call that is about to happen, and the call: `do(half=True)` writes half
-of what is to be written, and does other calls whole."""
+"""Called before each counted call, with its name and a function that makes it. `do(half=True)`
+writes half of the data; calls other than writes are made whole.
+"""
 
 
 @contextmanager
 def interposed(folder: Path, act: Act) -> Iterator[None]:
-    """While it is open, `act` comes before each counted call of this process, in any thread."""
+    """Call `act` before each counted call of this process, in any thread, within the block."""
     inside: set[int] = set()
     before = {name: getattr(os, name) for name in (*CALLS, "close")}
     real = {**before, "fsync": lambda fd: None}
@@ -70,7 +72,7 @@ def interposed(folder: Path, act: Act) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Death:
-    """SIGKILL, by a process to itself, in its `at`-th call."""
+    """SIGKILL that a process sends to itself, in its `at`-th call."""
 
     at: int
     moment: Moment
@@ -84,6 +86,6 @@ class Death:
             if self.moment != "before":
                 do(half=self.moment == "half-way")
             os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)  # in a thread, it may go on for a moment
+            time.sleep(60)  # in a thread, it may run for a moment more
 
         return act

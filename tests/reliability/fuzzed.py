@@ -1,10 +1,10 @@
-"""What is fuzzed: the readers of manifests, indexes and shards, each fed bytes that anyone may have
-made. They may refuse them by `CheckpointDamaged`, and do nothing else.
+"""Fuzz targets: the readers of manifests, indexes and shards, each given arbitrary bytes. A reader
+must accept the bytes or raise `CheckpointDamaged`.
 
     uv run --extra test --with atheris python tests/reliability/fuzzed.py -max_total_time=600
 
-lets atheris look for more, led by what of the readers a case reaches. It is no dependency, since it
-has wheels for some Pythons only.
+lets atheris search for more cases, guided by the parts of the readers that each case reaches.
+atheris is not a dependency, since it has wheels for some Pythons only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_FILES = 40
 
 
 def manifest(raw: bytes) -> None:
-    """Read; if it is taken, it means what it says."""
+    """Read a manifest. An accepted one must survive writing and reading again."""
     try:
         read = Manifest.from_bytes(raw, "fuzzed")
     except CheckpointDamaged:
@@ -42,7 +42,7 @@ def manifest(raw: bytes) -> None:
 
 
 def index(raw: bytes) -> None:
-    """Read; if it is taken, it knows where to look for any tensor."""
+    """Read an index. An accepted one must name the files of any tensor."""
     try:
         read = Index.from_bytes(raw, "fuzzed", NUM_FILES)
     except CheckpointDamaged:
@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 
 def shard(raw: bytes) -> None:
-    """As the one weights file of a checkpoint, whose size is as promised; all of it is read."""
+    """Read a checkpoint that has one weights file, of the promised size."""
     folder = _folder()
     name = "weights-00000-of-00001.safetensors"
     (folder / name).write_bytes(raw)
@@ -113,7 +113,7 @@ SEEDS: dict[str, Callable[[], bytes]] = {
 
 
 def _functions(package: str) -> Iterator[FunctionType]:
-    """Of the modules of a package that are loaded, and of their classes."""
+    """Yield the functions of a package's loaded modules, and of their classes."""
     for name, module in list(sys.modules.items()):
         if name.startswith(package):
             things = list(vars(module).values())
@@ -128,7 +128,7 @@ def _functions(package: str) -> Iterator[FunctionType]:
 
 
 def fuzz() -> None:
-    """Let atheris try all of them; the first byte says which."""
+    """Let atheris fuzz all targets; the first byte of the input selects one."""
     import atheris
 
     corpus = Path(tempfile.mkdtemp(prefix="corpus-"))

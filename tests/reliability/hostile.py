@@ -1,8 +1,8 @@
-"""Checkpoints that somebody made to do harm, or that a disk made: by code, some hundreds of them.
+"""Some hundreds of hostile or damaged checkpoints, made by code.
 
-Each `Case` alters a copy of a sound checkpoint. Sums and sizes are made to fit again, so that what
-refuses it is a check of the thing itself. `open_all` opens them as a user would, in a process whose
-memory is bounded, and tells what each came to.
+Each `Case` alters a copy of a sound checkpoint. Sums and sizes are updated to match, so that the
+check under test is what refuses it. `open_all` opens the checkpoints as a user would, in a process
+whose memory is bounded, and reports the result of each.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import Any
 
 import torch
 
-from drivetrain import fit
 from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.checkpoint.format import strict_json
 from drivetrain.checkpoint.writer import write_pieces
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointError, DrivetrainError
 from drivetrain.kernel.shards import Box, Flat, Piece
+from drivetrain.trainer.fit import fit
 
 from .runs import SETTINGS, recipe
 
@@ -46,7 +46,7 @@ TWO = dataclasses.replace(
 )
 THREE = dataclasses.replace(TWO, steps=3)
 MEMORY_BYTES = 2 << 30
-"""What opening one may take beside what the process has."""
+"""Bytes that opening a checkpoint may take beyond what the process already has."""
 SECONDS = 20
 
 Alter = Callable[[Path], object]
@@ -54,22 +54,22 @@ Alter = Callable[[Path], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One hostile checkpoint."""
+    """A hostile checkpoint."""
 
     name: str
     alter: Alter
-    """Is given the folder of a copy."""
-    told: str = ""
-    """What the error must name."""
+    """Called with the folder of a copy."""
+    named: str = ""
+    """Text that the error must contain."""
     trusted_by_name: bool = False
-    """Refused in a listing; a user who names the folder is believed."""
+    """True if a listing refuses it, but a user who names the folder may open it."""
 
 
 # --- making them --------------------------------------------------------------------------------
 
 
 def sound(root: Path) -> Path:
-    """The checkpoint that all of them are made from."""
+    """Save the checkpoint that all cases are made from."""
     fit(recipe(), TWO, backend="cpu", out=root)
     return root / "checkpoints" / NAME
 
@@ -80,7 +80,7 @@ def manifest_of(folder: Path) -> dict[str, Any]:
 
 
 def sign(folder: Path, value: dict[str, Any], files: bool = True) -> None:
-    """Write a manifest with the sums and sizes that go with it."""
+    """Write a manifest with sums and sizes that match the files."""
     value.pop("crc32", None)
     for entry in value["files"] if files else ():
         path = folder / entry["name"]
@@ -107,7 +107,7 @@ def in_manifest(change: Callable[[dict[str, Any]], object]) -> Alter:
 
 
 def put(*path: Any, value: Any) -> Alter:
-    """Set one thing in the manifest."""
+    """Return a function that sets one value in the manifest."""
 
     def change(manifest: Any) -> None:
         *inner, last = path
@@ -142,7 +142,9 @@ def shard(name: str, raw: bytes | Callable[[bytes], bytes]) -> Alter:
 
 
 def header(name: str, change: Callable[[dict[str, Any]], Any]) -> Alter:
-    """Alter the header of a shard; what `change` returns, if anything, is the new one."""
+    """Return a function that alters the header of a shard. If `change` returns a value, it is the
+    new header.
+    """
 
     def rewrite(raw: bytes) -> bytes:
         length = int.from_bytes(raw[:8], "little")
@@ -156,7 +158,7 @@ def header(name: str, change: Callable[[dict[str, Any]], Any]) -> Alter:
 
 
 def entry(name: str, **changes: Any) -> Alter:
-    """Alter what the header of a shard says of its first tensor."""
+    """Return a function that alters the first tensor's entry in the header of a shard."""
 
     def change(value: dict[str, Any]) -> None:
         first = next(key for key in value if key != "__metadata__")
@@ -166,7 +168,7 @@ def entry(name: str, **changes: Any) -> Alter:
 
 
 def sparse(name: str, size: int, start: bytes = b"") -> Alter:
-    """A file that promises to be large and is not on disk."""
+    """Return a function that makes a sparse file: large, but without data on the disk."""
 
     def alter(folder: Path) -> None:
         (folder / name).write_bytes(start)
@@ -182,7 +184,7 @@ def sparse(name: str, size: int, start: bytes = b"") -> Alter:
 
 
 def instead(name: str, make: Callable[[Path], object]) -> Alter:
-    """Something else than a file, under its name."""
+    """Return a function that replaces a file by something that is not a file."""
 
     def alter(folder: Path) -> None:
         path = folder / name
@@ -193,7 +195,9 @@ def instead(name: str, make: Callable[[Path], object]) -> Alter:
 
 
 def parts(change: Callable[[dict[str, Any]], object]) -> Alter:
-    """A checkpoint of two ranks, whose second weights file says something else of its parts."""
+    """Return a function that makes a checkpoint of two ranks, and alters the parts that the second
+    weights file names.
+    """
 
     def alter(folder: Path) -> None:
         reader = CheckpointReader(folder)
@@ -224,7 +228,7 @@ def parts(change: Callable[[dict[str, Any]], object]) -> Alter:
 
 
 class Canary:
-    """Unpickled, it leaves a file."""
+    """A pickle that leaves a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -234,7 +238,7 @@ class Canary:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """What would run code, in each wrapping in which such a thing is loaded."""
+    """Return payloads that run code when loaded, in each wrapping that loaders accept."""
     bird = Canary(str(canary))
     found = {f"protocol {p}": pickle.dumps(bird, p) for p in range(pickle.HIGHEST_PROTOCOL + 1)}
     for name, zipped in (("zip", True), ("legacy", False)):
@@ -260,7 +264,9 @@ def pickles(canary: Path) -> dict[str, bytes]:
 HUGE = 1 << 70
 _KEYS_ONE_TWICE = b"{" + b"".join(b'"%d":1,' % i for i in range(200_000)) + b'"199999":1}'
 _STEERS = "\x1b[2J\x1b]0;mine\x07 [/b] \u202e \ud800"
-"""Clears the screen, sets a title, is markup, turns the direction, and cannot be encoded."""
+"""Text that clears the screen, sets a title, is markup, reverses the direction, and cannot be
+encoded.
+"""
 VALUES: dict[str, Any] = {
     "null": None,
     "true": True,
@@ -275,7 +281,7 @@ VALUES: dict[str, Any] = {
 
 
 def corpus(canary: Path) -> Iterator[Case]:
-    """All of them. Names are unique."""
+    """Yield all hostile checkpoints. Names are unique."""
     yield from _manifest_texts(canary)
     yield from _manifest_values()
     yield from _file_lists()
@@ -343,8 +349,8 @@ def _manifest_values() -> Iterator[Case]:
     for key, sound_values in may_be.items():
         for name, value in VALUES.items():
             if name not in sound_values:
-                told = "" if name.startswith("an empty") else "manifest.json"
-                yield Case(f"manifest: {key} is {name}", put(key, value=value), told)
+                named = "" if name.startswith("an empty") else "manifest.json"
+                yield Case(f"manifest: {key} is {name}", put(key, value=value), named)
         without = in_manifest(lambda value, key=key: value.pop(key))  # type: ignore[misc]
         yield Case(f"manifest: no {key}", without, "manifest.json")
     for version in (0, 2, 99, HUGE, "1"):
@@ -383,8 +389,8 @@ def _file_lists() -> Iterator[Case]:
     for key in ("name", "num_bytes", "crc32"):
         for name, value in VALUES.items():
             alter = put("files", 0, key, value=value)
-            told = "" if (key, name) == ("name", "a text") else "manifest.json"
-            yield Case(f"files: {key} is {name}", alter, told)
+            named = "" if (key, name) == ("name", "a text") else "manifest.json"
+            yield Case(f"files: {key} is {name}", alter, named)
         without = in_manifest(lambda value, key=key: value["files"][0].pop(key))  # type: ignore[misc]
         yield Case(f"files: no {key}", without, "manifest.json")
     for size in (0, 7, 1 << 31, 1 << 63, 1 << 64, HUGE, 10**4000):
@@ -446,6 +452,11 @@ def _long(length: int) -> Callable[[bytes], bytes]:
     return lambda raw: length.to_bytes(8, "little") + raw[8:]
 
 
+def _entry(name: str = "a", **other: Any) -> bytes:
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **other}
+    return json.dumps({name: tensor}).encode()
+
+
 def _headers() -> Iterator[Case]:
     tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     texts: dict[str, bytes] = {
@@ -460,6 +471,10 @@ def _headers() -> Iterator[Case]:
         "a number of a megabyte": b'{"a":' + b"9" * (1 << 20) + b"}",
         "NaN": b'{"a": NaN}',
         "a name twice among many": _KEYS_ONE_TWICE,
+        "a long dtype": _entry(dtype="F" * 5_000_000),
+        "a long shape": _entry(shape=[1] * 500_000),
+        "a long name": _entry(name="n" * 5_000_000, dtype="F31"),
+        "long offsets": _entry(data_offsets=[10**4000, 10**4000 + 4]),
     }
     for name, raw in texts.items():
         new = header(WEIGHTS, lambda value, raw=raw: raw)  # type: ignore[misc]
@@ -570,7 +585,7 @@ _COLUMNS = 5_000
 
 
 def _columns(kept: slice, twice: bool) -> Alter:
-    """A tensor of the model that is cut into very many columns."""
+    """Return a function that saves a tensor of the model in very many columns."""
 
     def alter(folder: Path) -> None:
         reader = CheckpointReader(folder)
@@ -587,7 +602,7 @@ def _columns(kept: slice, twice: bool) -> Alter:
 
 
 def _runs(folder: Path) -> None:
-    """Few bytes, which tell of very many pieces."""
+    """Write an index that describes very many pieces in few bytes."""
     files = 2000
     run = {"part": 0, "flat": [0, 1], "count": files, "every": 1, "by": [1]}
     known = {"dtype": "F32", "shape": [1 << 40], "runs": [run] * 20_000}
@@ -677,8 +692,11 @@ def _states() -> Iterator[Case]:
 
 
 def open_all(base: Path, root: Path, canary: Path, report: Path, names: list[str]) -> None:
-    """What each of these comes to, by its name, as JSON lines; in a process of its own."""
+    """Open each of the named checkpoints, and write the results as JSON lines. Runs in a process of
+    its own.
+    """
     signal.signal(signal.SIGALRM, _too_long)
+    signal.signal(signal.SIGPROF, _too_long)
     _open(base)  # what is loaded when it is first needed is here before memory is bounded
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
@@ -688,13 +706,16 @@ def open_all(base: Path, root: Path, canary: Path, report: Path, names: list[str
             folder = root / str(number) / "checkpoints" / NAME
             shutil.copytree(base, folder)
             case.alter(folder)
-            started = time.monotonic()
-            signal.alarm(SECONDS)
-            told = _open(folder)
+            started = time.process_time()
+            # of its own, since others may be at work here; and at most, for what waits
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.alarm(6 * SECONDS)
+            named = _open(folder)
             signal.alarm(0)
-            told |= {"name": case.name, "seconds": time.monotonic() - started}
-            told["canary"] = canary.exists()
-            file.write(json.dumps(told) + "\n")
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            named |= {"name": case.name, "seconds": time.process_time() - started}
+            named["canary"] = canary.exists()
+            file.write(json.dumps(named) + "\n")
             file.flush()
             shutil.rmtree(root / str(number))
 
@@ -704,7 +725,9 @@ def _too_long(*_: Any) -> None:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """What listing, reading all, verifying and resuming say: '', or type and text of an error."""
+    """Return the results of listing, reading all, verifying and resuming: '', or the type and text
+    of an error.
+    """
     acts: dict[str, Callable[[Path], object]] = {
         "list": _list,
         "read": _read,
@@ -712,18 +735,18 @@ def _open(folder: Path) -> dict[str, Any]:
         "resume": _resume,
         "resume blindly": _resume_blindly,
     }
-    told = {}
+    named = {}
     for name, act in acts.items():
         try:
             act(folder)
-            told[name] = ""
+            named[name] = ""
         except DrivetrainError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+            named[name] = f"{type(error).__name__}: {error}"
         except BaseException as error:
             frames = traceback.extract_tb(error.__traceback__)[-3:]
             places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
-            told[name] = f"NOT OURS {type(error).__name__}: {error!s:.500} at {places}"
-    return told
+            named[name] = f"NOT OURS {type(error).__name__}: {error!s:.500} at {places}"
+    return named
 
 
 def _list(folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Several machines on this one: a `drivetrain train` for each, which starts its own ranks."""
+"""Several machines, simulated on this one: a `drivetrain train` for each, which starts its own
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drivetrain.cli.records import read_records
+from drivetrain.run.record_file import read_records
 
 RECIPE = """
     import os
@@ -62,7 +64,7 @@ RECIPE = """
 
 
 def namespaces_allowed() -> bool:
-    """Whether this process may make networks of its own."""
+    """Return True if this process may make network namespaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
     name = f"drivetrain-{os.getpid()}"
@@ -73,14 +75,14 @@ def namespaces_allowed() -> bool:
 
 @dataclass
 class Machine:
-    """One of them, and what it printed."""
+    """A machine's launcher, and its output."""
 
     process: subprocess.Popen[bytes]
     words: Path
 
     @property
     def all_processes(self) -> list[int]:
-        """The launcher's and its ranks'."""
+        """Return the process ids of the launcher and its ranks."""
         pid = self.process.pid
         found = [pid]
         for listed in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -88,13 +90,13 @@ class Machine:
         return found
 
     def send(self, number: int) -> None:
-        """To all of its processes."""
+        """Send a signal to all of its processes."""
         for pid in self.all_processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def end(self, seconds: float) -> int:
-        """Its exit code."""
+        """Wait for the launcher's end; return its exit code."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -107,7 +109,7 @@ class Machine:
 
 @dataclass
 class Machines:
-    """Started in one folder, and ended with the test."""
+    """Machines that run in one folder, and are ended with the test."""
 
     folder: Path
     started: list[Machine] = field(default_factory=list)
@@ -130,7 +132,7 @@ class Machines:
         return self.started[-1]
 
     def wait_for_step(self, step: int) -> None:
-        """Until it is logged."""
+        """Wait until a step is logged."""
         deadline = time.monotonic() + 300
         while max(self.curve(), default=0) < step:
             assert time.monotonic() < deadline, "".join(m.text for m in self.started)
@@ -139,17 +141,17 @@ class Machines:
 
     @property
     def world_sizes(self) -> list[int]:
-        """Of the runs, one after the other."""
+        """Return the world sizes of the runs, in order."""
         return [event["world"]["size"] for event in self.events("run_started")]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Of all the runs in the folder."""
+        """Return the events of a kind from all runs in the folder."""
         path = self.folder / "run" / "metrics.jsonl"
         records = read_records(path) if path.is_file() else []
         return [record for record in records if record["event"] == kind]
 
     def curve(self) -> dict[int, tuple[float, float]]:
-        """Loss and gradient norm by step; the later record counts."""
+        """Return loss and gradient norm by step. The last record of a step counts."""
         return {
             record["step"]: (record["loss"], record["grad_norm"])
             for record in self.events("logged")
@@ -163,7 +165,9 @@ class Machines:
 
 @contextlib.contextmanager
 def two_networks() -> Iterator[tuple[tuple[tuple[str, ...], ...], Callable[[], None]]]:
-    """What to start a process of each with, at 10.77.0.1 and 10.77.0.2, and what parts them."""
+    """Make two networks. Yield the words that start a process in each, at 10.77.0.1 and 10.77.0.2,
+    and a function that disconnects them.
+    """
     names = [f"drivetrain-{os.getpid()}-{number}" for number in (1, 2)]
     cards = [f"dt{os.getpid() % 10**6}-{number}" for number in (1, 2)]
 

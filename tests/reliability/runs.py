@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from drivetrain import CheckpointSettings, DataSettings, EvaluateSettings, Recipe, Settings, fit
+from drivetrain import CheckpointSettings, DataSettings, EvaluateSettings, Recipe, Settings
 from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.ports import free_port
 from drivetrain.kernel.events import Logged, Resumed
+from drivetrain.trainer.fit import fit
 
 from .dying import Death, interposed
 
@@ -41,7 +42,7 @@ SETTINGS = Settings(
     micro_batch=3,
     log_every=3,
     data=DataSettings(drop_last=False),
-    evaluate=EvaluateSettings(every=13),
+    evaluate=EvaluateSettings(every=13, sanity_check=False),
     checkpoint=CheckpointSettings(every=1, keep_last=2),
     timeout_seconds=20,
 )
@@ -71,27 +72,27 @@ def recipe(build: Callable[[], nn.Module] = build) -> Recipe:
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained on, and how it ends."""
+    """Driver, number of ranks and settings of a run, and how it ends."""
 
     backend: str = "cpu"
     num_ranks: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
-    behind: bool = False
+    background: bool = False
     link_frozen: bool = False
-    """The first layer does not learn, and checkpoints share files of it."""
+    """True if the first layer is frozen, and checkpoints share the files of its weights."""
     deaths: Mapping[int, Death] = field(default_factory=dict)
-    """By rank."""
+    """The calls in which ranks are killed, by rank."""
 
     def __str__(self) -> str:
         options = "".join(f" {key}={value}" for key, value in self.options.items())
-        options += " behind" * self.behind + " linked" * self.link_frozen
+        options += " background" * self.background + " linked" * self.link_frozen
         return f"{self.backend} x{self.num_ranks}{options}"
 
 
 def train(run: Run, out: Path, environment: dict[str, str]) -> None:
-    """What the same command with `--resume auto` does, on one rank."""
+    """Train on one rank, like the same command with `--resume auto`."""
     os.environ.update(environment)
-    saving = replace(SETTINGS.checkpoint, behind=run.behind, link_frozen=run.link_frozen)
+    saving = replace(SETTINGS.checkpoint, background=run.background, link_frozen=run.link_frozen)
     settings = replace(SETTINGS, checkpoint=saving)
     rank = int(environment.get("RANK", "0"))
     with dying(run, rank, out / "checkpoints"):
@@ -107,13 +108,13 @@ def train(run: Run, out: Path, environment: dict[str, str]) -> None:
 
 
 def dying(run: Run, rank: int, folder: Path) -> AbstractContextManager[None]:
-    """Around a run: it ends as `run.deaths` has it."""
+    """Return a context in which the run ends as `run.deaths` says."""
     death = run.deaths.get(rank)
     return interposed(folder, (lambda name, do: None) if death is None else death.act())
 
 
 class Journal:
-    """An observer that writes down what it is told, whatever happens next."""
+    """An observer that writes each event to a file at once, so that a kill loses none."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,14 +132,16 @@ class Journal:
 
 
 def journal(out: Path) -> Iterator[dict[str, Any]]:
-    """What was written down, by all processes that ran there."""
+    """Yield the records of all processes that ran in the folder."""
     path = out / JOURNAL
     for line in path.read_text().splitlines() if path.is_file() else ():
         yield json.loads(line)
 
 
 def curve(out: Path) -> dict[int, tuple[float, float]]:
-    """Loss and gradient norm by step. A step may be logged again after a resume: as before."""
+    """Return loss and gradient norm by step. A step that is logged again after a resume must have
+    the same values.
+    """
     found: dict[int, tuple[float, float]] = {}
     for line in journal(out):
         if "step" in line:
@@ -170,7 +173,7 @@ def start(
 
 
 def everything(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, random state included."""
+    """Return all tensors of a checkpoint, random state included."""
     reader = CheckpointReader(checkpoint)
     return {
         f"{kind}/{name}": reader.read(kind, name)

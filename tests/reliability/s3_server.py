@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 Fault = Literal["", "500", "503", "slow", "cut upload", "cut download"]
-"""Of one request; a cut one loses its connection half-way."""
+"""Fault of one request. `cut` closes the connection half-way."""
 
 SERVER = """
 import sys, threading
@@ -27,8 +27,8 @@ sys.stdin.read()  # until the test has ended, however it did
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the proxy was asked for."""
+class ReceivedRequest:
+    """A request to the proxy."""
 
     method: str
     path: str
@@ -40,18 +40,18 @@ class Asked:
 
     @property
     def num_bytes(self) -> int:
-        """Asked for by a range."""
+        """Return the length of the requested range."""
         first, _, last = self.range.removeprefix("bytes=").partition("-")
         return int(last) - int(first) + 1
 
 
 @dataclass
 class Proxy:
-    """Passes requests on; `decide` says what goes wrong with one."""
+    """A proxy that forwards requests; `decide` returns the fault of each request."""
 
     upstream: int
-    decide: Callable[[Asked], Fault] = lambda request: ""
-    log: list[tuple[Asked, Fault]] = field(default_factory=list)
+    decide: Callable[[ReceivedRequest], Fault] = lambda request: ""
+    log: list[tuple[ReceivedRequest, Fault]] = field(default_factory=list)
     port: int = 0
 
     def reset(self) -> None:
@@ -76,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _pass_on(self) -> None:
-        request = Asked(self.command, self.path, self.headers.get("Range", ""))
+        request = ReceivedRequest(self.command, self.path, self.headers.get("Range", ""))
         fault = self.proxy.decide(request)
         self.proxy.log.append((request, fault))
         if fault == "cut upload":
@@ -141,12 +141,12 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 64
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that was killed hangs up."""
+        """Ignore errors: a killed client hangs up."""
 
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[Proxy]:
-    """The proxy of a server that has started."""
+    """Start a server; yield its proxy."""
     process = subprocess.Popen(
         [sys.executable, "-c", SERVER],
         stdin=subprocess.PIPE,

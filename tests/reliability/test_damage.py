@@ -1,8 +1,12 @@
-"""A checkpoint that is not as it was written is named, left out and kept; another is taken."""
+"""A checkpoint that differs from what was written is named, left out and kept; another one is
+resumed.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import Settings, fit
+from drivetrain import Settings
 from drivetrain.checkpoint import MANIFEST, CheckpointReader, list_checkpoints
-from drivetrain.kernel.errors import CheckpointDamaged, CheckpointNotFound
+from drivetrain.checkpoint.storage import local
+from drivetrain.kernel.errors import CheckpointDamaged, CheckpointNotFound, StorageFailed
 from drivetrain.kernel.events import Resumed, Warned
+from drivetrain.trainer.fit import fit
 
 from .compat_runs import train_with_compat
 from .runs import SETTINGS, Run, everything, journal, recipe, start, train
@@ -23,7 +29,7 @@ from .runs import SETTINGS, Run, everything, journal, recipe, start, train
 STEPS = 4
 SHORT = replace(SETTINGS, steps=STEPS, checkpoint=replace(SETTINGS.checkpoint, keep_last=STEPS))
 Damage = Callable[[Path], str]
-"""Does it to a checkpoint; what the message must hold."""
+"""Damages a checkpoint; returns text that the message must contain."""
 
 
 def one(folder: Path, pattern: str) -> Path:
@@ -49,7 +55,7 @@ def missing(folder: Path) -> str:
 
 
 def flipped(pattern: str, place: float) -> Damage:
-    """One bit of a file, so far into it."""
+    """Return a function that flips one bit of a file, at a relative place."""
 
     def flip(folder: Path) -> str:
         path = one(folder, pattern)
@@ -63,7 +69,7 @@ def flipped(pattern: str, place: float) -> Damage:
 
 
 def counted_otherwise(folder: Path) -> str:
-    """Well-formed, and not what was written."""
+    """Change the manifest to a well-formed one that was never written."""
     path = folder / MANIFEST
     text = path.read_text()
     assert '"samples": 32' in text
@@ -109,7 +115,7 @@ def resumed(out: Path, settings: Settings = SHORT, **changes: Any) -> Events:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with a checkpoint for each of its steps."""
+    """Return a run that has a checkpoint for each of its steps."""
     out = tmp_path_factory.mktemp("sound")
     fit(recipe(), SHORT, backend="cpu", out=out)
     return out
@@ -133,10 +139,10 @@ def test_auto_takes_the_one_before_and_says_so(out: Path, sound: Path, damage: D
     newest = last(out)
     named = damage(newest)
     before = contents(newest)
-    (told,) = resumed(out).of(Resumed)
-    assert told.step == STEPS - 1
-    assert any("checkpoint-000004 is left out, and kept: " in note for note in told.notes)
-    assert any(named in note for note in told.notes)
+    (reported,) = resumed(out).of(Resumed)
+    assert reported.step == STEPS - 1
+    assert any("checkpoint-000004 is left out, and kept: " in note for note in reported.notes)
+    assert any(named in note for note in reported.notes)
     assert contents(newest.with_name(f"{newest.name}.damaged")) == before
     mine, whole = everything(last(out)), everything(last(sound))
     assert all(torch.equal(mine[name], tensor) for name, tensor in whole.items())
@@ -154,15 +160,15 @@ def test_damaged_ones_outlive_what_is_saved_after_them(out: Path) -> None:
     ]
 
 
-def test_where_all_are_damaged_nothing_is_begun_anew(out: Path) -> None:
+def test_if_all_are_damaged_nothing_starts_over(out: Path) -> None:
     for found in list_checkpoints(out / "checkpoints").complete:
         flipped("weights-*", 1)(found.folder)
     before = contents(out)
-    with pytest.raises(CheckpointDamaged) as told:
+    with pytest.raises(CheckpointDamaged) as reported:
         resumed(out)
     for step in range(1, STEPS + 1):
-        assert f"checkpoint-{step:06d}/weights-" in str(told.value)
-    assert "all are kept" in str(told.value)
+        assert f"checkpoint-{step:06d}/weights-" in str(reported.value)
+    assert "all are kept" in str(reported.value)
     assert contents(out) == before
 
 
@@ -185,12 +191,12 @@ def test_one_that_is_asked_for_by_name_is_refused(out: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointDamaged, match=r"optimizer-00000.*CRC-32"):
         resumed(tmp_path / "other", resume=newest)
     assert contents(newest) == before
-    (told,) = resumed(tmp_path / "third", resume=out).of(Resumed)
-    assert told.step == STEPS - 1
+    (reported,) = resumed(tmp_path / "third", resume=out).of(Resumed)
+    assert reported.step == STEPS - 1
     assert contents(newest) == before, "another run's is not renamed"
     unverified = replace(SHORT, checkpoint=replace(SHORT.checkpoint, verify=False))
-    (told,) = resumed(tmp_path / "fourth", unverified, resume=newest).of(Resumed)
-    assert told.step == STEPS
+    (reported,) = resumed(tmp_path / "fourth", unverified, resume=newest).of(Resumed)
+    assert reported.step == STEPS
 
 
 def test_damage_that_shows_too_late_is_said_to_have_mixed_the_model(
@@ -216,9 +222,8 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
         resumed(tmp_path, resume=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "backend", ["ddp", *(pytest.param(b, marks=pytest.mark.slow) for b in ("fsdp", "deepspeed"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "fsdp", "deepspeed"])
 def test_each_rank_looks_at_its_own_part(tmp_path: Path, backend: str) -> None:
     run = Run(backend, 2)
     for rank in start(run, tmp_path, 2, train):
@@ -230,9 +235,9 @@ def test_each_rank_looks_at_its_own_part(tmp_path: Path, backend: str) -> None:
     for rank in ranks:
         rank.join(240)
     assert [rank.exitcode for rank in ranks] == [0, 0]
-    told = [line for line in journal(tmp_path) if "resumed" in line]
-    assert told[-1]["resumed"] == SETTINGS.steps - 1
-    assert "-00001-of-00002.safetensors: CRC-32 is " in told[-1]["notes"][0]
+    reported = [line for line in journal(tmp_path) if "resumed" in line]
+    assert reported[-1]["resumed"] == SETTINGS.steps - 1
+    assert "-00001-of-00002.safetensors: CRC-32 is " in reported[-1]["notes"][0]
     again = everything(last(tmp_path))
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
 
@@ -254,3 +259,46 @@ def test_compat_takes_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFi
     ]
     again = everything(list_checkpoints(tmp_path).complete[-1].folder)
     assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+
+
+class Flaky:
+    """Lets a number of reads of weights fail, or return a wrong byte."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int, flips: bool = False) -> None:
+        self.times, self.flips, self.read = times, flips, os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+        monkeypatch.setattr(local, "_PAUSES_SECONDS", (0.0, 0.0, 0.0))
+
+    def __call__(self, fd: int, buffers: Any, offset: int) -> int:
+        if not self.times or "weights" not in os.readlink(f"/proc/self/fd/{fd}"):
+            return self.read(fd, buffers, offset)
+        self.times -= 1
+        if not self.flips:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        count = self.read(fd, buffers, offset)
+        buffers[0][count - 1] ^= 1
+        return count
+
+
+@pytest.mark.parametrize("flips", [False, True])
+def test_one_bad_read_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flips: bool
+) -> None:
+    fit(recipe(), SHORT, backend="cpu", out=tmp_path)
+    Flaky(monkeypatch, 1, flips)
+    (event,) = resumed(tmp_path).of(Resumed)
+    assert event.step == STEPS and not event.notes
+    assert not list((tmp_path / "checkpoints").glob("*.damaged"))
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Require that the checkpoint keeps its name, and that no older one is silently resumed."""
+    fit(recipe(), SHORT, backend="cpu", out=tmp_path)
+    Flaky(monkeypatch, 10**9)
+    with pytest.raises(StorageFailed, match=r"weights.*cannot be read at byte .*tried 4 times"):
+        resumed(tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("*.damaged"))
+    monkeypatch.undo()
+    assert resumed(tmp_path).of(Resumed)[0].step == STEPS

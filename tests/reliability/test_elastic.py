@@ -1,4 +1,6 @@
-"""Machines come, go and are cut off: the run goes on with those that are there, or says why not."""
+"""Machines that join, leave and are cut off: the run continues with the remaining ones, or reports
+why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain import fit
 from drivetrain.conformance.ports import free_port
 from drivetrain.kernel.events import Logged
+from drivetrain.trainer.fit import fit
 
 from .machines import Machine, Machines, listens, namespaces_allowed, two_networks
 
@@ -29,7 +31,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 def uninterrupted(folder: Path) -> dict[int, tuple[float, float]]:
     """The curve of the same recipe in one process."""
-    from drivetrain.cli.recipe_file import load_recipe_file
+    from drivetrain.cli.settings.recipe_file import load_recipe_file
 
     loaded = load_recipe_file(folder / "small.py")
     events: list[Logged] = []
@@ -53,7 +55,7 @@ def assert_same_curve(machines: Machines) -> None:
 def elastic(
     machines: Machines, backend: str, port: int, nodes: str, *more: str, **environment: str
 ) -> Machine:
-    """A machine with one rank of as many as come."""
+    """Start a machine with one rank, which trains with as many machines as there are."""
     conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     machine = machines.start(
         f"--backend={backend}", "--nproc=1", f"--nnodes={nodes}", "--rdzv-backend=c10d",
@@ -61,7 +63,7 @@ def elastic(
         "--local-addr=127.0.0.1", "--max-restarts=3", "--monitor-interval=0.1", *more,
         SECONDS="0.03", **environment,
     )  # fmt: skip
-    while not listens(port):  # whoever is first holds the store that all meet at
+    while not listens(port):  # the first machine holds the store of the rendezvous
         assert machine.process.poll() is None, machine.text
         time.sleep(0.05)
     return machine
@@ -69,8 +71,8 @@ def elastic(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
-def test_three_of_four_go_on(machines: Machines, backend: str) -> None:
-    """The global batch of 8 is cut into 2, 2, 2, 2 first, then into 3, 3, 2."""
+def test_three_of_four_continue(machines: Machines, backend: str) -> None:
+    """Divide the global batch of 8 into 2, 2, 2, 2 first, then into 3, 3, 2."""
     port = free_port()
     four = [elastic(machines, backend, port, "3:4") for _ in range(4)]
     machines.wait_for_step(7)
@@ -96,7 +98,7 @@ def test_one_that_comes_later_is_taken_in(machines: Machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_is_started_anew(machines: Machines) -> None:
+def test_a_rank_that_dies_is_started_again(machines: Machines) -> None:
     machine = machines.start("--backend=ddp", "--nproc=2", "--max-restarts=1", SECONDS="0.05")
     machines.wait_for_step(7)
     os.kill(machine.all_processes[-1], signal.SIGKILL)
@@ -140,7 +142,7 @@ def test_a_partition_is_named_on_both_sides(machines: Machines) -> None:
     ],
 )
 def test_a_machine_that_stands_still_is_named(machines: Machines, number: int) -> None:
-    """All of its processes are stopped, and its connections stay open."""
+    """Stop all processes of a machine; their connections stay open."""
     two(machines, "127.0.0.1", free_port(), ((), ()))
     stopped, other = machines.started[number], machines.started[1 - number]
     stopped.send(signal.SIGSTOP)

@@ -28,7 +28,7 @@ ODD = st.one_of(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to all that is in a JSON value."""
+    """Yield the paths to all values in a JSON value."""
     if not isinstance(value, dict | list):
         return [path]
     inside = value.items() if isinstance(value, dict) else enumerate(value)
@@ -37,7 +37,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @st.composite
 def altered(draw: st.DrawFn, value: Any) -> Any:
-    """The value with a few things in it replaced, deleted, doubled, renamed or exchanged."""
+    """Draw the value with a few values in it replaced, deleted, doubled, renamed or exchanged."""
     value = copy.deepcopy(value)
     for _ in range(draw(st.integers(1, 4))):
         paths = [path for path in places(value) if path]
@@ -63,7 +63,7 @@ def altered(draw: st.DrawFn, value: Any) -> Any:
 
 
 def parts_of(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """The header of a shard, and what follows it."""
+    """Return the header of a shard, and the bytes after it."""
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
@@ -102,7 +102,9 @@ def try_out(name: str, num_examples: int) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_they_are_altered_from_is_taken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all would be refused at once, and nothing be tried."""
+    """Require that the unaltered seeds are accepted. Otherwise all altered ones would be refused at
+    once.
+    """
     monkeypatch.setattr(fuzzed, "CheckpointDamaged", KeyboardInterrupt)  # is not caught any more
     TARGETS[name](SEEDS[name]())
 

@@ -1,5 +1,6 @@
-"""Whatever a checkpoint holds, it is read or refused: in bounded time and memory, and nothing in it
-is run."""
+"""Whatever a checkpoint contains, it is read or refused, in bounded time and memory, and no code in
+it runs.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,19 @@ from .hostile import NAME, SECONDS, Case, corpus, open_all, sound
 from .runs import FORKSERVER
 
 CASES = [
-    pytest.param(case, id=case.name, marks=[] if number % 4 == 0 else pytest.mark.slow)
+    pytest.param(case, id=case.name, marks=[] if number % 8 == 0 else pytest.mark.slow)
     for number, case in enumerate(corpus(Path("canary")))
 ]
-"""Neighbours are much alike, so that each run takes a fourth of them."""
+"""Hostile checkpoints. Neighbours are alike, so the quick part takes every eighth."""
 
 
 @pytest.fixture(scope="module")
-def told(
+def named(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, Any]]:
-    """What opening each of the chosen ones came to, in one process whose memory is bounded."""
+    """Return the results of opening each selected checkpoint, in one process whose memory is
+    bounded.
+    """
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     names = [case.name for each in chosen if isinstance(case := each.get("case"), Case)]
     root = tmp_path_factory.mktemp("hostile")
@@ -46,15 +49,15 @@ def test_there_are_hundreds_of_them() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused_by_an_error_of_ours(case: Case, told: dict[str, Any]) -> None:
-    row = told[case.name]
+def test_it_is_refused_by_an_error_of_ours(case: Case, named: dict[str, Any]) -> None:
+    row = named[case.name]
     acts = {name: row[name] for name in ("list", "read", "verify", "resume", "resume blindly")}
     assert not [said for said in acts.values() if said.startswith("NOT OURS")]
     refused = row["list"] if case.trusted_by_name else row["resume"]
-    assert row["verify"] or "of step" not in case.told
+    assert row["verify"] or "of step" not in case.named
     assert refused, "it was resumed from"
     assert refused.startswith(("Checkpoint", "StorageFailed")), refused
-    assert case.told in refused
+    assert case.named in refused
     assert NAME in refused or "manifest" in refused or "checkpoint" in refused
     assert len(refused) < 3000, "an error is to be read"
     assert all(said.replace("\n", "").isprintable() for said in acts.values()), "it steers"
@@ -63,7 +66,7 @@ def test_it_is_refused_by_an_error_of_ours(case: Case, told: dict[str, Any]) -> 
 
 
 def test_the_canary_sings(tmp_path: Path) -> None:
-    """What the pickles would do, if anything loaded them: else the test above proves nothing."""
+    """Load the pickles. Unless they run their code here, the test above proves nothing."""
     import pickle  # house: pickle
 
     from .hostile import pickles

@@ -1,4 +1,4 @@
-"""kill -9 of whatever started the ranks: none of them, nor a data worker, trains on."""
+"""kill -9 of the process that started the ranks: no rank and no data worker continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Model(torch.nn.Linear):
         time.sleep(600)
 """
 FIT = f"""{PROCESS}
-from drivetrain import DataSettings, Recipe, Settings, fit
+from drivetrain import DataSettings, Recipe, Settings
+from drivetrain.ranks.fit import fit
 recipe = Recipe(Model, lambda module, batch: module(batch["x"]).sum(), train_data=Data())
 settings = Settings(steps=4, global_batch=4, data=DataSettings(workers=1))
 fit(recipe, settings, backend="ddp", out="run", NPROC)
@@ -53,15 +54,15 @@ LAUNCHERS: dict[str, tuple[list[str], str]] = {
 @pytest.mark.slow  # `drivetrain train` is killed so in each run: tests/cli/test_signals.py
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_ranks_and_workers_end_with_their_launcher(name: str, tmp_path: Path) -> None:
-    """All are in code of the user's by then, which does not come back."""
+    """Kill the launcher while all its processes are in the user's code, which does not return."""
     words, text = LAUNCHERS[name]
     (tmp_path / "script.py").write_text(text)
-    with (tmp_path / "told").open("w") as told:
+    with (tmp_path / "reported").open("w") as reported:
         launcher = subprocess.Popen(
             [sys.executable, *words, "script.py"],
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
-            stderr=told,
+            stderr=reported,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
@@ -71,7 +72,7 @@ def test_ranks_and_workers_end_with_their_launcher(name: str, tmp_path: Path) ->
         launcher.wait()
     pids = noted(tmp_path, "rank") + noted(tmp_path, "worker")
     await_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), seconds=10)
-    assert "is gone: it ends, too" in (tmp_path / "told").read_text()
+    assert "is gone: it ends, too" in (tmp_path / "reported").read_text()
 
 
 def noted(folder: Path, what: str) -> list[int]:

@@ -1,4 +1,6 @@
-"""Two runs in one folder: the second is refused by the name of the first; a dead one is no bar."""
+"""Two runs in one folder: the second is refused, and the message names the first. The lock of a
+dead run is no obstacle.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ import fsspec
 import pytest
 from torch import Tensor, nn
 
-from drivetrain import fit
 from drivetrain.checkpoint import checkpoints_of, list_checkpoints, storage_of
 from drivetrain.kernel.errors import OutputError
 from drivetrain.kernel.events import Logged, Saved, StepEnded, Warned
 from drivetrain.kernel.paths import Place, Url
 from drivetrain.trainer import run_lock
+from drivetrain.trainer.fit import fit
 from drivetrain.trainer.run_lock import LOCK, Holder, RunLock
 
 from .compat_runs import train_with_compat
@@ -35,7 +37,7 @@ SHORT = replace(SETTINGS, steps=4, log_every=1)
 
 
 class Alone:
-    """As much of a session as a lock needs."""
+    """Stand-in for a session, with the parts that a lock needs."""
 
     class world:
         rank = 0
@@ -44,19 +46,22 @@ class Alone:
         return [json.loads(json.dumps(value))]
 
 
-def take(folder: Place, told: list[str] | None = None, me: Holder | None = None) -> RunLock:
+def take(folder: Place, reported: list[str] | None = None, me: Holder | None = None) -> RunLock:
     taken = RunLock(folder)
     taken._me = me or taken._me
-    taken.take(Alone(), (told if told is not None else []).append)  # type: ignore[arg-type]
+    taken.take(Alone(), (reported if reported is not None else []).append)  # type: ignore[arg-type]
     return taken
 
 
 @pytest.fixture
 def living() -> Iterator[Holder]:
-    """Another process of this machine."""
+    """Yield a lock holder: another living process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield replace(
-            Holder.here(), process=process.pid, started=run_lock._started(process.pid), since="noon"
+            Holder.of_this_process(),
+            process=process.pid,
+            started=run_lock._started(process.pid),
+            since="noon",
         )
         process.kill()
 
@@ -66,7 +71,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Holder:
     """A process of another machine, with times that a test can wait for."""
     monkeypatch.setattr(run_lock, "SILENT_SECONDS", 1.0)
     monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 0.05)
-    return replace(Holder.here(), host="elsewhere", machine="another", since="noon")
+    return replace(Holder.of_this_process(), host="elsewhere", machine="another", since="noon")
 
 
 def put(folder: Path, holder: Holder) -> Path:
@@ -79,7 +84,7 @@ def put(folder: Path, holder: Holder) -> Path:
 
 
 def waits(what: Any, out: Path, environment: dict[str, str]) -> None:
-    """A run that does three steps, and waits."""
+    """Start a run that does three steps, and then waits."""
 
     def slow(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         if len(list(checkpoints_of(out).glob("checkpoint-*"))) == 3:
@@ -95,6 +100,7 @@ def listed(out: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in out.rglob("*") if path.name != LOCK}
 
 
+@pytest.mark.slow
 def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Path) -> None:
     out = tmp_path / "run"
     (first,) = start(None, out, 1, waits)
@@ -104,7 +110,7 @@ def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Pa
     before = listed(out)
     with pytest.raises(OutputError, match=f"another run writes to .*: process {first.pid} on "):
         fit(recipe(), SHORT, backend="cpu", out=out, resume="auto")
-    os.kill(first.pid or 0, signal.SIGSTOP)  # it lives as long as it may go on
+    os.kill(first.pid or 0, signal.SIGSTOP)  # it lives as long as it may continue
     with pytest.raises(OutputError, match=f"process {first.pid} on "):
         fit(recipe(), SHORT, backend="cpu", out=out, resume="auto")
     assert listed(out) == before
@@ -119,13 +125,15 @@ def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Pa
 
 
 def test_who_was_taken_for_dead_ends_and_saves_nothing_more(tmp_path: Path) -> None:
-    """A machine that slept, say: another has the folder by now."""
+    """Let another process take over the folder of a run that was taken for dead, as after a
+    machine's sleep.
+    """
     events: list[Any] = []
 
     def usurp(event: Any) -> None:
         events.append(event)
         if isinstance(event, StepEnded) and event.step == 2:
-            put(tmp_path, replace(Holder.here(), host="elsewhere", machine="another"))
+            put(tmp_path, replace(Holder.of_this_process(), host="elsewhere", machine="another"))
 
     with pytest.raises(OutputError, match=r"was taken over by another run \(process .* elsewhere"):
         fit(recipe(), SHORT, backend="cpu", out=tmp_path, observers=[usurp])
@@ -135,7 +143,7 @@ def test_who_was_taken_for_dead_ends_and_saves_nothing_more(tmp_path: Path) -> N
     assert (tmp_path / LOCK).exists()  # the other's
 
 
-def test_without_room_for_a_lock_a_run_goes_on_and_tells(
+def test_without_room_for_a_lock_a_run_continues_and_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
@@ -144,11 +152,14 @@ def test_without_room_for_a_lock_a_run_goes_on_and_tells(
     monkeypatch.setattr(os, "link", full)
     events: list[Any] = []
     fit(recipe(), SHORT, backend="cpu", out=tmp_path, observers=[events.append])
-    told = [event.message for event in events if isinstance(event, Warned)]
-    assert len(told) == 1 and "could not be locked against other runs: No space left" in told[0]
+    reported = [event.message for event in events if isinstance(event, Warned)]
+    assert (
+        len(reported) == 1
+        and "could not be locked against other runs: No space left" in reported[0]
+    )
 
 
-# --- who lives, and who does not ------------------------------------------------------------------
+# --- which locks are of living runs ---------------------------------------------------------------
 
 
 def test_a_living_process_is_named(tmp_path: Path, living: Holder) -> None:
@@ -176,19 +187,22 @@ def test_another_process_of_that_number_is_another(
 
 
 def test_another_machine_that_is_silent_is_waited_for(tmp_path: Path, elsewhere: Holder) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     began = time.monotonic()
-    take(put(tmp_path, elsewhere), told).release()
+    take(put(tmp_path, elsewhere), reported).release()
     assert time.monotonic() - began >= 1.0
-    assert len(told) == 1 and "on elsewhere, since noon, of which this machine knows" in told[0]
+    assert (
+        len(reported) == 1
+        and "on elsewhere, since noon, which this machine cannot check" in reported[0]
+    )
 
 
 @pytest.mark.parametrize("raw", ["", "[]", '{"host": 3}', "\x00\x1b[2J", "[" * 20_000])
 def test_what_is_not_understood_is_waited_for(tmp_path: Path, elsewhere: Holder, raw: str) -> None:
     (tmp_path / LOCK).write_text(raw)
-    told: list[str] = []
-    take(tmp_path, told).release()
-    assert len(told) == 1 and "a process that is not known" in told[0]
+    reported: list[str] = []
+    take(tmp_path, reported).release()
+    assert len(reported) == 1 and "a process that is not known" in reported[0]
 
 
 def test_another_machine_that_lives_is_named(tmp_path: Path, elsewhere: Holder) -> None:
@@ -208,11 +222,11 @@ def test_another_machine_that_lives_is_named(tmp_path: Path, elsewhere: Holder) 
             take(tmp_path)
 
 
-def test_the_same_job_started_anew_goes_on_at_once(
+def test_the_same_job_started_again_resumes_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torchrun starts the ranks of another machine where the first one's died."""
-    there = replace(Holder.here(), host="elsewhere", machine="another", job="run 7")
+    there = replace(Holder.of_this_process(), host="elsewhere", machine="another", job="run 7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run 7")
     began = time.monotonic()
     take(put(tmp_path, there)).release()
@@ -239,12 +253,14 @@ def test_a_beat_renews_what_is_there_and_puts_back_what_is_gone(tmp_path: Path) 
     mine.release()
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+@pytest.mark.parametrize(
+    "links", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["links", "no links"]
+)
 def test_of_several_at_once_one_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
-    """Of a dead one's, which all want to take over."""
-    put(tmp_path, replace(Holder.here(), started="1"))
+    """Let several processes take over the lock of a dead one at once."""
+    put(tmp_path, replace(Holder.of_this_process(), started="1"))
     ranks = [FORKSERVER.Process(target=contend, args=(tmp_path, links)) for _ in range(6)]
     for rank in ranks:
         rank.start()

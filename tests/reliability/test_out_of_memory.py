@@ -1,4 +1,6 @@
-"""One rank of several runs out of memory while the others wait for it: the next start goes on."""
+"""One of several ranks runs out of memory while the others wait for it: the next start
+continues.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drivetrain import fit
 from drivetrain.checkpoint import newest
+from drivetrain.trainer.fit import fit
 
 from .runs import SETTINGS, everything, loss, recipe, start
 
 ROOM = 2
-"""Rows that rank 1 has memory for, from its fifth forward on; the run begins with four."""
+"""Rows that rank 1 has memory for, from its fifth forward on. The run begins with microbatches of
+four.
+"""
 STEPS = 9
 forwards = itertools.count(1)
 
@@ -41,12 +45,12 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
 
 
 def plain() -> nn.Module:
-    """Without dropout, which would draw other numbers for other microbatches."""
+    """Return a model without dropout, which would draw other numbers for other microbatches."""
     return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
 
 
 def run(folder: Path) -> tuple[list[int | None], str]:
-    """Exit codes, and what rank 1 said."""
+    """Return the exit codes, and the output of rank 1."""
     ranks = start("ddp", folder, 2, train)
     for process in ranks:
         process.join(100)
@@ -69,7 +73,7 @@ def test_the_next_start_goes_on_with_smaller_microbatches(tmp_path: Path) -> Non
     codes, words = run(short)
     assert 0 not in codes
     assert "out of memory in step 5 on rank 1 with micro_batch=4" in words
-    assert "start again with --resume auto, which goes on with micro_batch=2" in words
+    assert "start again with --resume auto, which continues with micro_batch=2" in words
     assert json.loads((short / "run" / "memory.json").read_text()) == {"micro_batch": 2}
     assert run(short)[0] == [0, 0]
     expected = weights(whole)

@@ -1,4 +1,4 @@
-"""Checkpoints in S3, over a network that fails: nothing is lost, and nothing is half visible."""
+"""Checkpoints in S3, over a network that fails: nothing is lost, and no save is half visible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from drivetrain import fit
 from drivetrain.checkpoint import CheckpointReader, list_checkpoints, newest, storage_of
 from drivetrain.checkpoint.storage import fsspec_storage
 from drivetrain.checkpoint.storage.retry import Patience
@@ -25,10 +24,11 @@ from drivetrain.kernel.errors import OutputError, SaveFailed, StorageFailed
 from drivetrain.kernel.events import Event, Request, Saved, StepEnded
 from drivetrain.kernel.paths import Place, Url
 from drivetrain.kernel.shards import Box
+from drivetrain.trainer.fit import fit
 from drivetrain.trainer.settings import Settings
 
 from .runs import FORKSERVER, SETTINGS, everything, recipe
-from .s3_server import Asked, Fault, Proxy, s3_server
+from .s3_server import Fault, Proxy, ReceivedRequest, s3_server
 
 FOUR = dataclasses.replace(
     SETTINGS, steps=4, checkpoint=dataclasses.replace(SETTINGS.checkpoint, every=2, keep_last=1)
@@ -72,14 +72,14 @@ def out(request: pytest.FixtureRequest) -> Url:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a run that nothing befalls leaves, in a folder."""
+    """Return the content that an undisturbed run leaves in a folder."""
     folder = tmp_path_factory.mktemp("whole")
     run(folder)
     return contents(folder)
 
 
 def run(out: Place, settings: Settings = FOUR, stop_at: int = 0) -> list[Event]:
-    """What the same command with `--resume auto` does."""
+    """Run like the same command with `--resume auto`."""
     events: list[Event] = []
 
     def watch(event: Event) -> Request | None:
@@ -111,12 +111,12 @@ def steps(out: Place) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "behind", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "behind"]
+    "background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "background"]
 )
 def test_a_run_saves_to_s3_and_goes_on_from_there(
-    proxy: Proxy, out: Url, whole: dict[str, Any], behind: bool
+    proxy: Proxy, out: Url, whole: dict[str, Any], background: bool
 ) -> None:
-    checkpoint = dataclasses.replace(FOUR.checkpoint, behind=behind)
+    checkpoint = dataclasses.replace(FOUR.checkpoint, background=background)
     settings = dataclasses.replace(FOUR, checkpoint=checkpoint)
     saved = [event for event in run(out, settings, stop_at=3) if isinstance(event, Saved)]
     assert [event.path for event in saved] == [
@@ -130,24 +130,20 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(
 
 
 def every(number: int, fault: Fault, writes: bool) -> Any:
-    """Every so many-th of the requests that write, or of the others, goes wrong."""
+    """Let every n-th request fail, of those that write or of the others."""
     count = itertools.count(1)
     return lambda request: fault if request.writes == writes and not next(count) % number else ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "writes"),
     [
         ("500", True),
-        *(
-            pytest.param(fault, writes, marks=pytest.mark.slow)
-            for fault, writes in [
-                ("cut download", False),
-                ("503", False),
-                ("slow", True),
-                ("cut upload", True),
-            ]
-        ),
+        ("cut download", False),
+        ("503", False),
+        ("slow", True),
+        ("cut upload", True),
     ],
 )
 def test_a_run_over_a_bad_network_ends_as_over_a_good_one(
@@ -161,10 +157,12 @@ def test_a_run_over_a_bad_network_ends_as_over_a_good_one(
     assert len(proxy.faults()) > 3
 
 
-def test_a_save_that_fails_for_good_is_told_and_leaves_nothing(proxy: Proxy, out: Url) -> None:
-    """Rank, URL and cause; the run goes on, and the checkpoint before stays the newest."""
+def test_a_save_that_fails_for_good_is_reported_and_leaves_nothing(proxy: Proxy, out: Url) -> None:
+    """Require rank, URL and cause in the message. The run continues, and the checkpoint before
+    stays the newest.
+    """
 
-    def no_room(request: Asked) -> Fault:
+    def no_room(request: ReceivedRequest) -> Fault:
         is_shard = "checkpoint-000002" in request.path and "weights" in request.path
         return "500" if is_shard and request.writes else ""
 
@@ -194,7 +192,7 @@ def test_what_cannot_be_listed_or_read_does_not_count_as_absent(proxy: Proxy, ou
     assert steps(out) == [2]
 
 
-def test_a_bucket_that_is_not_there_is_told_before_anything_is_built(proxy: Proxy) -> None:
+def test_a_missing_bucket_is_reported_before_anything_is_built(proxy: Proxy) -> None:
     with pytest.raises(OutputError, match="s3://no-bucket/run: nothing can be saved there"):
         run(Url("s3://no-bucket/run"))
 
@@ -211,7 +209,7 @@ def test_large_files_go_in_parts_and_a_lost_part_is_sent_again(
     block = torch.randint(0, 255, (12 << 20,), dtype=torch.uint8)
     parts: list[str] = []
 
-    def second_part_twice(request: Asked) -> Fault:
+    def second_part_twice(request: ReceivedRequest) -> Fault:
         parts.append(request.path)
         if "partNumber=2" in request.path and sum("partNumber=2" in p for p in parts) <= 2:
             return fault
@@ -261,20 +259,22 @@ def train_in_a_process(out: str, settings: Settings, environment: dict[str, str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("behind", [False, True], ids=["still", "behind"])
+@pytest.mark.parametrize("background", [False, True], ids=["still", "background"])
 def test_kill_9_in_the_middle_of_an_upload(
-    proxy: Proxy, whole: dict[str, Any], out: Url, behind: bool
+    proxy: Proxy, whole: dict[str, Any], out: Url, background: bool
 ) -> None:
-    """The same command again: a half uploaded checkpoint is as good as not there, then swept."""
-    checkpoint = dataclasses.replace(FOUR.checkpoint, behind=behind)
+    """Run the same command again. A half uploaded checkpoint counts as missing, and is removed
+    later.
+    """
+    checkpoint = dataclasses.replace(FOUR.checkpoint, background=background)
     settings = dataclasses.replace(FOUR, checkpoint=checkpoint)
     environment = {**ENVIRONMENT, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}"}
-    told = []
+    reported = []
     for victim in (("000002", "optimizer"), ("000004", "manifest")):
         reached, killed = threading.Event(), threading.Event()
 
         def hold(
-            request: Asked,
+            request: ReceivedRequest,
             victim: Any = victim,
             reached: threading.Event = reached,
             killed: threading.Event = killed,
@@ -298,8 +298,8 @@ def test_kill_9_in_the_middle_of_an_upload(
         killed.set()
         last = newest(out / "checkpoints")
         assert last is None or CheckpointReader(last).verify() == []
-        told.append(0 if last is None else CheckpointReader(last).manifest.step)
-    assert told == [0, 2]
+        reported.append(0 if last is None else CheckpointReader(last).manifest.step)
+    assert reported == [0, 2]
     run(out, settings)
     assert storage_of(out).names(out / "checkpoints") == ["checkpoint-000004"]
     assert same(contents(out), whole)
@@ -333,6 +333,7 @@ settings = Settings(epochs=3, global_batch=8, log_every=1)
 """
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_urls(
     proxy: Proxy, out: Url, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

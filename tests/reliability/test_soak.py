@@ -1,4 +1,6 @@
-"""A process that trains, saves and resumes over and over holds no more and no more."""
+"""A process that trains, saves and resumes many times does not hold more and more
+memory or files.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ soak = importlib.import_module("benchmarks.soak")
 
 
 @pytest.mark.slow
-def test_a_short_soak_leaves_nothing_behind() -> None:
+def test_a_short_soak_leaves_nothing_over() -> None:
     command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,9 +37,9 @@ def measured(growing: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("growing", [*soak.LIMITS, ""])
-def test_what_grows_is_told(growing: str) -> None:
-    told = soak.growth(soak.tenths(measured(growing)))
-    assert [line.partition(":")[0] for line in told] == ([growing] if growing else [])
+def test_what_grows_is_reported(growing: str) -> None:
+    growing_figures = soak.growth(soak.tenths(measured(growing)))
+    assert [line.partition(":")[0] for line in growing_figures] == ([growing] if growing else [])
 
 
 def test_a_section_is_written_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

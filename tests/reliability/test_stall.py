@@ -1,4 +1,6 @@
-"""A rank that stands still ends the run in the time set, and the others say who, where, in what."""
+"""A rank that stands still ends the run within the time set. The other ranks report which rank it
+is, where, and in which code.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from drivetrain import Recipe, Settings, evaluate, fit
+from drivetrain import EvaluateSettings, Recipe, Settings, evaluate
 from drivetrain.kernel.events import RankLate
+from drivetrain.trainer.fit import fit
 
 from .runs import build, loss, recipe, start
 
-SETTINGS = Settings(steps=8, global_batch=8, stall_seconds=3.0, timeout_seconds=120.0)
+SETTINGS = Settings(
+    steps=8,
+    global_batch=8,
+    stall_seconds=3.0,
+    timeout_seconds=180.0,
+    evaluate=EvaluateSettings(sanity_check=False),
+)
 LATE = replace(SETTINGS, timeout_seconds=8.0)
 STEP = 4
-"""In which a rank stands still; the first two are exempt."""
+"""The step in which a rank stands still; the first two are exempt."""
 
 
 class Data(torch.utils.data.Dataset[Tensor]):
-    """Stands still on one rank, in one way, when a sample of a later step is fetched."""
+    """Data that stands still on one rank, in one way, when a sample of a later step is fetched."""
 
     def __init__(self, rank: int, way: str) -> None:
         self.plain: Any = recipe().train_data
@@ -66,7 +75,7 @@ def stand_still(way: str) -> None:
 
 
 class Sleepy(nn.Module):
-    """Sleeps in a forward, on one rank or on all."""
+    """A model that sleeps in a forward, on one rank or on all."""
 
     def __init__(self, rank: int, way: str) -> None:
         super().__init__()
@@ -82,7 +91,7 @@ class Sleepy(nn.Module):
 
 
 def train(backend: str, out: Path, environment: dict[str, str]) -> None:
-    """One rank, whose words go to a file."""
+    """Train on one rank, with its output in a file."""
     os.environ.update(environment)
     words = os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(words, sys.stderr.fileno())
@@ -107,7 +116,7 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
 
 
 def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None], list[str], float]:
-    """Exit codes and words of both ranks, and the seconds they took."""
+    """Return exit codes and outputs of both ranks, and the seconds they took."""
     (out / "rank").write_text(str(rank))
     (out / "way").write_text(way)
     began = time.monotonic()
@@ -123,7 +132,7 @@ def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None],
 
 
 class Calling(nn.Module):
-    """Rank 0 makes a call in a forward that rank 1 leaves out."""
+    """A model whose forward makes a collective call on rank 0 that rank 1 leaves out."""
 
     def __init__(self, call: str) -> None:
         super().__init__()
@@ -145,30 +154,32 @@ def call_alone(call: str) -> None:
 
 
 def stopped(way: str, index: int, rank: int) -> bool:
-    """Whether it is for the launcher to end it: it cannot do so itself."""
+    """Return True for a rank that cannot end itself, so that the launcher must."""
     return way == "is stopped" and index == rank
 
 
-EACH_ONCE = {("ddp", "sleeps in a forward"), ("fsdp", "is stopped"), ("deepspeed", "sleeps")}
+QUICK = {("ddp", "sleeps in a forward")}
 
 
 @pytest.mark.parametrize(
     ("backend", "way"),
     [
-        pytest.param(backend, way, marks=[] if (backend, way) in EACH_ONCE else pytest.mark.slow)
+        pytest.param(backend, way, marks=[] if (backend, way) in QUICK else pytest.mark.slow)
         for backend in ("ddp", "fsdp", "deepspeed")
         for way in ("sleeps", "is stopped", "sleeps in a forward")
     ],
 )
 def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
-    """One that is stopped, soon. One that lives is named, to all, and ended when it is time."""
+    """Require that the run ends soon for a stopped rank. A living one is named to all ranks, and
+    the run ends when its time is up.
+    """
     codes, words, took = run(backend, tmp_path, 1, way)
     assert codes == ([1, -signal.SIGKILL] if way == "is stopped" else [1, 1]), words
     assert took < SETTINGS.timeout_seconds / 2
     for rank in (0, 1) if way != "is stopped" else ():
-        told = (tmp_path / f"late-{rank}").read_text()
+        reported = (tmp_path / f"late-{rank}").read_text()
         assert re.match(
-            r"1 it is at test_stall.py:\d+ in stand_still, called from .*rank 0 w", told
+            r"1 it is at test_stall.py:\d+ in stand_still, called from .*rank 0 w", reported
         )
         assert took > LATE.timeout_seconds
         assert "has waited for 8 s (timeout_seconds)" in words[rank]
@@ -183,7 +194,9 @@ def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: 
     "call", ["1", *(pytest.param(c, marks=pytest.mark.slow) for c in ("barrier", "100000"))]
 )
 def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> None:
-    """Either end may notice: the one that waits, or the one that gets what it did not ask for."""
+    """Require an error from either side: the rank that waits, or the rank that receives an
+    unexpected message.
+    """
     codes, words, took = run("ddp", tmp_path, 0, f"calls {call}")
     assert 0 not in codes
     assert took < SETTINGS.timeout_seconds / 2
@@ -199,20 +212,20 @@ def test_a_call_that_a_rank_leaves_out_is_found(tmp_path: Path, call: str) -> No
         pytest.param(1, "raises in an evaluation", marks=pytest.mark.slow),
     ],
 )
-def test_the_others_hear_by_what_a_rank_ended(tmp_path: Path, rank: int, way: str) -> None:
-    """Also where its process holds the store, and where nobody is watched."""
+def test_the_other_ranks_report_why_a_rank_ended(tmp_path: Path, rank: int, way: str) -> None:
+    """Require the reason, even if the ended process holds the store, or no rank is watched."""
     codes, words, took = run("ddp", tmp_path, rank, way)
     assert codes == [1, 1], words
     assert took < SETTINGS.timeout_seconds / 2
     assert words[rank].rstrip().endswith("ValueError: a bad sample")
-    told = words[1 - rank].splitlines()[-1]
-    assert "CollectiveFailed" in told and f"Rank {rank} ended by " in told
-    assert "ValueError: a bad sample" in told
+    reported = words[1 - rank].splitlines()[-1]
+    assert "CollectiveFailed" in reported and f"Rank {rank} ended by " in reported
+    assert "ValueError: a bad sample" in reported
 
 
 @pytest.mark.slow
-def test_a_rank_that_hears_it_may_finish_what_it_does(tmp_path: Path) -> None:
-    """It naps for longer than a call has time to fail in; its next call fails."""
+def test_a_rank_that_receives_it_may_finish_what_it_does(tmp_path: Path) -> None:
+    """Let the other rank sleep for longer than a call takes to fail. Its next call fails."""
     codes, words, _ = run("ddp", tmp_path, 1, "raises, others naps")
     assert codes == [1, 1], words
     assert "CollectiveFailed" in words[0].splitlines()[-1]
@@ -222,9 +235,9 @@ def test_a_rank_that_hears_it_may_finish_what_it_does(tmp_path: Path) -> None:
 def test_an_error_on_all_ranks_is_its_own_on_each(tmp_path: Path) -> None:
     codes, words, _ = run("ddp", tmp_path, -1, "raises in a forward")
     assert codes == [1, 1], words
-    for told in words:
-        assert told.rstrip().endswith("ValueError: a bad sample")
-        assert "CollectiveFailed" not in told and "What each thread" not in told
+    for reported in words:
+        assert reported.rstrip().endswith("ValueError: a bad sample")
+        assert "CollectiveFailed" not in reported and "What each thread" not in reported
 
 
 def test_a_call_that_fails_leaves_the_records_of_the_library(tmp_path: Path) -> None:
@@ -251,7 +264,7 @@ def test_the_rank_with_the_store_is_stopped(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_lives_is_waited_for(tmp_path: Path, backend: str, rank: int, way: str) -> None:
-    """One that works, one that waits in the user's own forward, and all of them at once."""
+    """Delay a rank that works, a rank in the user's code, or all at once."""
     codes, words, _ = run(backend, tmp_path, rank, way)
     assert codes == [0, 0], words
     named = sorted(path.name for path in tmp_path.glob("late-*"))

@@ -1,4 +1,4 @@
-"""Trackers: the libraries themselves, on files of this machine."""
+"""Trackers: the real libraries, which write files on this machine."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from drivetrain import Recipe, Settings, fit
+from drivetrain import Recipe, Settings
 from drivetrain.kernel.errors import OutputError, SettingError
 from drivetrain.trackers import TRACKERS, Tracker
-from drivetrain.trainer.settings import CheckpointSettings, EvaluateSettings
+from drivetrain.trainer.fit import fit
+from drivetrain.trainer.settings import CheckpointSettings, EvaluateSettings, StatsSettings
 
 Curve = list[tuple[int, float]]
 
@@ -52,7 +53,7 @@ def settings(steps: int, **changes: Any) -> Settings:
 
 
 def train_then_resume(out: Path, library: str, resume: str | Path = "auto") -> list[Any]:
-    """Four steps, and two more of the same run from step 2 on; what was announced of losses."""
+    """Train four steps, resume from step 2 for two more, and return the announced losses."""
     seen: list[Any] = []
     fit(recipe(), settings(4), backend="cpu", out=out, observers=[Tracker(library), seen.append])
     again = out / "checkpoints" / "checkpoint-000002" if resume == "auto" else resume
@@ -75,9 +76,20 @@ def test_tensorboard_goes_on_with_its_curve(tmp_path: Path) -> None:
     assert [step for step, _ in evaluated] == [2, 4, 6]
 
 
+def test_statistics_are_sent_on_request(tmp_path: Path) -> None:
+    for trackers in (False, True):
+        out = tmp_path / str(trackers)
+        asked = settings(2, stats=StatsSettings(every=1, trackers=trackers))
+        fit(recipe(), asked, backend="cpu", out=out, observers=[Tracker("tensorboard")])
+        tags = EventAccumulator(str(out / "tensorboard")).Reload().Tags()["scalars"]
+        assert ("stats/weight/grad_norm" in tags) is trackers
+    assert [step for step, _ in scalars(out / "tensorboard", "stats/bias/update_ratio")] == [1, 2]
+
+
 def wandb_records(file: Path) -> Iterator[Any]:
-    """What an offline run holds: blocks of 32 KiB, of parts with a head of checksum, length and
-    kind (1: whole, 2 to 4: first, middle and last)."""
+    """Yield the records of an offline run. Its file consists of blocks of 32 KiB, made of parts
+    with a head of checksum, length and kind (1: whole, 2 to 4: first, middle and last).
+    """
     from wandb.proto import wandb_internal_pb2
 
     held, at, record = file.read_bytes(), 7, b""  # after the file's own head
@@ -116,6 +128,7 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [step for step, _ in curves[1]] == [3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*noload:DeprecationWarning")  # mlflow's own use of sqlalchemy
 def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
@@ -132,8 +145,9 @@ def test_mlflow_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted((p.step, p.value) for p in history)[:2] == losses[:2]
 
 
+@pytest.mark.slow
 def test_trackio_goes_on_with_its_run(tmp_path: Path) -> None:
-    """In a process of its own: trackio takes its folder from the environment when imported."""
+    """Run in a process of its own: trackio reads its folder from the environment at import."""
     script = f"""
         import sys
         from pathlib import Path
@@ -186,8 +200,8 @@ def test_a_roll_back_takes_the_curve_back(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    tracker = Tracker("tensorboard", warn=told.append)
+    warned: list[str] = []
+    tracker = Tracker("tensorboard", warn=warned.append)
 
     def fail(*_: object) -> None:
         raise RuntimeError("its server is gone")
@@ -195,7 +209,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(
     monkeypatch.setattr("drivetrain.trackers.libraries.TensorBoard.log", fail)
     result = fit(recipe(), settings(3), backend="cpu", out=tmp_path, observers=[tracker])
     assert result.step == 3
-    (message,) = told
+    (message,) = warned
     assert "tensorboard" in message and "its server is gone" in message
 
 
@@ -203,16 +217,18 @@ def test_a_tracker_that_fails_does_not_end_the_run(
 def test_a_full_disk_ends_no_run(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor where the library has yet to start: a scheduler resumes whatever the disk is like."""
-    told: list[str] = []
+    """Fail every call of a tracker, its start included: a scheduler resumes runs even on a full
+    disk.
+    """
+    warned: list[str] = []
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(f"drivetrain.trackers.libraries.TensorBoard.{call}", fail)
-    tracker = Tracker("tensorboard", warn=told.append)
+    tracker = Tracker("tensorboard", warn=warned.append)
     assert fit(recipe(), settings(3), backend="cpu", out=tmp_path, observers=[tracker]).step == 3
-    (message,) = told
+    (message,) = warned
     assert "tensorboard" in message and "No space left" in message
 
 

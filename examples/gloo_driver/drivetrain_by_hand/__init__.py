@@ -60,7 +60,7 @@ class Driver:
 
 @lru_cache(maxsize=1)
 def meet(world_size: str | None, port: str | None) -> tuple[Any, int, int]:
-    """Once a launch, since who is ahead must not wait at the last session's store; or alone."""
+    """Meet once a launch: a rank that is ahead must not wait at the last session's store."""
     return next(dist.rendezvous("env://")) if world_size else (dist.HashStore(), 0, 1)
 
 
@@ -73,7 +73,7 @@ def named(call: str) -> Iterator[None]:
 
 
 class Session(single_process.HostSession):
-    """On the host; all but what ranks tell each other is as in one process."""
+    """A session on the host. All but the communication is that of one process."""
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         sums = torch.tensor(values, dtype=torch.float64)
@@ -81,8 +81,8 @@ class Session(single_process.HostSession):
         return named("adding up counts")(lambda: work.wait() and sums.tolist())
 
     def exchange(self, value: Any) -> list[Any]:
-        told = torch.tensor(list(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
-        return [json.loads(line) for line in bytes(self.gather(told).tolist()).splitlines()]
+        encoded = torch.tensor(list(json.dumps(value).encode() + b"\n"), dtype=torch.uint8)
+        return [json.loads(line) for line in bytes(self.gather(encoded).tolist()).splitlines()]
 
     @named("reducing")
     def reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
@@ -101,7 +101,7 @@ class Session(single_process.HostSession):
 
 
 class Replica(nn.Module):
-    """Each forward begins with rank 0's buffers."""
+    """A model whose forwards begin with rank 0's buffers."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -121,14 +121,14 @@ def take_buffers(module: nn.Module) -> None:
 
 
 class Engine(plain_engine.PlainEngine):
-    """As in one process, but for the average of gradients and rank 0's buffers."""
+    """Trains like one process, but averages gradients over ranks and takes rank 0's buffers."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         super().__init__(recipe, plan, world)
         self.module = Replica(self.own)
 
     def update(self) -> Outcome:
-        """Who has no gradient counts as zero; what has none on any rank is left without."""
+        """Average gradients. A rank without one adds zeros; without any, a parameter has none."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         found = torch.tensor([float(p.grad is not None) for p in self.parameters])
         sums = torch.cat([found, *(grad.reshape(-1) for grad in grads)])

@@ -18,7 +18,7 @@ from drivetrain.kernel.recipe import Recipe
 
 @dataclass(frozen=True)
 class Sum64Options:
-    """None: a driver without arguments of its own has an empty dataclass."""
+    """Options of the driver, which has none. A driver without options needs an empty dataclass."""
 
 
 class Sum64Driver:
@@ -45,7 +45,7 @@ class Sum64Driver:
 
 
 class Sum64Engine(PlainEngine):
-    """As plain PyTorch, but for where gradients are until the update."""
+    """Trains like plain PyTorch, but keeps the sums of gradients in float64 until the update."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
         super().__init__(recipe, plan, world)

@@ -29,7 +29,7 @@ __all__ = [
 Shape = tuple[int, ...]
 _PRIME = (1 << 61) - 1
 _LOOKED_AT = 300
-"""Parts, for two that overlap: each is compared with each."""
+"""Maximum number of parts among which two overlapping ones are searched, by comparing each pair."""
 
 
 def check(region: Region | None, shape: Shape) -> None:
@@ -48,7 +48,7 @@ def check(region: Region | None, shape: Shape) -> None:
 
 
 def result_shape(region: Region | None, shape: Shape) -> Shape:
-    """The shape of the region alone."""
+    """Return the shape of a region."""
     if isinstance(region, Flat):
         return (region.stop - region.start,)
     return region.sizes if isinstance(region, Box) else shape
@@ -60,7 +60,7 @@ def is_whole(region: Region | None, shape: Shape) -> bool:
 
 
 def boxes(region: Region | None, shape: Shape) -> Iterator[tuple[Box, int]]:
-    """The region as boxes that are not empty, each with the number of elements before it."""
+    """Split a region into non-empty boxes, each with the number of elements before it."""
     if isinstance(region, Flat):
         before = 0
         for box in _flat_boxes(region.start, region.stop, shape):
@@ -100,7 +100,7 @@ def _flat_boxes(start: int, stop: int, shape: Shape) -> Iterator[Box]:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes; None if it is empty."""
+    """Return the intersection of two boxes; None if it is empty."""
     offsets, sizes = [], []
     for a_start, a_size, b_start, b_size in zip(
         a.offsets, a.sizes, b.offsets, b.sizes, strict=True
@@ -114,11 +114,13 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def tile(parts: Iterable[Box], whole: Box) -> str:
-    """Names a gap or an overlap if `parts`, boxes within `whole`, do not tile it; '' if they do.
+    """Describe a gap or an overlap if the boxes `parts` do not tile the box `whole`; return '' if
+    they do.
 
-    The time is linear in the number of parts: boxes tile another one exactly if their corners,
-    counted + and - in turn, leave those of that box. That is checked by a polynomial at a random
-    point (https://en.wikipedia.org/wiki/Schwartz-Zippel_lemma), which is wrong once in 2**54 times.
+    The time is linear in the number of parts: boxes tile another box exactly if their corners, with
+    alternating signs, sum up to the corners of that box. The sum is compared as a polynomial at a
+    random point (https://en.wikipedia.org/wiki/Schwartz-Zippel_lemma), which fails once in 2**54
+    times.
     """
     parts, at = list(parts), _RandomPoint()
     if sum(map(at.corners, parts)) % _PRIME == at.corners(whole):
@@ -135,11 +137,12 @@ class _RandomPoint:
     """A random number for each coordinate of each dimension."""
 
     def __init__(self) -> None:
-        draw = Random().randrange  # its own: the process's numbers stay as they are
+        draw = Random().randrange  # not the generator of the process
         self._numbers: defaultdict[tuple[int, int], int] = defaultdict(lambda: draw(_PRIME))
 
     def corners(self, box: Box) -> int:
-        """The sum over all corners, each the product of its coordinates' numbers."""
+        """Return the signed sum over all corners; each term is the product of the numbers of its
+        coordinates."""
         product = 1
         for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
             number = self._numbers[dim, start] - self._numbers[dim, start + size]
@@ -152,14 +155,14 @@ def _overlapping(parts: list[Box]) -> tuple[Box, Box] | None:
 
 
 def to_json(region: Region) -> dict[str, list[Any]]:
-    """`{"box": [offsets, sizes]}` or `{"flat": [start, stop]}`."""
+    """Convert a region to `{"box": [offsets, sizes]}` or `{"flat": [start, stop]}`."""
     if isinstance(region, Flat):
         return {"flat": [region.start, region.stop]}
     return {"box": [list(region.offsets), list(region.sizes)]}
 
 
 def from_json(value: Any) -> Region:
-    """The inverse of `to_json`. Raises `ValueError`."""
+    """Invert `to_json`. Raises `ValueError`."""
     match value:
         case {"flat": [start, stop], **rest} if not rest and _integers([start, stop]):
             return Flat(start, stop)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ __all__ = [
     "Source",
     "TensorFile",
     "checksum",
+    "header_by_safetensors",
     "is_shape",
     "read_whole",
     "write",
@@ -63,12 +66,13 @@ DTYPES = {
     "F64": torch.float64,
 }
 RESERVED = "__metadata__"
-"""The one key of a header that is not a tensor; its values are strings."""
+"""The only key of a header that is not a tensor; its values are strings."""
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
 _PART_BYTES = 64 << 20
-"""What one reads before it takes the next: the last ones end at about the same time."""
+"""Bytes that a reader thread reads at a time; small enough that all threads end at about the same
+time."""
 _MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMS = 64
 
@@ -78,8 +82,8 @@ _MAX_DIMS = 64
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor to be written. `load` is called when it is written, and again where the file has to
-    be begun anew."""
+    """A tensor to write. `load` is called when the tensor is written, and again if writing the file
+    has to start over."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -87,7 +91,7 @@ class Source:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Source:
-        """Of a tensor that is in memory, or mapped into it."""
+        """Return the source of a tensor that is in memory, or mapped into it."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
@@ -109,7 +113,7 @@ def write(
             if len(chunk) < _CHUNK_BYTES:
                 crc = crc32(chunk, crc)
                 yield chunk
-            else:  # added up while it is written: neither holds the interpreter
+            else:  # computed while the block is written: neither holds the GIL
                 summed = beside.submit(crc32, chunk, crc)
                 yield chunk
                 crc = summed.result()
@@ -120,7 +124,7 @@ def write(
 
 
 def checksum(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> tuple[int, int]:
-    """The size in bytes and the CRC-32 of the file that `write` would write of these."""
+    """Return the size in bytes and the CRC-32 of the file that `write` would write."""
     size = crc = 0
     for chunk in _chunks(sources, metadata):
         size, crc = size + len(chunk), crc32(chunk, crc)
@@ -128,7 +132,7 @@ def checksum(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> tupl
 
 
 def _chunks(sources: Mapping[str, Source], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The bytes of the file."""
+    """Yield the bytes of the file."""
     # Widest dtype first, as the reference writer has it: every tensor is aligned to its items.
     names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))
     for block in _blocks(names, sources, metadata):
@@ -184,12 +188,12 @@ class Entry:
 
 
 class TensorFile:
-    """A file whose header is known and sound. Holds no descriptor, and none of the data but what a
-    remote storage read ahead."""
+    """A file whose header was read and checked. Holds no open descriptor, and no data except what a
+    remote storage has read ahead."""
 
     def __init__(self, path: Place, size: int | None = None) -> None:
-        """Reads the header. Raises `CheckpointDamaged` if it is malformed, or if the file is not
-        of the given size in bytes."""
+        """Read the header. Raises `CheckpointDamaged` if it is malformed, or if the file is not of
+        the given size in bytes."""
         self.path = path
         storage = storage_of(path)
         with storage.open(path) as file:
@@ -213,15 +217,15 @@ class TensorFile:
         self.entries = self._check_entries(header, 8 + length)
 
     def open(self) -> AbstractContextManager[OpenFile]:
-        """To read tensors. Raises `CheckpointDamaged`."""
+        """Open the file to read tensors. Raises `CheckpointDamaged`."""
         return nullcontext(self._kept) if self._kept else storage_of(self.path).open(self.path)
 
     def damaged(self, what: str) -> CheckpointDamaged:
-        """The error to raise when this file turns out to be unsound."""
+        """Return the error to raise if this file is damaged."""
         return CheckpointDamaged(f"{self.path}: {what}")
 
     def read(self, name: str) -> Tensor:
-        """A new host tensor. Raises `CheckpointDamaged`."""
+        """Read a tensor into new host memory. Raises `CheckpointDamaged`."""
         entry = self.entries[name]
         out = host_bytes(num_bytes(entry.dtype, entry.shape))
         with self.open() as file:
@@ -229,14 +233,14 @@ class TensorFile:
         return out.view(entry.dtype).view(entry.shape)
 
     def crc32(self) -> int:
-        """CRC-32 of the whole file, read through fixed buffers: of a large local file the
-        processors read parts."""
+        """Return the CRC-32 of the whole file, read through fixed buffers. Several threads read
+        parts of a large local file."""
         least = self.size if self._kept else _CHUNK_BYTES
         parts = read_in_parts(self._crc32_of, self.size, least, _PART_BYTES)
         return reduce(lambda a, b: (crc32_combine(a[0], b[0], b[1]), b[1]), parts)[0]
 
     def _crc32_of(self, first: int, last: int) -> tuple[int, int]:
-        """Of the bytes from the first to before the last, and how many these are."""
+        """Return the CRC-32 of the bytes from `first` to before `last`, and the number of bytes."""
         step = storage_of(self.path).long_bytes
         crc, buffer = 0, memoryview(bytearray(min(step, last - first)))
         with self.open() as file:
@@ -255,58 +259,103 @@ class TensorFile:
         entries, spans = {}, []
         for name, item in header.items():
             if not isinstance(item, dict) or item.keys() != {"dtype", "shape", "data_offsets"}:
-                raise self.damaged(f"{name!r} is {item!r:.200}: needs dtype, shape, data_offsets")
+                raise self.damaged(
+                    f"{name!r:.200} is {item!r:.200}: needs dtype, shape, data_offsets"
+                )
             code, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
             if not isinstance(code, str) or code not in DTYPES:
-                raise self.damaged(f"{name!r} has dtype {code!r}; known are {', '.join(DTYPES)}")
+                known = ", ".join(DTYPES)
+                raise self.damaged(f"{name!r:.200} has dtype {code!r:.200}; known are {known}")
             if not is_shape(shape):
-                raise self.damaged(f"{name!r} has shape {shape!r:.200}")
+                raise self.damaged(f"{name!r:.200} has shape {shape!r:.200}")
             if not _naturals(offsets) or len(offsets) != 2:
-                raise self.damaged(f"{name!r} has data_offsets {offsets!r:.200}")
+                raise self.damaged(f"{name!r:.200} has data_offsets {offsets!r:.200}")
             start, stop = offsets
             entries[name] = Entry(DTYPES[code], tuple(shape), data_start + start)
             if stop - start != num_bytes(DTYPES[code], tuple(shape)):
-                raise self.damaged(f"{name!r}: {code} {shape} does not fill data_offsets {offsets}")
+                what = f"{name!r:.200}: {code} {shape!s:.200} does not fill data_offsets"
+                raise self.damaged(f"{what} {offsets!s:.200}")
             spans.append((start, stop, name))
         end = 0
         for start, stop, name in sorted(spans):
             if start != end:
-                raise self.damaged(f"{name!r} starts at data byte {start}, expected {end}")
+                what = f"{name!r:.200} starts at data byte {start!s:.40}"
+                raise self.damaged(f"{what}, expected {end!s:.40}")
             end = stop
         if data_start + end != self.size:
-            raise self.damaged(f"is {self.size} bytes, its header promises {data_start + end}")
+            promised = str(data_start + end)
+            raise self.damaged(f"is {self.size} bytes, its header promises {promised:.40}")
         return entries
 
 
 def read_whole(path: Path) -> dict[str, Tensor]:
-    """All tensors of a local file, which is mapped into memory: what is not used is not read.
+    """Return all tensors of a local file, which is mapped into memory: tensors that are not used
+    are not read.
 
-    Raises `CheckpointDamaged` for what the safetensors package refuses, and for tensors that a
-    checkpoint cannot hold.
+    Raises `CheckpointDamaged` for a file that the safetensors package refuses, and for tensors that
+    a checkpoint cannot hold.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if not path.is_file():  # a pipe would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise CheckpointDamaged(f"{path}: is no file")
     try:
-        tensors: dict[str, Tensor] = load_file(path)
+        with _named_in_utf8(path) as name:
+            tensors: dict[str, Tensor] = load_file(name)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         raise CheckpointDamaged(f"{path}: {error}") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in _CODES or not is_shape([*tensor.shape]):
-            what = f"{name!r} is {tensor.dtype} {tuple(tensor.shape)!s:.200}"
+            what = f"{name!r:.200} is {tensor.dtype} {tuple(tensor.shape)!s:.200}"
             raise CheckpointDamaged(f"{path}: {what}, which a checkpoint cannot hold")
     return tensors
 
 
+def header_by_safetensors(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the dtypes and shapes of a local file's tensors as the safetensors package reads them.
+    Raises `CheckpointDamaged` for a file that the package refuses."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with _named_in_utf8(path) as known, safe_open(known, "pt") as file:
+            parts = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+            described = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in parts}
+            smallest: dict[str, tuple[int, str]] = {}
+            for name, (code, shape) in described.items():
+                sized = math.prod(shape), name
+                smallest[code] = min(sized, smallest.get(code, sized))
+            # a tensor shows which dtype the package reads a code as
+            dtypes = {code: file.get_tensor(name).dtype for code, (_, name) in smallest.items()}
+            return {name: (dtypes[code], shape) for name, (code, shape) in described.items()}
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        raise CheckpointDamaged(f"{path}: {error!s:.400}") from error
+
+
+@contextmanager
+def _named_in_utf8(path: Path) -> Iterator[str]:
+    """Yield a name for the file that the safetensors package accepts, which must be UTF-8."""
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError:
+        with TemporaryDirectory(prefix="drivetrain-") as folder:
+            link = Path(folder, "file")
+            link.symlink_to(path.absolute())
+            yield str(link)
+        return
+    yield os.fspath(path)
+
+
 def is_shape(value: Any) -> bool:
     """True if a JSON value is the shape of a tensor that can exist."""
-    return (
-        _naturals(value)
-        and len(value) <= _MAX_DIMS
-        and math.prod(max(size, 1) for size in value) < 1 << 63
-    )
+    if not isinstance(value, list) or len(value) > _MAX_DIMS:
+        return False
+    product = 1
+    for size in value:
+        if type(size) is not int or size < 0:
+            return False
+        product *= size or 1
+    return product < 1 << 63
 
 
 def _naturals(value: Any) -> bool:

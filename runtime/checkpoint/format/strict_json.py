@@ -1,7 +1,8 @@
-"""JSON read without mercy: what two readers could take differently is refused.
+"""A strict reader and writer of JSON: text that two readers could understand differently is
+refused.
 
-Also carries the non-finite floats that JSON lacks, as `{"$float": "nan"}`, so that a metric that
-went to NaN comes back as the NaN it was.
+It also stores the non-finite floats that JSON lacks, as `{"$float": "nan"}`, so that a NaN metric
+is read back as NaN.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from ...kernel.errors import CheckpointDamaged
 __all__ = ["MAX_ITEMS", "check", "dump", "num_items", "parse"]
 
 MAX_ITEMS = 3_000_000
-"""Of objects, lists and what is in them: each takes some hundred bytes when it is parsed, and two
-or three when it is written."""
+"""Maximum number of objects, lists and their items in a document. Each takes some hundred bytes of
+memory when it is parsed, and two or three bytes in the file.
+"""
 _FLOAT = "$float"
 _Where: TypeAlias = "tuple[_Where, str | int] | None"
-"""A place in a value: the place of what it is in, and under which key."""
+"""A place in a value: the place of its container, and its key there."""
 _STRING = re.compile(rb'"[^"]*"')
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def dump(value: Any) -> bytes:
-    """Canonical bytes: sorted keys, ASCII. Raises `TypeError`, naming the place, for anything
-    that would not come back as it was. Tuples come back as lists."""
+    """Return canonical bytes: sorted keys, ASCII. Raises `TypeError`, naming the place, for
+    anything that would not be read back unchanged. Tuples are read back as lists."""
     packed = _pack(value, None)
     return json.dumps(packed, sort_keys=True, indent=1, allow_nan=False).encode()
 
@@ -40,7 +42,7 @@ def check(value: Any) -> None:
 
 
 def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
-    """The value in `raw`; `where` names its file in errors.
+    """Parse the value in `raw`; `where` names its file in errors.
 
     Raises `CheckpointDamaged` for anything but strict UTF-8 JSON: duplicate keys, NaN, Infinity,
     numbers that overflow, nesting beyond `max_depth` and more than `MAX_ITEMS` are all refused.
@@ -61,7 +63,7 @@ def parse(raw: bytes, where: str, *, max_depth: int = 64) -> Any:
 
 
 def num_items(raw: bytes) -> int:
-    """At most so many objects, lists and things in them are in such text."""
+    """Return an upper bound of the number of objects, lists and their items in a text."""
     return sum(map(raw.count, (b",", b"[", b"{")))
 
 
@@ -86,7 +88,8 @@ def _pack(value: Any, where: _Where) -> Any:
 
 
 def _named(where: _Where) -> str:
-    """The path to a value, built only for an error: keys may be long, and values nested deeply."""
+    """Return the path to a value. It is built only for an error, since keys may be long and values
+    deeply nested."""
     keys: list[str] = []
     while where is not None:
         where, key = where
@@ -113,8 +116,9 @@ def _finite(text: str) -> float:
 
 
 def _check_depth(raw: bytes, max_depth: int) -> None:
-    """Of valid JSON: what is left without strings is brackets in pairs, the innermost beside each
-    other. To look through the text is many times quicker than through the value."""
+    """Check the nesting of valid JSON. Without strings only brackets matter, and innermost pairs
+    are removed again and again. Scanning the text is many times quicker than scanning the value.
+    """
     unescaped = raw.replace(rb"\\", b"").replace(rb"\"", b"")
     brackets = _STRING.sub(b"", unescaped).translate(_SQUARE, _NO_BRACKETS)
     for _ in range(max_depth):

@@ -1,11 +1,11 @@
-"""The index of a checkpoint: which files hold each tensor, so that a reader opens only those it
-needs.
+"""The index of a checkpoint: the files that hold each tensor, so that a reader opens only the files
+that it needs.
 
-Every file's header lists its tensors, and reading all headers is quick where they are few. A
-checkpoint of more than `FEW` parts has an index besides. In it, pieces of a tensor that lie in
-files at equal distances, each piece as far from the one before, are one *stride*: a tensor that is
-cut by a rule is a line or two, whatever the number of ranks. Indexes of neighbouring parts are
-joined in a tree, `FEW` at a time, so that no rank handles the headers of all.
+Every file's header lists its tensors, and reading all headers is fast if there are few files. A
+checkpoint of more than `FEW` parts also has an index. In the index, pieces of a tensor at equal
+distances, in files at equal distances, are one *stride*: a tensor that is sharded by a rule takes a
+line or two, whatever the number of ranks. Indexes of neighbouring parts are joined in a tree, `FEW`
+at a time, so that no rank handles the headers of all files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ __all__ = ["FEW", "INDEX", "Index", "Stride", "TensorEntry"]
 INDEX = "index.json"
 FEW = 8
 _MOST_PIECES = 64
-"""Of one tensor, for each file: as many runs of as many pieces would be looked through for ever."""
+"""Maximum number of pieces of one tensor in a file: a search through as many runs of as many pieces
+would take too long.
+"""
 _FORMAT = "drivetrain-index"
 _VERSION = 1
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -38,9 +40,9 @@ class Stride:
     """Pieces of one tensor, in order of their parts."""
 
     part: int
-    """The first one's."""
+    """The part of the first piece."""
     region: Region
-    """The first one's."""
+    """The region of the first piece."""
     count: int = 1
     every: int = 0
     """Parts from one piece to the next."""
@@ -48,7 +50,7 @@ class Stride:
     """The distance from one piece to the next: in each dimension, or in elements."""
 
     def last(self) -> tuple[int, Numbers]:
-        """The part of the last piece, and where it begins."""
+        """The part and the start of the last piece."""
         offsets, _ = _extent(self.region)
         done = self.count - 1
         if done:
@@ -56,7 +58,7 @@ class Stride:
         return self.part + done * self.every, offsets
 
     def with_next(self, other: Stride) -> Stride | None:
-        """Both as one, if `other` goes on where this one ends."""
+        """Return both strides as one, if `other` continues this one."""
         offsets, sizes = _extent(other.region)
         if type(other.region) is not type(self.region) or _extent(self.region)[1] != sizes:
             return None
@@ -69,7 +71,7 @@ class Stride:
         return Stride(self.part, self.region, self.count + other.count, every, by)
 
     def parts(self, low: Numbers, high: Numbers) -> Iterator[int]:
-        """Those that hold something from `low` to below `high`."""
+        """Yield the parts that hold elements from `low` to below `high`."""
         first, stop = 0, self.count
         offsets, sizes = _extent(self.region)
         by = self.by or (0,) * len(offsets)
@@ -91,7 +93,7 @@ class TensorEntry:
     runs: list[Stride] = field(default_factory=list)
 
     def add(self, run: Stride) -> None:
-        """In order of parts."""
+        """Add a piece; pieces are added in order of parts."""
         joined = self.runs[-1].with_next(run) if self.runs else None
         if joined is None:
             self.runs.append(run)
@@ -99,7 +101,7 @@ class TensorEntry:
             self.runs[-1] = joined
 
     def parts(self, region: Region | None) -> list[int]:
-        """The parts that hold something of a region, or might."""
+        """Return the parts that hold, or may hold, elements of a region."""
         shape, found = self.info.shape, set[int]()
         for box, _ in regions.boxes(region, shape):
             ends = tuple(o + s for o, s in zip(box.offsets, box.sizes, strict=True))
@@ -111,22 +113,23 @@ class TensorEntry:
 
 
 class Index:
-    """Kind -> name -> what is known of that tensor."""
+    """Entries of tensors, by kind and name."""
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, dict[str, TensorEntry]] = {kind: {} for kind in get_args(Kind)}
 
     def add(self, kind: Kind, name: str, info: TensorInfo, runs: Iterable[Stride]) -> None:
-        """In order of parts. Raises `ValueError` where parts do not agree about a tensor."""
+        """Add the entries of a part, in order of parts. Raises `ValueError` if parts disagree about
+        a tensor."""
         known = self.kinds[kind].setdefault(name, TensorEntry(info))
         if known.info != info:
-            there = f"{known.info.dtype} {known.info.shape}"
-            raise ValueError(f"{kind} {name!r} is {info.dtype} {info.shape}, and {there} elsewhere")
+            here, there = (f"{each.dtype} {each.shape}" for each in (info, known.info))
+            raise ValueError(f"{kind} {name!r:.200} is {here}, and {there} elsewhere")
         for run in runs:
             known.add(run)
 
     def join(self, other: Index) -> None:
-        """Take over what is known of the parts that follow."""
+        """Add the index of the parts that follow."""
         for kind, tensors in other.kinds.items():
             for name, known in tensors.items():
                 self.add(kind, name, known.info, known.runs)
@@ -134,7 +137,7 @@ class Index:
     # --- in files -----------------------------------------------------------------------------
 
     def to_bytes(self) -> bytes:
-        """The same for equal indexes."""
+        """Return bytes that are the same for equal indexes."""
         value: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
         for kind, tensors in self.kinds.items():
             value[kind] = {name: _known_to_json(known) for name, known in tensors.items()}
@@ -142,7 +145,8 @@ class Index:
 
     @classmethod
     def from_bytes(cls, raw: bytes, where: str, num_files: int) -> Index:
-        """`num_files`: in the checkpoint. Raises `CheckpointDamaged`, naming `where` and what."""
+        """Parse an index. `num_files`: number of files in the checkpoint. Raises
+        `CheckpointDamaged`, naming `where` and the malformed entry."""
         value, index = strict_json.parse(raw, where), cls()
         known = {"format": _FORMAT, "version": _VERSION}
         if not isinstance(value, dict) or {key: value.pop(key, None) for key in known} != known:
@@ -151,7 +155,7 @@ class Index:
             raise CheckpointDamaged(f"{where}: has the keys {sorted(value)!r:.200}")
         alike: dict[
             str, TensorEntry
-        ] = {}  # of a model's layers, each says what the one before said
+        ] = {}  # most layers of a model have the same entry as the layer before
         for kind, tensors in value.items():
             if not isinstance(tensors, dict):
                 raise CheckpointDamaged(f"{where}: {kind!r} is {tensors!r:.200}")
@@ -161,21 +165,22 @@ class Index:
                     try:
                         alike[text] = _known_from_json(item, num_files)
                     except (TypeError, ValueError) as error:
-                        raise CheckpointDamaged(f"{where}: {kind} {name!r}: {error}") from error
+                        raise CheckpointDamaged(
+                            f"{where}: {kind} {name!r:.200}: {error}"
+                        ) from error
                 index.kinds[kind][name] = TensorEntry(alike[text].info, [*alike[text].runs])
         return index
 
 
 def _extent(region: Region) -> tuple[Numbers, Numbers]:
-    """Start and size of a region: in each dimension, or in elements."""
+    """Return start and size of a region: in each dimension, or in elements."""
     if isinstance(region, Flat):
         return (region.start,), (region.stop - region.start,)
     return region.offsets, region.sizes
 
 
 def _flat(box: Box, shape: Numbers) -> tuple[Numbers, Numbers]:
-    """The box as a flat range: from its first element to its last, where rows lie one after the
-    other."""
+    """Return the flat range from the first to the last element of a box, in row-major order."""
     first = last = 0
     for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
         first, last = first * dim + offset, last * dim + offset + size - 1

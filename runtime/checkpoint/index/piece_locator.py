@@ -34,12 +34,13 @@ class Stored:
 
     @property
     def info(self) -> TensorInfo:
-        """Of the whole tensor."""
+        """Return dtype and shape of the whole tensor."""
         return TensorInfo(self.entry.dtype, self.shape)
 
 
 class Lookup:
-    """Opens the files that are asked for, once; all files of a kind where there is no index."""
+    """Finds pieces of tensors. Opens each file that it needs once; without an index, all files of a
+    kind."""
 
     def __init__(self, folder: Place, manifest: Manifest) -> None:
         self.folder = folder
@@ -51,9 +52,12 @@ class Lookup:
         self._opened: dict[tuple[str, int], dict[str, list[Stored]]] = {}
         self._index: Index | None = None
         self._made: dict[Kind, dict[str, TensorEntry]] = {}
+        self.headers: Mapping[str, TensorFile] = {}
+        """Files whose headers were read already, by name."""
 
     def tensors(self, kind: Kind) -> Mapping[str, TensorEntry]:
-        """The entries of all tensors of that kind, by name. An index leaves out random states."""
+        """Return the entries of all tensors of a kind, by name. An index leaves out random
+        states."""
         if INDEX not in self._files:
             return self.in_headers(kind)
         if self._index is None:
@@ -62,7 +66,7 @@ class Lookup:
         return self._index.kinds[kind]
 
     def in_headers(self, kind: Kind) -> Mapping[str, TensorEntry]:
-        """The same from the headers of all files of that kind."""
+        """Return the same entries from the headers of all files of the kind."""
         if kind not in self._made:
             index = Index()
             for each, part in sorted(self._parts):
@@ -74,31 +78,34 @@ class Lookup:
     def pieces(
         self, kind: Kind, name: str, known: TensorEntry, region: Region | None
     ) -> list[Stored]:
-        """All that hold something of the region."""
+        """Return all pieces that overlap the region."""
         found: list[Stored] = []
         for part in known.parts(region):
             of_part = self.in_part(kind, part).get(name, [])
             for stored in of_part:
                 if stored.info != known.info:
-                    raise stored.file.damaged(f"{name!r} is {stored.info}, and not {known.info}")
+                    raise stored.file.damaged(
+                        f"{name!r:.200} is {stored.info}, and not {known.info}"
+                    )
             found += of_part
         return found
 
     def in_part(self, kind: Kind, part: int) -> Mapping[str, list[Stored]]:
-        """The tensors in the file of that part, by name; empty where there is no such file."""
+        """Return the tensors in the file of a part, by name; empty if the file does not exist."""
         key = kind, part
         if key not in self._opened:
             found: dict[str, list[Stored]] = {}
             with gc_paused():
                 for entry in self._parts.get(key, ()):
-                    for name, pieces in _by_name(self.folder, entry).items():
+                    file = self.headers.get(entry.name) or _file(self.folder, entry)
+                    for name, pieces in _by_name(file).items():
                         found.setdefault(name, []).extend(pieces)
             self._opened[key] = found
         return self._opened[key]
 
 
 def read_index(folder: Place, entry: FileEntry, num_files: int) -> Index:
-    """Raises `CheckpointDamaged` where it is not as it was written."""
+    """Read the index of a checkpoint. Raises `CheckpointDamaged` if it is not as it was written."""
     path = folder / entry.name
     raw = read_small(path, min(entry.num_bytes, _MAX_INDEX_BYTES))
     if (len(raw), zlib.crc32(raw)) != (entry.num_bytes, entry.crc32):
@@ -110,10 +117,12 @@ def read_index(folder: Place, entry: FileEntry, num_files: int) -> Index:
 
 
 def index_of(folder: Place, entries: Iterable[FileEntry], leave_out: str) -> Index:
-    """Of these files, in order of parts, without tensors whose name begins with `leave_out`."""
+    """Return the index of these files, in order of parts, without tensors whose name begins with
+    `leave_out`.
+    """
     index = Index()
     for entry in entries:
-        by_name = _by_name(folder, entry)
+        by_name = _by_name(_file(folder, entry))
         wanted = {name: each for name, each in by_name.items() if not name.startswith(leave_out)}
         _add(index, entry.kind, entry.part, wanted)
     return index
@@ -129,8 +138,11 @@ def _add(index: Index, kind: Any, part: int, by_name: Mapping[str, list[Stored]]
                 raise stored.file.damaged(str(error)) from error
 
 
-def _by_name(folder: Place, entry: FileEntry) -> dict[str, list[Stored]]:
-    file = TensorFile(folder / entry.name, entry.num_bytes)
+def _file(folder: Place, entry: FileEntry) -> TensorFile:
+    return TensorFile(folder / entry.name, entry.num_bytes)
+
+
+def _by_name(file: TensorFile) -> dict[str, list[Stored]]:
     raw = file.metadata.get(PARTS, "{}").encode(errors="surrogatepass")
     labels: Any = strict_json.parse(raw, str(file.path))
     if not isinstance(labels, dict) or not labels.keys() <= file.entries.keys():
@@ -142,7 +154,7 @@ def _by_name(folder: Place, entry: FileEntry) -> dict[str, list[Stored]]:
             try:
                 name, shape, region = _read_label(labels[key], item.shape)
             except ValueError as error:
-                raise file.damaged(f"{key!r} {item.shape}: {error}") from error
+                raise file.damaged(f"{key!r:.200} {item.shape}: {error}") from error
         found.setdefault(name, []).append(Stored(file, item, shape, region))
     return found
 

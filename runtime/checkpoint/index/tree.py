@@ -1,8 +1,9 @@
 """The index of a checkpoint of many parts, joined in a tree while the checkpoint is written.
 
 At the first level, every rank whose number is a multiple of `FEW` reads the headers of its own and
-the next ranks' files; at the next one, every multiple of `FEW` squared reads what these wrote; and
-so on, until rank 0 has it all, as few lines. Each handles no more than `FEW` indexes at a time.
+the next ranks' files. At the next level, every multiple of `FEW` squared reads the indexes that
+these ranks wrote, and so on, until rank 0 has the whole index in a few lines. Each rank handles at
+most `FEW` indexes at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ __all__ = ["join_level", "num_levels"]
 
 
 def num_levels(num_parts: int) -> int:
-    """The number of levels at which indexes are joined; 0 where no index is needed."""
+    """Return the number of levels at which indexes are joined; 0 if no index is needed."""
     levels = 0
     while num_parts > FEW**levels:
         levels += 1
@@ -32,9 +33,9 @@ def num_levels(num_parts: int) -> int:
 def join_level(
     place: Place, below: Sequence[FileEntry], level: int, rank: int, num_parts: int
 ) -> tuple[str, int, int] | None:
-    """Join indexes at one level, after all ranks have done the one before; returns name, size and
-    checksum of the file that this rank wrote, if it is its turn. `below`: the files of all ranks at
-    the level before, at the first level those of tensors."""
+    """Join indexes at one level, after all ranks have finished the level before. Return name, size
+    and checksum of the file that this rank wrote, if it joins at this level. `below`: the files of
+    all ranks at the level before; at the first level, their tensor files."""
     width = FEW**level
     if rank % width:
         return None

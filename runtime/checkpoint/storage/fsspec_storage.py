@@ -1,8 +1,8 @@
-"""A storage by fsspec, as `kernel.checkpoint.places.Storage` wants it.
+"""A `Storage` for the file systems of fsspec.
 
-Nothing is renamed: a checkpoint's files are uploaded under their own names, the manifest last, and
-that is the commit. Every request is repeated with patience. Nothing that was listed is remembered,
-since other processes write there too.
+Nothing is renamed: a checkpoint's files are uploaded under their own names, the manifest last,
+which is the commit. Failed requests are retried. Listings are not cached, since other processes
+write to the storage, too.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ from fsspec.spec import AbstractBufferedFile
 
 from ...kernel.errors import CheckpointDamaged, OutputError, StorageFailed, StorageUnavailable
 from ...kernel.paths import Url
-from ..manifest import MANIFEST
+from .protocol import ENTRY_POINT_GROUP, MANIFEST
 from .retry import Patience
 
 __all__ = ["FsspecStorage"]
 
 PART_BYTES = 32 << 20
-"""Of a multi-part upload; S3 allows 10,000 of them, so a file may have 320 GB."""
+"""Bytes of a part in a multi-part upload; S3 allows 10,000 parts, so a file may have 320 GB."""
 RANGE_BYTES = 8 << 20
 RANGES_AT_ONCE = 8
 AHEAD_BYTES = 64 << 10
-"""Fetched at least: a header is read in two steps, and small tensors lie side by side."""
+"""Least number of bytes per request: a header is read in two steps, and small tensors lie side by
+side."""
 _FLAT = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "oci", "memory"})
-"""Object stores have no folders to make, and s3fs would make a bucket instead."""
+"""Object stores, which have no folders to make; s3fs would make a bucket instead."""
 
 
 class FsspecStorage:
-    """Implements `places.Storage` for the URLs of one scheme."""
+    """A `Storage` for the URLs of one scheme."""
 
     renames = False
     short_bytes = 1 << 20
@@ -57,7 +58,7 @@ class FsspecStorage:
             raise StorageUnavailable(
                 f"no installed package reaches {scheme}://.{hint} fsspec knows s3:// (install "
                 "s3fs), gs:// (gcsfs), az:// (adlfs), hf:// (huggingface_hub) and others; a "
-                "package may add its own by the entry point drivetrain.checkpoint.storage"
+                f"package may add its own by the entry-point group {ENTRY_POINT_GROUP}"
             ) from error
         self.scheme, self.patience = scheme, patience or Patience()
 
@@ -68,7 +69,7 @@ class FsspecStorage:
         return sorted(self._listing(folder))
 
     def sizes(self, folder: Url, names: Sequence[str]) -> list[int]:
-        """One listing, however many there are."""
+        """Return the sizes of files by one listing, whatever their number."""
         found = self._listing(folder)
         for name in names:
             if found.get(name, {}).get("type") != "file":
@@ -84,28 +85,28 @@ class FsspecStorage:
         return (self.info(path) or {}).get("type") == "file"
 
     def is_folder(self, path: Url) -> bool:
-        """True for a folder; in stores without folders, if anything lies under that name."""
+        """True for a folder; in a store without folders, if any object lies under the name."""
         return bool(self._listing(path))
 
     def is_link(self, path: Url) -> bool:
-        """There are none."""
+        """Return False: object stores have no links."""
         return False
 
     def free_bytes(self, folder: Url) -> None:
-        """Unknown."""
+        """Return None: the free space is unknown."""
 
     def check(self, folder: Url) -> None:
-        """Writes a small file, and deletes it."""
+        """Write a small file and delete it, to check that the folder can be written."""
         probe = folder / ".drivetrain-probe"
         try:
             self.create(probe, lambda: [memoryview(b"may this be written?")])
         except StorageFailed as error:
             raise OutputError(f"{folder}: nothing can be saved there: {error}") from error
-        with contextlib.suppress(OSError):  # without the right to delete, old files stay
+        with contextlib.suppress(OSError):  # without permission to delete, old files stay
             self.remove(probe)
 
     def info(self, path: Url) -> dict[str, Any] | None:
-        """fsspec's record of a file or folder; None where there is none."""
+        """Return fsspec's record of a file or folder; None if it does not exist."""
         fs, key = _reach(path)
         try:
             found: dict[str, Any] = self.patience.persist(
@@ -133,11 +134,11 @@ class FsspecStorage:
 
     @contextlib.contextmanager
     def open(self, path: Url) -> Iterator[_Object]:
-        """Asks for nothing yet."""
+        """Open a file without sending a request yet."""
         yield _Object(self, path)
 
     def fetch(self, path: Url, start: int, target: memoryview) -> None:
-        """Fill it with the bytes from `start` on, by requests at a time. Raises
+        """Fill `target` with the bytes from `start` on, by several requests at once. Raises
         `CheckpointDamaged`."""
         fs, key = _reach(path)
         begins = list(range(0, len(target), RANGE_BYTES))
@@ -161,7 +162,7 @@ class FsspecStorage:
     # --- writing --------------------------------------------------------------------------
 
     def create(self, path: Url, blocks: Callable[[], Iterable[memoryview]]) -> None:
-        """In parts, where it is large; it appears when all of it is there."""
+        """Upload a file, in parts if it is large. The file appears once it is complete."""
         what = f"{path}: cannot be written"
         try:
             self.patience.persist(what, lambda: _upload(path, blocks()))
@@ -169,12 +170,12 @@ class FsspecStorage:
             raise StorageFailed(f"{what}: {type(error).__name__}: {error}") from error
 
     def replace(self, path: Url, raw: bytes) -> None:
-        """Objects are not opened to be written twice."""
+        """Replace a file by uploading it: objects are replaced atomically."""
         self.create(path, lambda: [memoryview(raw)])
 
     def claim(self, path: Url, raw: bytes) -> bool:
-        """In one act where the storage can be asked to, as S3 can; else the last of those that try
-        at the same time has it."""
+        """Create a file if it does not exist, atomically where the storage supports it, as S3 does.
+        Elsewhere, of several processes that try at the same time, the last one gets it."""
         if self.exists(path):
             return False
         fs, key = _reach(path)
@@ -182,7 +183,7 @@ class FsspecStorage:
             fs.pipe_file(key, raw, mode="create")
         except FileExistsError:
             return False
-        except Exception:  # it cannot be asked so, or did not answer: asked with patience
+        except Exception:  # unsupported, or no answer: retry below
             if self.exists(path):
                 return False
             self.replace(path, raw)
@@ -197,7 +198,7 @@ class FsspecStorage:
             )
 
     def rename(self, source: Url, target: Url) -> None:
-        """By copies within the storage."""
+        """Rename a folder by copies within the storage."""
         self.remove(target)
         self.make_folder(target)
         for name in sorted(self.names(source), key=lambda name: name == MANIFEST):
@@ -208,7 +209,7 @@ class FsspecStorage:
         self.remove(source)
 
     def remove(self, path: Url) -> None:
-        """See `Storage`. What is gone already is fine."""
+        """Remove a file or folder. One that does not exist is no error."""
         fs, key = _reach(path)
         _, manifest = _reach(path / MANIFEST)
 
@@ -221,11 +222,11 @@ class FsspecStorage:
         self.patience.persist(f"{path}: cannot be deleted", act)
 
     def sync_folder(self, folder: Url) -> None:
-        """Left to the storage."""
+        """Do nothing: the storage itself is durable."""
 
 
 class _Object:
-    """Implements `places.OpenFile`. Reads ahead, further as long as it is read in order."""
+    """An `OpenFile` of an object. Reads ahead, and further ahead as long as it is read in order."""
 
     def __init__(self, storage: FsspecStorage, path: Url) -> None:
         self.storage, self.path = storage, path
@@ -248,7 +249,7 @@ class _Object:
             self.storage.fetch(self.path, start + begin, target[begin : begin + step])
 
     def _within_window(self, start: int, num_bytes: int) -> int:
-        """The position of these bytes in the window, which is read if needed."""
+        """Return the position of bytes in the window, which is read if needed."""
         end = self._window_start + len(self._window)
         if not self._window_start <= start <= start + num_bytes <= end:
             in_order = self._window_start < start <= end + AHEAD_BYTES
@@ -261,7 +262,8 @@ class _Object:
 
 
 def _reach(path: Url) -> tuple[Any, str]:
-    """The file system, one object for a scheme and an account, and the name of the place in it."""
+    """Return the file system (one object for each scheme and account) and the path of a place in
+    it."""
     fs, key = url_to_fs(str(path), use_listings_cache=False)
     return fs, key
 
@@ -284,7 +286,7 @@ def _upload(path: Url, blocks: Iterable[memoryview]) -> None:
 
 
 def _abandon(file: Any) -> None:
-    """Drop a file that is being written without closing it, since closing commits it."""
+    """Discard a file that is being written without closing it, since closing commits it."""
     with contextlib.suppress(Exception):
         file.discard()
     if isinstance(file, AbstractBufferedFile):

@@ -18,9 +18,11 @@ from ...kernel.errors import CheckpointDamaged, StorageUnavailable
 from ...kernel.paths import Place, Url
 from .local import LOCAL
 
-__all__ = ["OpenFile", "Storage", "read_small", "storage_of"]
+__all__ = ["MANIFEST", "OpenFile", "Storage", "read_small", "storage_of"]
 
 ENTRY_POINT_GROUP = "drivetrain.storage"
+MANIFEST = "manifest.json"
+"""The file that commits a checkpoint: written last, removed first."""
 
 
 class OpenFile(Protocol):
@@ -28,12 +30,12 @@ class OpenFile(Protocol):
 
     @property
     def size(self) -> int:
-        """In bytes. Raises `CheckpointDamaged` when there is no such file."""
+        """The size in bytes. Raises `CheckpointDamaged` if the file does not exist."""
         ...
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """Fill `target` with the bytes from `start` on. Raises `CheckpointDamaged` where it ends
-        before that or cannot be read."""
+        """Fill `target` with the bytes from `start` on. Raises `CheckpointDamaged` if the file is
+        too short or cannot be read."""
         ...
 
 
@@ -47,11 +49,11 @@ class Storage(Protocol):
     """True if a folder is renamed atomically, which then commits a checkpoint. Otherwise a
     checkpoint is committed by its manifest."""
     short_bytes: int
-    """Reading so much costs about as much as reading a byte."""
+    """Reading this many bytes costs about as much as reading one."""
     long_bytes: int
-    """Reading more at a time is no faster."""
+    """Reading more bytes than this at a time is no faster."""
     stays_open: bool
-    """True if a file may be read from after it was closed, since nothing was held open."""
+    """True if a file can be read after it was closed, since no handle is held open."""
 
     def check(self, folder: Any) -> None:
         """Raises `OutputError` for a folder that nothing can be written to."""
@@ -73,27 +75,29 @@ class Storage(Protocol):
         ...
 
     def open(self, path: Any) -> AbstractContextManager[OpenFile]:
-        """Raises `CheckpointDamaged` for what is not a regular file."""
+        """Open a file to read it. Raises `CheckpointDamaged` for anything but a regular file."""
         ...
 
     def names(self, folder: Any) -> list[str]:
-        """The names in a folder, sorted; none where there is no such folder."""
+        """Return the names in a folder, sorted; an empty list if the folder does not exist."""
         ...
 
     def sizes(self, folder: Any, names: Sequence[str]) -> list[int]:
-        """Of these files, in bytes. Raises `CheckpointDamaged` for what is not a regular file."""
+        """Return the sizes of these files, in bytes. Raises `CheckpointDamaged` if one is not a
+        regular file.
+        """
         ...
 
     def exists(self, path: Any) -> bool:
-        """True if anything is there, a broken link included."""
+        """True if the path exists, also as a broken link."""
         ...
 
     def is_file(self, path: Any) -> bool:
-        """True if a file is there."""
+        """True if the path is a file."""
         ...
 
     def is_folder(self, path: Any) -> bool:
-        """True if a folder is there, or a link to one."""
+        """True if the path is a folder, or a link to one."""
         ...
 
     def is_link(self, path: Any) -> bool:
@@ -101,7 +105,7 @@ class Storage(Protocol):
         ...
 
     def make_folder(self, folder: Any) -> None:
-        """With those around it; it may exist."""
+        """Make a folder and its parents. The folder may exist."""
         ...
 
     def rename(self, source: Any, target: Any) -> None:
@@ -110,20 +114,20 @@ class Storage(Protocol):
         ...
 
     def remove(self, path: Any) -> None:
-        """Delete a file, or a folder and what is in it, its manifest first."""
+        """Delete a file, or a folder with its content, the manifest first."""
         ...
 
     def sync_folder(self, folder: Any) -> None:
-        """Make the names in it durable."""
+        """Make the names in a folder durable."""
         ...
 
     def free_bytes(self, folder: Any) -> int | None:
-        """Room for more; None where that is not known."""
+        """Return the free space in bytes; None if it is unknown."""
         ...
 
 
 def read_small(path: Place, max_bytes: int) -> bytes:
-    """All of a file that must not be larger than `max_bytes`; `CheckpointDamaged` if it is."""
+    """Read a whole file. Raises `CheckpointDamaged` if it is larger than `max_bytes`."""
     with storage_of(path).open(path) as file:
         size = file.size
         if size > max_bytes:
@@ -134,7 +138,7 @@ def read_small(path: Place, max_bytes: int) -> bytes:
 
 
 def storage_of(path: Place) -> Storage:
-    """The storage of a place. Raises `StorageUnavailable`, with the package that is missing."""
+    """Return the storage of a place. Raises `StorageUnavailable`, naming the missing package."""
     if isinstance(path, Url):
         return _remote(path.scheme)
     return LOCAL

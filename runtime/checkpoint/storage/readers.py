@@ -1,5 +1,5 @@
-"""Threads that read a long stretch of a file in parts: one alone waits for the disk, and has new
-memory given to it page by page."""
+"""Threads that read a long part of a file in parallel: one thread alone would wait for the disk,
+and for new memory page by page."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ _NUM_READERS = min(8, os.cpu_count() or 1)
 
 @cache
 def _readers() -> ThreadPoolExecutor:
-    """They stay: starting some for each tensor takes what they gain."""
+    """Return the threads, which are kept: starting threads for each tensor would cost as much as
+    they save."""
     return ThreadPoolExecutor(_NUM_READERS, "read")
 
 
-if hasattr(os, "register_at_fork"):  # a thread is not forked, and its work would not be done
+if hasattr(os, "register_at_fork"):  # a fork has no copy of the threads
     os.register_at_fork(after_in_child=_readers.cache_clear)
 
 
 def read_in_parts(
     read: Callable[[int, int], _T], size: int, least: int, most: int | None = None
 ) -> list[_T]:
-    """Call `read(first, last)` for parts of `size` bytes, side by side, and return what it returns,
-    in order. There is a part for each thread, but none, save the last, is of fewer than `least`
-    bytes, or else of more than `most`.
+    """Call `read(first, last)` in parallel for parts of `size` bytes, and return its results in
+    order. There is one part for each thread, but no part is larger than `most` bytes, and none
+    except the last is smaller than `least`.
 
-    None is read any more on return, by an error too; the first one's is raised. `read` itself must
-    not call this for more than one part.
+    On return or error no part is still being read. The error of the first part that failed is
+    raised. `read` itself must not call this function for more than one part.
     """
     part_size = max(min(-(-size // _NUM_READERS), most or size), least)
     ends = [*range(0, size, part_size), size]

@@ -14,7 +14,7 @@ from ...kernel.errors import DrivetrainError, StorageFailed
 __all__ = ["Patience"]
 
 _LOG = logging.getLogger(__name__)
-_CHANCE = random.SystemRandom()  # the generator of `random` is the run's, and is saved with it
+_CHANCE = random.SystemRandom()  # not the global generator, whose state belongs to the run
 _REFUSALS = (PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 _OURS = (DrivetrainError, FileNotFoundError, TypeError, ValueError, AttributeError, ImportError)
 
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """So many tries, with pauses that double up to the longest, each of random length within that:
-    ranks that failed together do not come back together."""
+    """A number of tries, with pauses of random length whose limit doubles up to the longest pause:
+    ranks that failed together do not retry together."""
 
     tries: int = 6
     first_pause: float = 0.5

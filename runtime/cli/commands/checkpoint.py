@@ -1,4 +1,4 @@
-"""`drivetrain checkpoint ...`."""
+"""`drivetrain checkpoint`: inspects, verifies, averages, exports and imports checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ app = typer.Typer(
     name="checkpoint",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Look into checkpoints, check them, and trade weights with other libraries.",
+    help="Inspect and verify checkpoints, and exchange weights with other libraries.",
 )
 
 
@@ -27,12 +27,13 @@ app = typer.Typer(
 )
 @debuggable
 def inspect(path: CheckpointPath, json: AsJson = False) -> None:
-    """Show which driver wrote a checkpoint, when, and the tensors in it; reads no tensor."""
+    """Show which driver wrote a checkpoint, when, and the tensors in it, and which checkpoint of a
+    run is the best; reads no tensor."""
     from ...kernel.paths import place
-    from ..checkpoints import inspect, locate, show
-    from ..tables import open_console
+    from ...run.tables import open_console
+    from ..report.checkpoints import inspect_named, show
 
-    record = inspect(locate(place(path)))
+    record = inspect_named(place(path))
     if json:
         print_json(record)
     else:
@@ -52,11 +53,11 @@ def verify(
         ),
     ],
 ) -> None:
-    """Read every byte and compare checksums; exit 1 and name what is not as it was written."""
+    """Read every byte and compare checksums; exit 1 and name each file that is damaged."""
     from ...kernel.errors import printable
     from ...kernel.paths import place
-    from ..checkpoints import verify
-    from ..failure import say
+    from ...run.quoted import say
+    from ..report.checkpoints import verify
 
     checkpoints, problems = verify(place(path))
     for problem in problems:
@@ -84,7 +85,7 @@ def export(
     from ...checkpoint import export_weights
     from ...kernel.errors import printable
     from ...kernel.paths import place
-    from ..checkpoints import locate
+    from ...run.run_folder import locate
 
     written = export_weights(locate(place(path)), folder, weights=weights)
     typer.echo(printable(f"weights written to {written}"))
@@ -116,12 +117,11 @@ def average(
     from ...checkpoint import CHECKPOINTS, average_weights
     from ...kernel.errors import printable
     from ...kernel.paths import place
-    from ..checkpoints import all_of
+    from ..report.checkpoints import all_of
 
     chosen = [each for path in paths for each in all_of(place(path))]
     target = average_weights(chosen, place(out) / CHECKPOINTS)
-    told_of = f"the mean of {len(chosen)} checkpoints written to {target}"
-    typer.echo(printable(told_of))
+    typer.echo(printable(f"the mean of {len(chosen)} checkpoints written to {target}"))
 
 
 @app.command(
@@ -140,7 +140,7 @@ def import_(
         ),
     ],
 ) -> None:
-    """Make a checkpoint that any driver starts from out of safetensors weights."""
+    """Make a checkpoint from safetensors weights; any driver can start from it."""
     from ...checkpoint import CHECKPOINTS, import_weights
     from ...kernel.errors import printable
     from ...kernel.paths import place

@@ -1,4 +1,4 @@
-"""`drivetrain data ...`."""
+"""`drivetrain data`: makes and verifies data to train on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = typer.Typer(
     name="data",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    help="Make data to train on, and check them.",
+    help="Make data to train on, and verify them.",
 )
 
 
@@ -23,8 +23,8 @@ app = typer.Typer(
     epilog="[bold]Examples[/]\n\ndrivetrain data tokenize texts/ --tokenizer gpt2/ --out tokens\n\n"
     "drivetrain data tokenize web.jsonl.gz more.parquet --field content "
     "--tokenizer tokenizer.json --end '<|endoftext|>' --out tokens\n\n"
-    "[bold]From Python[/]: drivetrain.cli.tokenize.tokenize, and drivetrain.TokenShards to train "
-    "on them"
+    "[bold]From Python[/]: drivetrain.cli.data.tokenize.tokenize, and drivetrain.TokenShards to "
+    "train on them"
 )
 @debuggable
 def tokenize(
@@ -62,11 +62,11 @@ def tokenize(
     shard_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a shard.")] = 1 << 27,
     json: AsJson = False,
 ) -> None:
-    """Turn texts into shards of tokens; the same command goes on where it was ended."""
+    """Turn texts into shards of tokens; the same command resumes after an interruption."""
     from ...kernel.errors import printable
-    from ..failure import say
-    from ..tokenize import TokenizeRequest
-    from ..tokenize import tokenize as run
+    from ...run.quoted import say
+    from ..data.tokenize import TokenizeRequest
+    from ..data.tokenize import tokenize as run
 
     request = TokenizeRequest(inputs, tokenizer, out, field, lines, end, shard_tokens)
     found = run(request, say)
@@ -86,10 +86,10 @@ def tokenize(
 def verify(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Shards of tokens.")],
 ) -> None:
-    """Read every token and compare checksums; exit 1 and name what is not as it was written."""
+    """Read every token and compare checksums; exit 1 and name each shard that is damaged."""
     from ...data.token_shards import TokenShards
     from ...kernel.errors import printable
-    from ..failure import say
+    from ...run.quoted import say
 
     problems = TokenShards(folder, 1).damaged()
     for problem in problems:

@@ -1,21 +1,23 @@
-"""`drivetrain launch`: a training is handed to a scheduler."""
+"""`drivetrain launch`: writes the job of a training for a scheduler, and submits it."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from .options import AsJson, debuggable, print_json
+from .train import parse_arguments
 
 __all__ = ["app"]
 
 app = typer.Typer()
 launch = typer.Typer(
     no_args_is_help=True,
-    help="Write the job for a scheduler (and hand it over with --submit): started again, it goes "
-    "on from its newest checkpoint.",
+    help="Write the job for a scheduler (and submit it with --submit). A job that is started again "
+    "resumes from its newest checkpoint.",
 )
 app.add_typer(launch, name="launch")
 
@@ -25,22 +27,23 @@ Arguments = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option(help="Of the job; by default the last part of --out.", show_default=False),
+    typer.Option(help="The job's name; by default the last part of --out.", show_default=False),
 ]
 Nodes = Annotated[int, typer.Option(min=1, help="Machines.")]
 Nproc = Annotated[int, typer.Option(min=1, help="Processes on each.")]
 File = Annotated[
     Path | None,
-    typer.Option(help="What is written; by default after the job's name.", show_default=False),
+    typer.Option(help="The file to write; by default named after the job.", show_default=False),
 ]
-Submit = Annotated[bool, typer.Option("--submit", help="Hand the job over, too.")]
+Submit = Annotated[bool, typer.Option("--submit", help="Submit the job, too.")]
 Grace = Annotated[
-    str, typer.Option(metavar="TIME", help="For the last save, before the job is ended.")
+    str, typer.Option(metavar="TIME", help="For the last save, before the job is killed.")
 ]
 
 
 def _end(path: Path, text: str, command: list[str], submitted: bool, json: bool) -> None:
-    """Write the file and hand it over, and tell."""
+    """Write the file, submit it if that is requested, and print what was done."""
+    from ...kernel.errors import printable
     from ..jobs.job import submit, write
 
     write(path, text)
@@ -48,9 +51,9 @@ def _end(path: Path, text: str, command: list[str], submitted: bool, json: bool)
     if json:
         print_json({"file": str(path), "submit": command, "answer": answer})
     elif answer is not None:
-        typer.echo(f"{path} was handed over: {answer}")
+        typer.echo(printable(f"{path} was submitted: {answer}"))
     else:
-        typer.echo(f"written to {path}; hand it over with: {' '.join(command)}")
+        typer.echo(printable(f"written to {path}; submit it with: {shlex.join(command)}"))
 
 
 @launch.command(
@@ -82,14 +85,14 @@ def slurm(
     submit: Submit = False,
     json: AsJson = False,
 ) -> None:
-    """An sbatch script: signalled before its time is over, the run saves, and is put back into the
-    queue (exit code 75)."""
-    from ..deadline import parse_duration
-    from ..jobs.job import job_of
+    """Write an sbatch script. Signalled before its time limit, the run saves, and the job is
+    requeued (exit code 75)."""
+    from ..jobs.job import as_argument, job_of
     from ..jobs.slurm import script
-    from ..program import program
+    from ..process.deadline import parse_duration
+    from ..process.program import program
 
-    job = job_of(arguments, name, nodes, nproc)
+    job = job_of(arguments, parse_arguments(arguments), name, nodes, nproc, gpus=gpus > 0)
     text = script(
         job,
         program(),
@@ -99,7 +102,7 @@ def slurm(
         options=sbatch or (),
     )
     path = file or Path(f"{job.name}.sbatch")
-    _end(path, text, ["sbatch", str(path)], submit, json)
+    _end(path, text, ["sbatch", as_argument(path)], submit, json)
 
 
 @launch.command(
@@ -112,7 +115,7 @@ def slurm(
 @debuggable
 def kubernetes(
     arguments: Arguments,
-    image: Annotated[str, typer.Option(help="With drivetrain, and the recipe, in it.")],
+    image: Annotated[str, typer.Option(help="A container image with drivetrain and the recipe.")],
     nodes: Nodes = 1,
     nproc: Nproc = 1,
     gpus: Annotated[int, typer.Option(min=0, help="On each machine.")] = 0,
@@ -131,19 +134,21 @@ def kubernetes(
     submit: Submit = False,
     json: AsJson = False,
 ) -> None:
-    """A JobSet: pods that were interrupted (exit code 75) are made anew, those that failed up to
+    """Write a JobSet. Interrupted pods (exit code 75) are replaced, failed ones up to
     --max-restarts times."""
-    from ..deadline import parse_duration
-    from ..jobs.job import job_of
+    from ..jobs.job import as_argument, job_of
     from ..jobs.kubernetes import manifest, to_yaml
+    from ..process.deadline import parse_duration
 
-    job = job_of(arguments, name, nodes, nproc)
+    job = job_of(
+        arguments, parse_arguments(arguments), name, nodes, nproc, gpus=gpus > 0, here=False
+    )
     seconds = parse_duration(grace, "--grace")
     made: dict[str, Any] = manifest(
         job, image, gpus=gpus, claim=claim, grace=seconds, max_restarts=max_restarts
     )
     path = file or Path(f"{job.name}.yaml")
-    _end(path, to_yaml(made), ["kubectl", "apply", "-f", str(path)], submit, json)
+    _end(path, to_yaml(made), ["kubectl", "apply", "-f", as_argument(path)], submit, json)
 
 
 @launch.command(
@@ -163,13 +168,13 @@ def ray(
     submit: Submit = False,
     json: AsJson = False,
 ) -> None:
-    """A Python file for Ray Train: when a worker is lost, all are started anew, and go on from the
-    newest checkpoint."""
+    """Write a Python file for Ray Train. When a worker is lost, all are restarted and resume from
+    the newest checkpoint."""
     from ..jobs.job import job_of
-    from ..jobs.ray import script
+    from ..jobs.ray import script, shell_word
 
-    job = job_of(arguments, name, 1, workers)
+    job = job_of(arguments, parse_arguments(arguments), name, 1, workers, gpus=gpus)
     path = file or Path(f"{job.name}_ray.py")
-    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", str(path)]
+    command = ["ray", "job", "submit", "--working-dir", ".", "--", "python", shell_word(path)]
     text = script(job, gpus=int(gpus), max_restarts=max_restarts)
     _end(path, text, command, submit, json)

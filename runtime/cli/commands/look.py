@@ -1,4 +1,5 @@
-"""`drivetrain evaluate`, `predict`, `report` and `watch`: runs are measured and looked at."""
+"""`drivetrain evaluate`, `predict`, `replay`, `compare`, `report` and `watch`: commands on earlier
+runs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,17 @@ from typing import Annotated
 
 import typer
 
-from .options import AnyBackend, ConfigFiles, Nproc, RunPath, Set, debuggable
+from .completion import backends
+from .options import (
+    AnyBackend,
+    AsJson,
+    ConfigFiles,
+    Nproc,
+    RunPath,
+    Set,
+    debuggable,
+    print_json,
+)
 
 __all__ = ["app"]
 
@@ -19,7 +30,7 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain report runs/a runs/b --out compared.html\n\n"
     "drivetrain report runs/a   (renews its report.html)\n\n"
-    "[bold]From Python[/]: drivetrain.cli.compare.page"
+    "[bold]From Python[/]: drivetrain.cli.report.compare.page"
 )
 @debuggable
 def report(
@@ -32,36 +43,47 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """One page that compares runs: where they stand, their curves, and the settings that differ."""
+    """Write one page that compares runs: their state, curves, and the settings that differ."""
     from ...checkpoint.storage.local import replace_text
     from ...kernel.errors import printable
-    from ..compare import page, read_run
-    from ..run_folder import REPORT
+    from ...run.run_folder import REPORT
+    from ..report.compare import page, read_run
 
     path = out or Path(runs[0] if len(runs) == 1 else "", REPORT)
-    replace_text(path, page([read_run(run) for run in runs]))
+    found = [read_run(run) for run in runs]
+    replace_text(path, page(found))
     typer.echo(printable(f"page written to {path}"))
+    if skipped := sum(run.history.skipped + run.config.skipped for run in found):
+        typer.echo(f"{skipped} lines or values that no run writes were left out")
 
 
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain watch runs/a\n\n"
     "drivetrain watch runs/a runs/b --port 8000\n\n"
     "On another machine: ssh -L 8000:localhost:8000 HOST, then http://localhost:8000\n\n"
-    "[bold]From Python[/]: drivetrain.cli.serve.server"
+    "[bold]From Python[/]: drivetrain.cli.report.serve.PageServer"
 )
 @debuggable
 def watch(
     runs: Runs,
-    host: Annotated[str, typer.Option(help="Who may ask: this machine alone.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Where to serve; by default to this machine alone.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     every: Annotated[float, typer.Option(min=0.5, help="Seconds between looks.")] = 5.0,
 ) -> None:
-    """Serve the page of runs while they go on, until Ctrl-C; it renews itself in the browser."""
-    from ..compare import page, read_run
-    from ..serve import server
+    """Serve the page of runs while they train, until Ctrl-C. It refreshes itself in the browser,
+    and shows the time left."""
+    from ..report.compare import RunReader, page
+    from ..report.serve import PageServer, Served
 
-    page([read_run(run) for run in runs])  # raises
-    with server(lambda: page([read_run(run) for run in runs]), host, port, every) as serving:
+    readers = [RunReader(run) for run in runs]
+    served = Served(
+        lambda: page([reader.read() for reader in readers], every),
+        lambda: tuple(reader.changes() for reader in readers),
+    )
+    served.make()  # raises
+    with PageServer(served, host, port, every) as serving:
         typer.echo(f"http://{host}:{serving.server_port}/  (Ctrl-C ends)")
         try:
             serving.serve_forever()
@@ -88,7 +110,7 @@ def evaluate(
     ] = False,
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest.")] = False,
     seconds: Annotated[
-        float, typer.Option(min=0.1, help="Between looks for another checkpoint.")
+        float, typer.Option(min=0.1, help="Between two looks for another checkpoint.")
     ] = 10.0,
     backend: AnyBackend = None,
     nproc: Nproc = 1,
@@ -98,17 +120,13 @@ def evaluate(
 ) -> None:
     """Measure the evaluation data with a run's checkpoints, on any driver; the results join the
     run's metrics."""
-    from ..config_files import read_config_files
-    from ..evaluate import EvaluateRequest
-    from ..evaluate import evaluate as measure
-    from ..resolve_settings import parse_pairs
+    from ..settings.config_files import requested
+    from ..training.evaluate import EvaluateRequest
+    from ..training.evaluate import evaluate as measure
 
     request = EvaluateRequest(
         run=run,
-        recipe=recipe,
-        backend=backend,
-        files=read_config_files(config or ()),
-        given=parse_pairs(set_ or (), {}),
+        requested=requested(recipe, backend, config, set_),
         nproc=nproc,
         every=every,
         follow=seconds if follow else None,
@@ -152,21 +170,114 @@ def predict(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Write a run's outputs for each sample of data, in their order, on any driver."""
-    from ..config_files import read_config_files
-    from ..predict import PredictRequest
-    from ..predict import predict as write
-    from ..resolve_settings import parse_pairs
+    from ..settings.config_files import requested
+    from ..training.predict import PredictRequest
+    from ..training.predict import predict as write
 
     request = PredictRequest(
         run=run,
-        recipe=recipe,
+        requested=requested(recipe, backend, config, set_),
         out=out,
         data=data,
         padding=padding,
-        backend=backend,
-        files=read_config_files(config or ()),
-        given=parse_pairs(set_ or (), {}),
         nproc=nproc,
         json=json,
     )
     raise typer.Exit(write(request))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain replay runs/a --step 200\n\n"
+    "drivetrain replay runs/a --step 200 --backend cpu   (a run on GPUs)\n\n"
+    "drivetrain replay runs/a --step 200 --against runs/b\n\n"
+    "drivetrain replay runs/a --step 200 --dump step200\n\n"
+    "[bold]Exit codes[/]: 0 equal; 1 different; 2 the step cannot be replayed.\n\n"
+    "[bold]From Python[/]: drivetrain.cli.training.replay.replay"
+)
+@debuggable
+def replay(
+    run: RunPath,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="By default the recipe of the run.", show_default=False),
+    ] = None,
+    *,
+    step: Annotated[int, typer.Option(min=1, help="A step that the run has logged.")],
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="The driver; by default that of the run.",
+            show_default=False,
+            autocompletion=backends,
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes on this machine; by default as many as the run had on this driver, "
+            "or one.",
+            show_default=False,
+        ),
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Compare with the records of this run up to the step, and train nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the step's samples, losses of microbatches and norms to JSON files.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: AsJson = False,
+) -> None:
+    """Train a logged step again from the checkpoint before it, on any driver, and compare it with
+    what the run recorded. Nothing is written to the run."""
+    from ..settings.config_files import requested
+    from ..training.replay import ReplayRequest
+    from ..training.replay import replay as train_again
+
+    request = ReplayRequest(
+        run=run,
+        requested=requested(recipe, backend, config, set_),
+        nproc=nproc or 1,
+        step=step,
+        against=against,
+        dump=dump,
+        json=json,
+    )
+    raise typer.Exit(train_again(request, nproc))
+
+
+@app.command(
+    epilog="[bold]Example[/]\n\ndrivetrain compare runs/a runs/b\n\n"
+    "[bold]Exit codes[/]: 0 equal; 1 different; 2 the runs cannot be compared.\n\n"
+    "[bold]From Python[/]: drivetrain.cli.report.parted.compare_runs"
+)
+@debuggable
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run folder.")],
+    json: AsJson = False,
+) -> None:
+    """Find the first step at which two runs part, and the settings and versions that differ."""
+    from ...kernel.errors import printable
+    from ..report.parted import compare_runs
+
+    found = compare_runs(first, second)
+    if json:
+        print_json(found.to_json())
+    else:
+        typer.echo(printable("\n".join(found.lines())))
+    raise typer.Exit(1 if found.differences else 0)

@@ -1,4 +1,4 @@
-"""What several commands have in common: arguments, how errors are told, JSON."""
+"""Arguments, error messages and JSON output that several commands share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from .completion import backends, keys
+
+if TYPE_CHECKING:
+    from ...kernel.recipe import Recipe
+    from ...trainer.settings import Settings
 
 __all__ = [
     "AnyBackend",
@@ -20,6 +26,7 @@ __all__ = [
     "Set",
     "debuggable",
     "print_json",
+    "resolved",
 ]
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -37,7 +44,13 @@ RunPath = Annotated[
 ]
 AnyBackend = Annotated[
     str | None,
-    typer.Option("--backend", "-b", help="The driver; by default auto.", show_default=False),
+    typer.Option(
+        "--backend",
+        "-b",
+        help="The driver; by default auto.",
+        show_default=False,
+        autocompletion=backends,
+    ),
 ]
 Nproc = Annotated[int, typer.Option(min=1, help="Processes on this machine.")]
 Set = Annotated[
@@ -47,6 +60,7 @@ Set = Annotated[
         metavar="KEY=VALUE",
         help="Change a setting (optimizer.lr=3e-4), the recipe's configuration "
         "(recipe.width=256) or an option of the driver (backend.threads=2). Repeatable.",
+        autocompletion=keys,
     ),
 ]
 ConfigFiles = Annotated[
@@ -60,21 +74,37 @@ ConfigFiles = Annotated[
 ]
 
 
+def resolved(
+    recipe: Path | None, backend: str | None, config: list[Path] | None, set_: list[str] | None
+) -> tuple[str, Recipe, Settings]:
+    """Return the name of the driver, the recipe and the settings that are requested."""
+    from ...registry import usable_driver
+    from ..settings.config_files import requested
+    from ..settings.recipe_file import DEFAULT_RECIPE, load_recipe_file
+    from ..settings.resolve_settings import resolve
+
+    options = requested(recipe, backend, config, set_)
+    file = load_recipe_file(options.recipe or DEFAULT_RECIPE)
+    driver = usable_driver(options.backend or "auto")
+    found = resolve(file, driver, options.layers)
+    return driver.name, file.build(found.config), found.settings
+
+
 def print_json(value: object) -> None:
-    """To stdout, indented."""
+    """Print a value to stdout as indented JSON."""
     import json
 
     typer.echo(json.dumps(value, indent=1))
 
 
 def debuggable(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with `--debug`, its errors turned into a message and an exit code."""
+    """Add `--debug` to a command, and turn its errors into a message and an exit code."""
 
     @functools.wraps(command)
     def run(*, debug: bool, **arguments: Any) -> None:
-        from ..failure import told
+        from ..process.failure import reporting_errors
 
-        with told(debug=debug):
+        with reporting_errors(debug=debug):
             command(**arguments)
 
     last = inspect.Parameter(

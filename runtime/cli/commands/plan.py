@@ -1,4 +1,4 @@
-"""`drivetrain backends`, `explain` and `schema`: before a run."""
+"""`drivetrain backends`, `explain`, `summary` and `schema`: before a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import AnyBackend, AsJson, ConfigFiles, Set, debuggable, print_json
+from .options import AnyBackend, AsJson, ConfigFiles, Set, debuggable, print_json, resolved
 
 __all__ = ["app"]
 
@@ -16,13 +16,13 @@ app = typer.Typer()
 
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain backends\n\ndrivetrain backends --json\n\n"
-    "[bold]From Python[/]: drivetrain.kernel.registry.known_backends and find_driver"
+    "[bold]From Python[/]: drivetrain.registry.known_backends and find_driver"
 )
 @debuggable
 def backends(json: AsJson = False) -> None:
-    """All known drivers: usable here or not, why not, and how to install what is missing."""
-    from ..backends import backend_records, show_backends
-    from ..tables import open_console
+    """List all known drivers: usable here or not, why not, and how to install what is missing."""
+    from ...run.tables import open_console
+    from ..report.backends import backend_records, show_backends
 
     records = backend_records()
     if json:
@@ -34,7 +34,7 @@ def backends(json: AsJson = False) -> None:
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain explain my.py --backend fsdp --nproc 8\n\n"
     "drivetrain explain my.py --all --nproc 2 --set optimizer.name=torch.optim.SGD\n\n"
-    "[bold]From Python[/]: drivetrain.cli.explain.explain"
+    "[bold]From Python[/]: drivetrain.cli.settings.explain.explain"
 )
 @debuggable
 def explain(
@@ -51,15 +51,13 @@ def explain(
 ) -> None:
     """Show what a run would do: each value and its source, what is wrapped, tied, cast and
     sharded, and the memory that it would take."""
-    from ..config_files import read_config_files
-    from ..explain import explain, show_explanation
-    from ..resolve_settings import parse_pairs
-    from ..tables import open_console
+    from ...run.tables import open_console
+    from ..settings.config_files import requested
+    from ..settings.explain import explain, show_explanation
 
-    files = read_config_files(config or ())
-    names = None if every else [backend or files.backend or "auto"]
-    layers = [*files.layers, parse_pairs(set_ or (), {})]
-    records = explain(recipe or files.recipe, names, layers, nproc)
+    options = requested(recipe, backend, config, set_)
+    names = None if every else [options.backend or "auto"]
+    records = explain(options.recipe, names, options.layers, nproc)
     if json:
         print_json(records)
     else:
@@ -67,10 +65,39 @@ def explain(
 
 
 @app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain summary my.py\n\n"
+    "drivetrain summary my.py --depth 5 --set recipe.width=64\n\n"
+    "[bold]From Python[/]: drivetrain.cli.settings.summary.summarise"
+)
+@debuggable
+def summary(
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe file; by default the small GPT.", show_default=False),
+    ] = None,
+    depth: Annotated[int, typer.Option(min=1, help="Names of modules have so many parts.")] = 3,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: AsJson = False,
+) -> None:
+    """Show the model: each module, the shape of its output for one microbatch, its parameters, how
+    many of them are trained, and their size."""
+    from ...run.tables import open_console
+    from ..settings.summary import show_summary, summarise, to_json
+
+    _, built, settings = resolved(recipe, "cpu", config, set_)
+    rows = summarise(built, settings, depth)
+    if json:
+        print_json(to_json(rows))
+    else:
+        show_summary(rows, open_console())
+
+
+@app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain schema > drivetrain.schema.json\n\n"
     "drivetrain schema my.py > my.schema.json   (with the recipe's configuration)\n\n"
     "Then, as the first line of run.toml: [bold]#:schema ./my.schema.json[/]\n\n"
-    "[bold]From Python[/]: drivetrain.cli.schema.schema"
+    "[bold]From Python[/]: drivetrain.cli.settings.schema.schema"
 )
 @debuggable
 def schema(
@@ -79,8 +106,8 @@ def schema(
         typer.Argument(help="A recipe file, to add its configuration.", show_default=False),
     ] = None,
 ) -> None:
-    """The JSON schema of the files that --config takes, for editors: all settings, and the options
-    of all drivers that are installed."""
-    from ..schema import schema
+    """Print the JSON schema of the files that --config takes, for editors: all settings, and the
+    options of all drivers that are installed."""
+    from ..settings.schema import schema
 
     print_json(schema(recipe))

@@ -1,19 +1,25 @@
-"""`drivetrain train`."""
+"""`drivetrain train`: its options."""
 
 from __future__ import annotations
 
+import inspect
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from ..settings.train_options import TORCHRUN
+from .completion import backends
 from .options import ConfigFiles, Set, debuggable
 
-__all__ = ["app"]
+__all__ = ["app", "parse_arguments"]
 
 app = typer.Typer()
 
-_TORCHRUN = "Handed to torchrun"
+_DEBUGGING, _TORCHRUN = "To find mistakes", "Handed to torchrun"
 _Torchrun = Annotated[str | None, typer.Option(rich_help_panel=_TORCHRUN)]
 
 TRAIN_EPILOG = """[bold]Examples[/]
@@ -30,6 +36,8 @@ drivetrain train --resume runs/first --steps 2000
 
 drivetrain train my.py --out runs/first --resume auto   (the line for a job that is restarted)
 
+drivetrain train my.py --fast   (all parts of a run in seconds)
+
 drivetrain train my.py --nproc 8 --nnodes 2 --node-rank 0 --master-addr host1 --out runs/big
 
 Under torchrun, or srun with one task a device, leave --nproc out: ranks notice their launcher.
@@ -41,8 +49,22 @@ signal, saved, resume it.
 """
 
 
+def _with_torchrun(command: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each of `TORCHRUN` to a command, in place of its `**torchrun`."""
+    signature = inspect.signature(command, eval_str=True)
+    *parameters, _ = signature.parameters.values()
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_Torchrun)
+        for name in TORCHRUN
+    ]
+    replaced = signature.replace(parameters=[*parameters, *options])
+    command.__signature__ = replaced  # type: ignore[attr-defined]
+    return command
+
+
 @app.command(epilog=TRAIN_EPILOG)
 @debuggable
+@_with_torchrun
 def train(
     recipe: Annotated[
         Path | None,
@@ -59,6 +81,7 @@ def train(
             "-b",
             help="The driver, or auto for the best usable one; see `drivetrain backends`. By "
             "default auto, or that of the run that is resumed.",
+            autocompletion=backends,
             show_default=False,
         ),
     ] = None,
@@ -84,9 +107,9 @@ def train(
         str | None,
         typer.Option(
             metavar="auto|PATH|URL",
-            help="Go on from a run folder or a checkpoint; auto: from the newest checkpoint in "
-            "--out, or anew when there is none. Without a recipe, the resumed run's recipe and "
-            "--set values are used.",
+            help="Resume from a run folder or a checkpoint; auto: from the newest checkpoint in "
+            "--out, or start over when there is none. Without a recipe, the resumed run's recipe "
+            "and --set values are used.",
         ),
     ] = None,
     stop_after: Annotated[
@@ -101,8 +124,8 @@ def train(
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Send the figures to tensorboard, wandb, mlflow or trackio, too; a resumed run "
-            "goes on with its curve, by default where it was tracked before (none: no more). "
+            help="Send the figures to tensorboard, wandb, mlflow or trackio, too. A resumed run "
+            "continues its curve, by default with the trackers of before (none: with no tracker). "
             "Repeatable.",
             show_default=False,
         ),
@@ -118,48 +141,70 @@ def train(
     json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON an event, and nothing else.")
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines of text in place of the bar.")
+    ] = False,
+    fast: Annotated[
+        bool,
+        typer.Option(
+            "--fast",
+            help="Try everything in seconds: two steps, an evaluation, a save, and two steps more "
+            "in another process that resumes. Nothing is kept.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False,
+    overfit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Short for --set data.overfit=N: train and evaluate on the first N samples.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
+    detect_anomaly: Annotated[
+        bool,
+        typer.Option(
+            "--detect-anomaly",
+            help="Short for --set detect_anomaly=true: end at the first operation whose backward "
+            "gives NaN, and name its line.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = False,
+    stats: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Short for --set stats.every=N: every N logs, norms of gradient, weights and "
+            "update of each parameter, zeros, and values that are not finite.",
+            rich_help_panel=_DEBUGGING,
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(help="Machines, or MIN:MAX.", rich_help_panel=_TORCHRUN),
     ] = None,
-    node_rank: _Torchrun = None,
-    master_addr: _Torchrun = None,
-    master_port: _Torchrun = None,
-    rdzv_backend: _Torchrun = None,
-    rdzv_endpoint: _Torchrun = None,
-    rdzv_id: _Torchrun = None,
-    rdzv_conf: _Torchrun = None,
-    local_addr: _Torchrun = None,
-    max_restarts: _Torchrun = None,
-    monitor_interval: _Torchrun = None,
+    **torchrun: str | None,
 ) -> None:
     """Train a recipe; without one, a small GPT on the source of Python's standard library."""
     from ...kernel.paths import place
     from ...trainer.profiler import parse_steps
-    from ..config_files import read_config_files
-    from ..launch import Launch
-    from ..resolve_settings import parse_pairs
-    from ..train import TrainRequest
-    from ..train import train as run
+    from ..process.launch import Launch
+    from ..settings.config_files import requested
+    from ..training.fast import fast as try_all
+    from ..training.train import TrainRequest
+    from ..training.train import train as run
 
-    torchrun = {
-        "node-rank": node_rank,
-        "master-addr": master_addr,
-        "master-port": master_port,
-        "rdzv-backend": rdzv_backend,
-        "rdzv-endpoint": rdzv_endpoint,
-        "rdzv-id": rdzv_id,
-        "rdzv-conf": rdzv_conf,
-        "local-addr": local_addr,
-        "max-restarts": max_restarts,
-        "monitor-interval": monitor_interval,
+    given = {name.replace("_", "-"): value for name, value in torchrun.items() if value is not None}
+    shorthands = {
+        "steps": steps,
+        "epochs": epochs,
+        "seed": seed,
+        "overfit": overfit,
+        "detect_anomaly": detect_anomaly,
+        "stats": stats,
     }
-    given = {name: value for name, value in torchrun.items() if value is not None}
     request = TrainRequest(
-        recipe=recipe,
-        backend=backend,
-        files=read_config_files(config or ()),
-        given=parse_pairs(set_ or (), {"steps": steps, "epochs": epochs, "seed": seed}),
+        requested=requested(recipe, backend, config, set_, shorthands),
         out=None if out is None else place(out),
         resume=resume,
         launch=Launch(nproc, nnodes, given),
@@ -167,5 +212,24 @@ def train(
         profile=None if profile is None else parse_steps(profile),
         stop_after=stop_after,
         json=json,
+        plain=plain,
     )
-    raise typer.Exit(run(request))
+    raise typer.Exit(try_all(sys.argv[1:]) if fast else run(request))
+
+
+def parse_arguments(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Parse the arguments as `drivetrain train` does, and return their values by the names of its
+    parameters. Raises `SettingError`."""
+    from ...kernel.errors import SettingError
+
+    for word in arguments:
+        if "\0" in word:
+            raise SettingError(f"{word!r:.80} holds the character NUL, which no command can have")
+    command: Any = typer.main.get_command(app)
+    try:
+        context = command.make_context("train", list(arguments))
+    except Exception as error:  # of click, or of the copy of it that typer carries
+        words = shlex.join(arguments)
+        raise SettingError(f"drivetrain train refuses {words}: {error}") from error
+    parameters: Mapping[str, Any] = context.params
+    return parameters

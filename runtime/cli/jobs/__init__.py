@@ -1,5 +1,5 @@
-"""`drivetrain launch`: what a scheduler is given to start a training, and to start it again.
+"""`drivetrain launch`: files by which a scheduler starts a training, and restarts it.
 
-`job` says what is common to all, `slurm`, `kubernetes` and `ray` write the files; `ray_workers`
-runs on the cluster.
+`job` holds what all schedulers share. `slurm`, `kubernetes` and `ray` write the files.
+`ray_workers` runs on the cluster.
 """

@@ -1,8 +1,10 @@
-"""A training that a scheduler starts: its command, and what is refused before it is written."""
+"""A training that a scheduler starts: its command, and checks before its file is written."""
 
 from __future__ import annotations
 
+import posixpath
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -10,31 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import typer
-
-from ...checkpoint.storage.local import replace_text
+from ...checkpoint.storage.local import LOCAL
 from ...kernel.errors import SettingError, UsageError
-from ..commands.train import app as train_app
+from ..settings.train_options import MEETING
+from .checks import check_arguments
 
-__all__ = ["Job", "job_of", "submit", "write"]
+__all__ = ["Job", "as_argument", "job_of", "submit", "write"]
 
 _PORT = 29400
-_OURS = {
-    "nproc": 1,
-    "nnodes": None,
-    "node_rank": None,
-    "master_addr": None,
-    "master_port": None,
-    "rdzv_backend": None,
-    "rdzv_endpoint": None,
-    "rdzv_id": None,
-}
-"""Arguments of `drivetrain train` that the job says, and what they are when nobody gave them."""
+_OURS = {"nproc": 1, **dict.fromkeys(("nnodes", *MEETING))}
+"""Options of `drivetrain train` that the job chooses, with their defaults."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training: the arguments of `drivetrain train`, and how many processes."""
+    """A training: the arguments of `drivetrain train`, and the number of processes."""
 
     name: str
     arguments: tuple[str, ...]
@@ -42,36 +34,54 @@ class Job:
     """The run folder, or its URL."""
     nodes: int = 1
     nproc: int = 1
-    """On each node."""
+    """Processes on each node."""
 
-    def command(self, host: str, run_id: str) -> list[str]:
-        """The words after `drivetrain` that start it on each of the nodes, which meet at `host`."""
+    @property
+    def command(self) -> list[str]:
+        """Arguments of `drivetrain` that start the training on each node."""
         words = ["train", *self.arguments]
         if self.nproc > 1 or self.nodes > 1:
             words += ["--nproc", str(self.nproc)]
         if self.nodes > 1:
             words += ["--nnodes", str(self.nodes), "--rdzv-backend", "c10d"]
-            words += ["--rdzv-endpoint", f"{host}:{_PORT}", "--rdzv-id", run_id]
         return words
 
+    def meeting(self, host: str, run_id: str) -> list[str]:
+        """Arguments after `command` by which several nodes meet at `host`; none for one node."""
+        if self.nodes == 1:
+            return []
+        return ["--rdzv-endpoint", f"{host}:{_PORT}", "--rdzv-id", run_id]
 
-def job_of(arguments: Sequence[str], name: str | None, nodes: int, nproc: int) -> Job:
-    """A job that goes on where it was when it is started again. Raises `SettingError`."""
-    given = _parsed(arguments)
+
+def job_of(
+    arguments: Sequence[str],
+    given: Mapping[str, Any],
+    name: str | None,
+    nodes: int,
+    nproc: int,
+    *,
+    gpus: bool = False,
+    here: bool = True,
+) -> Job:
+    """A job that resumes its run when it is started again. `given`: the arguments by the names of
+    the parameters of `drivetrain train`. `gpus`: True if the job has some. `here`: True if its
+    files are on this machine. Raises `UsageError` as `drivetrain train` would.
+    """
     for option, without in _OURS.items():
         if given[option] != without:
             raise SettingError(
-                f"--{option.replace('_', '-')} stands among the arguments of train; the job says "
-                "it, by options of its own before the --"
+                f"--{option.replace('_', '-')} is among the arguments of train, and the job sets "
+                "it: use the options of `drivetrain launch` before the --"
             )
     out = given["out"]
     if out is None:
         raise SettingError(
             "a job that is started again needs its run folder: give --out after the --"
         )
+    check_arguments(given, nodes * nproc, gpus, here)
     resuming = () if given["resume"] is not None else ("--resume", "auto")
     return Job(
-        name=re.sub(r"[^\w.-]+", "-", name or PurePosixPath(out).name),
+        name=_file_name(name or PurePosixPath(out).name),
         arguments=(*arguments, *resuming),
         out=out,
         nodes=nodes,
@@ -79,35 +89,39 @@ def job_of(arguments: Sequence[str], name: str | None, nodes: int, nproc: int) -
     )
 
 
-def _parsed(arguments: Sequence[str]) -> Mapping[str, Any]:
-    """What `drivetrain train` would take. Raises `SettingError`."""
-    command: Any = typer.main.get_command(train_app)
-    try:
-        context = command.make_context("train", list(arguments))
-    except Exception as error:  # of click, or of the copy of it that typer carries
-        raise SettingError(f"drivetrain train refuses {' '.join(arguments)}: {error}") from error
-    parameters: Mapping[str, Any] = context.params
-    return parameters
+def _file_name(text: str) -> str:
+    """Return a name for the job and its file, without characters that a shell or a program
+    interprets. Raises `SettingError`."""
+    found = re.sub(r"[^\w.-]+", "-", text).lstrip("-.")
+    if not found:
+        raise SettingError(f"a job cannot be called {text!r}; give --name, as in run-a")
+    return found
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file of the job. Raises `UsageError`."""
+    """Write a file of the job. A file name in it that is not UTF-8 keeps its bytes. Raises
+    `UsageError`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text)
-    except OSError as error:
+        LOCAL.replace(path, text.encode(errors="surrogateescape"))
+    except (OSError, UnicodeEncodeError) as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
 
 
+def as_argument(path: Path) -> str:
+    """Return the path as an argument that no command takes for an option."""
+    return posixpath.join(".", path) if str(path).startswith("-") else str(path)
+
+
 def submit(command: Sequence[str]) -> str:
-    """Hand a job over; what the scheduler's program says. Raises `UsageError`."""
+    """Submit a job, and return what the scheduler's program prints. Raises `UsageError`."""
     program = command[0]
     if shutil.which(program) is None:
         raise UsageError(
             f"--submit needs {program}, which is not on this machine; the file is written: run "
-            f"`{' '.join(command)}` where it is"
+            f"`{shlex.join(command)}` where it is"
         )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UsageError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+        raise UsageError(f"`{shlex.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()

@@ -1,13 +1,14 @@
 """A JobSet for Kubernetes (https://jobset.sigs.k8s.io), a pod for each node.
 
-A pod that was interrupted (exit code 75, or moved by the cluster) is made anew and does not count
-as a failure; one that failed begins the whole set anew; a command that cannot be carried out (2)
-ends it.
+An interrupted pod (exit code 75, or moved by the cluster) is replaced, and does not count as a
+failure. A failed pod restarts the whole set. A command that cannot be carried out (exit code 2)
+ends the set.
 """
 
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,7 +27,7 @@ _ENDS = "a-command-that-cannot-be-carried-out"
 def manifest(
     job: Job, image: str, *, gpus: int, claim: str | None, grace: float, max_restarts: int
 ) -> dict[str, Any]:
-    """The JobSet. `claim` is `NAME:/path`, a volume claim and where it is mounted. Raises
+    """Return the JobSet. `claim` is `NAME:/path`, a volume claim and where it is mounted. Raises
     `SettingError`."""
     name = _name(job.name)
     claimed = _claim(job, claim)
@@ -35,7 +36,7 @@ def manifest(
     container = {
         "name": _CONTAINER,
         "image": image,
-        "command": ["drivetrain", *job.command(first, name)],
+        "command": ["drivetrain", *_literal([*job.command, *job.meeting(first, name)])],
         "resources": limits,
         "volumeMounts": [
             {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -83,6 +84,24 @@ def manifest(
     }
 
 
+def _literal(words: Sequence[str]) -> list[str]:
+    """Escape the words so that the program receives them literally. The kubelet replaces `$(NAME)`
+    by a variable, and `$$` by `$`. Raises `SettingError`.
+    """
+    for word in words:
+        if not _is_unicode(word):
+            raise SettingError(f"{word!r:.200} is not UTF-8, and a manifest can hold nothing else")
+    return [word.replace("$", "$$") for word in words]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _pod_rules() -> list[dict[str, Any]]:
     def codes(code: int) -> dict[str, Any]:
         return {"containerName": _CONTAINER, "operator": "In", "values": [code]}
@@ -95,7 +114,7 @@ def _pod_rules() -> list[dict[str, Any]]:
 
 
 def _name(name: str) -> str:
-    """As Kubernetes takes names, short enough for the names that it makes of it."""
+    """Convert to a name that Kubernetes accepts, short enough for the names that it derives."""
     found = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
     if not found or not found[0].isalpha():
         raise SettingError(
@@ -105,7 +124,8 @@ def _name(name: str) -> str:
 
 
 def _claim(job: Job, claim: str | None) -> list[tuple[str, str]]:
-    """The claim and its path. Raises `SettingError` where the run folder would go with its pod."""
+    """Return the claim and its path. Raises `SettingError` where the run folder would be lost with
+    its pod."""
     if claim is None:
         if "://" in job.out:
             return []
@@ -116,13 +136,14 @@ def _claim(job: Job, claim: str | None) -> list[tuple[str, str]]:
     name, _, path = claim.partition(":")
     if not name or not path.startswith("/"):
         raise SettingError(f"--claim is {claim!r}; write NAME:/path, such as runs:/runs")
-    if "://" not in job.out and not job.out.startswith(path.rstrip("/") + "/"):
+    inside = posixpath.normpath(job.out).startswith(posixpath.normpath(path).rstrip("/") + "/")
+    if "://" not in job.out and not inside:
         raise SettingError(f"--out is {job.out}, which does not lie in {path} of --claim {claim}")
     return [(name, path)]
 
 
 def to_yaml(value: Any) -> str:
-    """Mappings and lists in YAML's own way, all else as JSON, which is YAML."""
+    """Write mappings and lists in YAML's block style, texts in double quotes, all in ASCII."""
     return "\n".join(_lines(value)) + "\n"
 
 
@@ -137,7 +158,7 @@ def _lines(value: Any) -> Iterator[str]:
 
 def _entry(head: str, inner: Any) -> Iterator[str]:
     if not isinstance(inner, (dict, list)) or not inner or _is_short(inner):
-        yield f"{head} {json.dumps(inner)}"
+        yield f"{head} {_flow(inner)}"
         return
     lines = [f"  {line}" for line in _lines(inner)]
     if head == "-":
@@ -149,5 +170,26 @@ def _entry(head: str, inner: Any) -> Iterator[str]:
 
 
 def _is_short(value: Sequence[Any] | dict[str, Any]) -> bool:
-    """One line is enough: a list of numbers, or a single word."""
+    """True if one line is enough: a list of one number or word."""
     return isinstance(value, list) and len(value) == 1 and not isinstance(value[0], dict)
+
+
+def _flow(value: Any) -> str:
+    """Return the value on one line."""
+    if isinstance(value, str):
+        return f'"{"".join(map(_character, value))}"'
+    if isinstance(value, list):
+        return f"[{', '.join(map(_flow, value))}]"
+    return json.dumps(value)
+
+
+def _character(character: str) -> str:
+    """Escape a character for double quotes. YAML, unlike JSON, has an escape above 0xFFFF."""
+    code = ord(character)
+    if character in '"\\':
+        return f"\\{character}"
+    if 0x20 <= code < 0x7F:
+        return character
+    if code <= 0xFFFF:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from .job import Job
+import re
+from pathlib import Path
 
-__all__ = ["script"]
+from ...kernel.errors import SettingError
+from .job import Job, as_argument
+
+__all__ = ["script", "shell_word"]
+
+
+def shell_word(path: Path) -> str:
+    """Return the path for the command of `ray job submit`: Ray joins that command without quotes,
+    and a shell of the cluster runs it. Raises `SettingError`."""
+    if not re.fullmatch(r"[\w@%+=:,./-]+", str(path)):
+        raise SettingError(
+            f"--file {str(path)!r}: a shell of the cluster would interpret this name; give one of "
+            "letters, digits and - _ . /"
+        )
+    return as_argument(path)
 
 
 def script(job: Job, *, gpus: int, max_restarts: int) -> str:
-    """The text of it. Workers are the job's processes on all its nodes."""
+    """Return the text of the file. Its workers are the job's processes on all nodes."""
     arguments = "".join(f"            {word!r},\n" for word in job.arguments)
     return f'''"""Written by `drivetrain launch ray`. On a machine of the cluster: python FILE"""
 

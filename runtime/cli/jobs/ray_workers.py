@@ -1,7 +1,7 @@
 """Runs on a cluster of Ray: each worker of Ray Train starts one rank and waits for it.
 
 A rank is a process of its own, so that signals reach its main thread. It ends with its worker;
-Ray then starts all workers anew, and `--resume auto` goes on from the newest checkpoint.
+Ray then restarts all workers, and `--resume auto` resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train(
 
 
 def _rank(settings: dict[str, Any]) -> None:
-    """In each worker: start the rank, and wait. Raises `RuntimeError`, which Ray counts."""
+    """Start the rank of this worker, and wait for it. Raises `RuntimeError`, which Ray counts."""
     from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -77,15 +77,16 @@ def _rank(settings: dict[str, Any]) -> None:
 
 
 def _store() -> Any:
-    """Where the ranks meet, at a port that the system gives: one that is only looked for here would
-    be taken by another before the first rank listens there."""
+    """Open the store at which ranks meet, at a port that the system chooses. A port that was only
+    looked up could be taken before rank 0 listens there.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
 
 
 def _own_address() -> str:
-    """This machine's, as the cluster knows it."""
+    """Return the address by which the cluster knows this machine."""
     import ray
 
     cluster: Any = ray.util

@@ -1,11 +1,12 @@
-"""A batch script for Slurm, which puts the job back into the queue when it was interrupted."""
+"""A batch script for Slurm, which requeues the job after an interruption."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 
-from ...kernel.errors import EXIT_PREEMPTED
+from ...kernel.errors import EXIT_PREEMPTED, SettingError
 from .job import Job
 
 __all__ = ["script"]
@@ -23,21 +24,25 @@ def script(
     gpus: int,
     options: Sequence[str],
 ) -> str:
-    """The text of it. `seconds` is the time limit, `grace` the time that a save may take before it;
-    `options` are sbatch's, without the dashes."""
+    """Return the text of the script. `seconds` is the time limit, `grace` the seconds that a save
+    may take before it. `options` are those of sbatch, without the dashes. Raises `SettingError` for
+    an option of several lines."""
+    # only our own words hold variables of the shell: all others are quoted
+    meeting = [f'"{word}"' if "$" in word else word for word in job.meeting(_HOST, _RUN_ID)]
+    command = " ".join(["srun", shlex.join([*program, *job.command]), *meeting])
     return "\n".join(
         [
             "#!/usr/bin/env bash",
             "# Written by `drivetrain launch slurm`.",
             *(f"#SBATCH --{option}" for option in _options(job, seconds, grace, gpus)),
-            *(f"#SBATCH --{option}" for option in options),
+            *(f"#SBATCH --{_escaped(option)}" for option in options),
             "",
-            "# Slurm may signal this shell, too: what it started saves, and then it goes on below",
+            "# Slurm may signal this shell, too: the run saves, and the lines below follow",
             "trap : TERM USR1",
             'host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-            f"srun {_quoted([*program, *job.command(_HOST, _RUN_ID)])}",
+            command,
             "code=$?",
-            f"# {EXIT_PREEMPTED}: saved before it was done; --resume auto goes on",
+            f"# {EXIT_PREEMPTED}: saved before it was done; --resume auto resumes it",
             f'if [ "$code" -eq {EXIT_PREEMPTED} ]; then',
             '    scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -61,10 +66,9 @@ def _options(job: Job, seconds: float | None, grace: float, gpus: int) -> Iterat
     yield "output=%x-%j.log"
 
 
-def _quoted(words: Sequence[str]) -> str:
-    """For the shell, which fills in what it knows of the job."""
-    return " ".join(f'"{word}"' if _ours(word) else shlex.quote(word) for word in words)
-
-
-def _ours(word: str) -> bool:
-    return word.startswith(f"{_HOST}:") or word == _RUN_ID
+def _escaped(option: str) -> str:
+    """Escape an option for a line of `#SBATCH`, where a space or a `#` would end it. A backslash
+    there escapes the next character, also within quotes."""
+    if "\n" in option or "\0" in option:
+        raise SettingError(f"--sbatch {option!r:.200}: an option of sbatch must be on one line")
+    return re.sub(r"[^\w@%+=:,./-]", r"\\\g<0>", option)

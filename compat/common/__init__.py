@@ -1,0 +1,1 @@
+"""Helpers for several folders of compat, which need no `Trainer`."""

@@ -1,0 +1,1 @@
+"""Makes data to train on: texts become shards of tokens."""

@@ -1,0 +1,1 @@
+"""The processes of a command: their start, signals and end."""

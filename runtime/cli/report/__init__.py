@@ -1,0 +1,1 @@
+"""Tables and pages that show runs, checkpoints and drivers to people."""

@@ -1,0 +1,255 @@
+"""`drivetrain explain`: what a run would do, and the memory that it would need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from ...data.open_dataset import by_sample
+from ...data.prebatched import Batches
+from ...kernel.batches import Position
+from ...kernel.contract import Driver, EstimatesLayout
+from ...kernel.errors import DrivetrainError
+from ...kernel.plan import Layout
+from ...kernel.recipe import Batch, Recipe
+from ...registry import find_driver, known_backends, refuse_unpromised, usable_driver
+from ...run.quoted import quoted
+from ...run.tables import table
+from ...trainer.loss_parts import with_parts
+from ...trainer.memory_parts import size_of
+from ...trainer.sanity import check_sanity_alone
+from ...trainer.settings import OptimizerSettings, Settings
+from .recipe_file import DEFAULT_RECIPE, load_recipe_file
+from .resolve_settings import Layer, resolve, without_backend
+
+__all__ = [
+    "activation_bytes",
+    "explain",
+    "first_batch",
+    "show_explanation",
+    "state_bytes",
+]
+
+Record = dict[str, Any]
+
+_STAGES_SHOWN = 6
+
+
+def explain(
+    recipe_path: Path | None,
+    backends: Sequence[str] | None,
+    layers: Sequence[Layer],
+    num_ranks: int,
+) -> list[Record]:
+    """Return one record for each backend (None: all known ones): values, layout, and whether it
+    fits. `layers`: see `resolve`.
+
+    The model is built once, on the host, and checked as at the start of a run. Raises `UsageError`
+    for settings that cannot be resolved, and the errors of that check. A backend that refuses the
+    plan, or cannot be used here, has the reason in its record.
+    """
+    recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
+    names = known_backends() if backends is None else backends
+    if backends is None:
+        layers = without_backend(layers)
+    first = resolve(recipe_file, find_driver(names[0]), layers)
+    recipe = recipe_file.build(first.config)
+    model = recipe.model()
+    states = state_bytes(recipe, first.settings.optimizer, model)
+    if first.settings.average.decay is not None:
+        states = _with_averages(states, model)
+    activations = activation_bytes(recipe, first.settings, model, num_ranks)
+    check_sanity_alone(with_parts(recipe), first.settings, model)
+    records = []
+    for name in names:
+        driver = usable_driver(name) if name == "auto" else find_driver(name)
+        resolved = resolve(recipe_file, driver, layers)
+        values = {
+            key: {"value": value, "source": resolved.sources[key]}
+            for key, value in resolved.values.items()
+        }
+        record: Record = {
+            "backend": driver.name,
+            "ranks": num_ranks,
+            "settings": values,
+            "batches": [
+                {"step": stage.step + 1, "size": stage.size}
+                for stage in resolved.settings.batch_sizes().stages
+            ],
+        }
+        try:
+            options = type(driver.options_type())(
+                **{
+                    key.removeprefix("backend."): value
+                    for key, value in resolved.values.items()
+                    if key.startswith("backend.")
+                }
+            )
+            record |= _outlook(
+                driver, resolved.settings, options, model, states, activations, num_ranks
+            )
+        except DrivetrainError as error:
+            record["refused"] = str(error)
+        records.append(record)
+    return records
+
+
+def _outlook(
+    driver: Driver,
+    settings: Settings,
+    options: Any,
+    model: nn.Module,
+    states: Mapping[str, int],
+    activations: int,
+    num_ranks: int,
+) -> Record:
+    plan = settings.plan(options)
+    refuse_unpromised(driver, plan, num_ranks)
+    probe = driver.probe()
+    memory = probe.memory_bytes // num_ranks if probe.usable else 0
+    record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
+    if not isinstance(driver, EstimatesLayout):
+        return {**record, "layout": None, "fits": None}
+    layout = driver.layout(plan, model, states, num_ranks)
+    needed = _total(layout) + activations
+    shown = {**asdict(layout), "activation_bytes": activations, "total_bytes": needed}
+    return {**record, "layout": shown, "fits": needed <= memory if memory else None}
+
+
+def _total(layout: Layout) -> int:
+    return (
+        layout.parameter_bytes
+        + layout.gradient_bytes
+        + layout.optimizer_bytes
+        + layout.transient_bytes
+    )
+
+
+def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) -> dict[str, int]:
+    """Return the bytes of optimizer state of each trained parameter by FQN.
+
+    Measured: one step on a parameter of that shape alone, so that no more than one parameter's
+    state is in memory at a time.
+    """
+    build = recipe.optimizer or partial(optimizer.build, all_of_them=False)
+    known: dict[tuple[Any, ...], int] = {}
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        key: tuple[Any, ...] = (tuple(parameter.shape), parameter.dtype)
+        if optimizer.groups:
+            key += (name,)
+        if key not in known:
+            twin = nn.Parameter(torch.zeros(key[0], dtype=key[1]))
+            twin.grad = torch.zeros_like(twin)
+            trial = build([(name, twin)])
+            trial.step()
+            values = trial.state[twin].values()
+            known[key] = sum(v.nbytes if isinstance(v, Tensor) else 8 for v in values)
+        found[name] = known[key]
+    return found
+
+
+def _with_averages(states: Mapping[str, int], model: nn.Module) -> dict[str, int]:
+    """Add the bytes of an average of each parameter, in at least float32."""
+    sizes = {name: p.numel() * max(p.element_size(), 4) for name, p in model.named_parameters()}
+    return {name: size + sizes[name] for name, size in states.items()}
+
+
+def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_ranks: int) -> int:
+    """Return the bytes that autograd keeps for the backward of one microbatch, measured on the host
+    in float32.
+
+    Weights are not counted; storage that several operations keep is counted once.
+    """
+    batch = first_batch(recipe, settings, num_ranks)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # so that no storage is freed and its address used again
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        recipe.loss(model, batch)
+    return sum(kept.values())
+
+
+def first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
+    """Return the first microbatch of training data on one of so many ranks."""
+    if isinstance(recipe.train_data, Batches):
+        return next(iter(recipe.train_data.loader))
+    part = math.ceil(settings.global_batch / num_ranks)
+    loader = by_sample(
+        recipe.train_data,
+        global_batch=max(settings.global_batch, num_ranks),
+        micro_batch=min(settings.micro_batch or part, part),
+        collate=recipe.collate,
+        num_readers=num_ranks,
+    )
+    with closing(loader.groups(Position(), 1)) as groups:
+        return next(next(groups).microbatches).batch
+
+
+def show_explanation(records: Sequence[Record], console: Console) -> None:
+    """Print a table of the values, if there is one backend, and a table of all layouts."""
+    if len(records) == 1:
+        _show_values(records[0], console)
+    if len(records[0]["batches"]) > 1:
+        console.print(quoted(_batches_of(records[0])))
+    sizes = ("weights", "grads", "optim.", "at times", "activ.", "total", "of", "fits")
+    shown = table("backend", *sizes, figures=sizes)
+    remarks = []
+    for record in records:
+        name = record["backend"]
+        if "refused" in record:
+            remarks.append(f"{name}: {record['refused']}")
+            continue
+        if not record["usable"]:
+            remarks.append(f"{name}: not usable here: {record['reason']}")
+        layout = record["layout"]
+        if layout is None:
+            remarks.append(f"{name}: this driver does not estimate memory")
+            continue
+        parts = [
+            size_of(layout[f"{part}_bytes"])
+            for part in ("parameter", "gradient", "optimizer", "transient", "activation", "total")
+        ]
+        fits = {True: "yes", False: "NO", None: "?"}[record["fits"]]
+        memory = size_of(record["memory_bytes"]) if record["memory_bytes"] else "?"
+        shown.add_row(name, *parts, memory, fits)
+        remarks += [f"{name}: {note}" for note in layout["notes"]]
+        if layout["units"]:
+            remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
+    console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
+    console.print(shown)
+    for remark in remarks:
+        console.print(quoted(remark))
+
+
+def _show_values(record: Record, console: Console) -> None:
+    shown = table("setting", "value", "from")
+    for key, entry in record["settings"].items():
+        shown.add_row(*(quoted(str(each)) for each in (key, entry["value"], entry["source"])))
+    console.print(shown)
+
+
+def _batches_of(record: Record) -> str:
+    sizes = [f"{stage['size']} from step {stage['step']}" for stage in record["batches"]]
+    if len(sizes) > _STAGES_SHOWN:
+        sizes[_STAGES_SHOWN - 1 : -1] = [f"... ({len(sizes)} sizes)"]
+    return f"Global batch: {', '.join(sizes)}; the last one of an epoch may be smaller."

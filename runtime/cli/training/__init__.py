@@ -1,0 +1,1 @@
+"""Training a recipe, and evaluating and predicting with the result."""

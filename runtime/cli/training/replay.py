@@ -1,0 +1,197 @@
+"""`drivetrain replay`: trains a recorded step again from the checkpoint before it, and compares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoint import checkpoints_of, is_checkpoint, list_checkpoints
+from ...checkpoint.catalog import step_of
+from ...kernel.errors import CheckpointNotFound, DrivetrainError, SettingError, printable
+from ...kernel.events import Event, Request, StepEnded
+from ...kernel.paths import Place, place
+from ...run.output import write_now
+from ...run.recorded_steps import RecordedStep, RecordedSteps
+from ...run.records import record_of
+from ...run.run_folder import Earlier, find_earlier, read_config, records_folder
+from ...run.shown_config import ShownConfig
+from ...trainer.digests import StepDigests
+from ...trainer.fit import fit
+from ...trainer.setting_values import override
+from ..process.outcomes import rank
+from ..report.parted import Comparison, Side, compare_runs, compare_sides, read_side
+from ..settings.resolve_settings import Resolved
+from .run_request import LoadedRun, RunRequest, on_ranks
+from .step_dump import StepDump
+
+__all__ = ["ReplayRequest", "replay"]
+
+_LEFT_OUT: Mapping[str, Any] = {
+    "evaluate.every": None,
+    "evaluate.every_epochs": None,
+    "evaluate.at_end": False,
+    "evaluate.sanity_check": False,
+    "stop.metric": None,
+    "digests": "weights",
+}
+"""Settings of a replay that change no step of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayRequest(RunRequest):
+    """Arguments of the command line; None where an argument was left out."""
+
+    step: int
+    against: str | None
+    dump: Path | None
+    """Folder for what the step consists of."""
+    json: bool
+
+
+def replay(request: ReplayRequest, nproc: int | None) -> int:
+    """Replay, or launch the ranks that do; return the exit code: 0 if the step is equal, 1 if not.
+    Raises `DrivetrainError`."""
+    earlier = find_earlier(place(request.run))
+    folder = records_folder(earlier.folder)
+    if request.against is not None:
+        other = records_folder(find_earlier(place(request.against)).folder)
+        return _show(request, compare_runs(folder, other, request.step), {})
+    recorded = read_side(folder)
+    target = _target(recorded, request.step)
+    config = read_config(folder)
+    backend = request.requested.backend or str(config.get("backend") or "auto")
+    if nproc is None:
+        same = backend == target.start.get("backend")
+        nproc = _ranks(target) if same else 1
+    request = dataclasses.replace(
+        request, nproc=nproc, requested=dataclasses.replace(request.requested, backend=backend)
+    )
+    return on_ranks(request, lambda run: _replay(request, run, recorded, target))
+
+
+def _target(side: Side, step: int) -> RecordedStep:
+    """Return the record of the step. Raises `SettingError` if there is none."""
+    steps = side.recorded.steps
+    if step in steps:
+        return steps[step]
+    if not steps:
+        side.up_to(None)  # raises
+    near = sorted(steps, key=lambda number: abs(number - step))[:2]
+    raise SettingError(
+        f"--step {step}: {side.name} has recorded no digests of this step; the nearest that it "
+        f"has are {' and '.join(map(str, sorted(near)))}. Steps are recorded each log_every"
+    )
+
+
+def _ranks(target: RecordedStep) -> int:
+    world = target.start.get("world")
+    size = world.get("size") if isinstance(world, dict) else None
+    return size if type(size) is int and size > 0 else 1
+
+
+def _checkpoint_before(earlier: Earlier, target: RecordedStep) -> Place | None:
+    """Return the newest complete checkpoint before the step; None to train from the start. Raises
+    `CheckpointNotFound` if the run itself did not train from the start."""
+    source, step = earlier.source, target.step
+    if is_checkpoint(source):
+        found = step_of(source)
+        if found is not None and found < step:
+            return source
+        raise CheckpointNotFound(f"{source} is not before step {step}; give the run folder")
+    complete = list_checkpoints(checkpoints_of(source)).complete
+    before = [found.folder for found in complete if found.step < step]
+    if before:
+        return before[-1]
+    if target.start.get("first_step") == 0:
+        return None
+    have = ", ".join(str(found.step) for found in complete) or "none"
+    raise CheckpointNotFound(
+        f"no checkpoint before step {step} in {earlier.folder} (complete checkpoints: {have}), "
+        "and the run did not train from the start; keep more of the next run, with "
+        "checkpoint.every and checkpoint.keep_last"
+    )
+
+
+def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: RecordedStep) -> int:
+    checkpoint = _checkpoint_before(run.earlier, target)
+    since = 0 if checkpoint is None else step_of(checkpoint) or 0
+    collector = _Collector(target.step)
+    settings = run.resolved.settings
+
+    with StepDump(target.step) as dump:
+        fit(
+            run.recipe if request.dump is None else dump.watched(run.recipe),
+            override(settings, dict(_LEFT_OUT)),
+            backend=run.driver.name,
+            backend_options=run.resolved.backend_options,
+            resume=checkpoint,
+            observers=[collector] if request.dump is None else [dump, collector],
+        )
+    if target.step not in collector.recorded.steps:
+        raise DrivetrainError(
+            f"the replay ended before it had logged step {target.step}: its log_every, steps or "
+            f"its data differ from those of {recorded.name}, or it was stopped"
+        )
+    if request.dump is not None:
+        dump.write(request.dump, rank(), collector.recorded.steps[target.step])
+    again = Side("replay", collector.recorded, _config(recorded.config, run.resolved))
+    comparison = compare_sides(recorded, again, target.step, since)
+    about = {
+        "step": target.step,
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "steps_again": target.step - since,
+        "backend": run.driver.name,
+    }
+    return _show(request, comparison, about)
+
+
+def _config(config: ShownConfig, resolved: Resolved) -> ShownConfig:
+    """Return the configuration of the replay, as a run would have recorded it."""
+    from ...run.run_folder_writer import configuration
+
+    now = configuration(
+        name="replay",
+        recipe=Path(config.recipe) if config.recipe else None,
+        command=(),
+        given={},
+        values=resolved.values,
+        sources=resolved.sources,
+        track=(),
+    )
+    return ShownConfig.of({**now, "backend": config.backend, "recipe": config.recipe})
+
+
+class _Collector:
+    """An observer that keeps what a run would have recorded, and stops it after a step."""
+
+    def __init__(self, last: int) -> None:
+        self.recorded, self._last = RecordedSteps(), last
+
+    def __call__(self, event: Event | StepDigests) -> Request | None:
+        if isinstance(event, StepEnded):
+            return None
+        self.recorded.add(record_of(event))
+        stops = isinstance(event, StepDigests) and event.step >= self._last
+        return Request.STOP if stops else None
+
+
+def _show(request: ReplayRequest, comparison: Comparison, about: Mapping[str, Any]) -> int:
+    if request.json:
+        text = json.dumps({**about, **comparison.to_json()}, indent=1)
+    else:
+        lines = []
+        if about:
+            source = about["checkpoint"] or "the start"
+            lines.append(
+                f"step {about['step']} again with {about['backend']}, {about['steps_again']} steps "
+                f"from {source}"
+            )
+        text = "\n".join([*lines, *comparison.lines()])
+    if rank() == 0:
+        write_now(f"{printable(text)}\n", sys.stdout)
+    return 1 if comparison.differences else 0

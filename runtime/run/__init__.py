@@ -1,0 +1,1 @@
+"""The run folder and the display of a run: records, report, progress."""

@@ -1,0 +1,181 @@
+"""`fit` with a run folder and a display: what `drivetrain.fit` does on each rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from torch import nn
+
+from ..checkpoint.catalog import checkpoints_of, newest
+from ..kernel.errors import CheckpointError, printable
+from ..kernel.events import Observer, Warned
+from ..kernel.paths import Place, Url, place
+from ..kernel.recipe import Recipe
+from ..launched import is_first_rank, restarts
+from ..trainer.fit import fit
+from ..trainer.recipe_checks import check_recipe
+from ..trainer.result import Result
+from ..trainer.setting_values import flatten
+from ..trainer.settings import Settings
+from .format import describe
+from .live import LiveProgress
+from .notebook import NotebookProgress
+from .output import write_now
+from .record_channel import RecordChannel
+from .records import Record, record_of
+from .run_folder import check_folder
+from .run_folder_writer import FIT, RunFolderWriter, configuration, result_record
+from .watch import Sink, Watcher
+from .where_shown import in_notebook
+
+__all__ = ["fit_recorded", "refuse_used"]
+
+
+def fit_recorded(
+    recipe: Recipe,
+    settings: Settings | None = None,
+    *,
+    backend: str = "auto",
+    backend_options: Mapping[str, Any] | None = None,
+    out: str | os.PathLike[str] | Url | None = None,
+    resume: str | os.PathLike[str] | Url | None = None,
+    observers: Sequence[Observer] = (),
+    finish: Callable[[nn.Module], Any] | None = None,
+    progress: bool | Literal["lines"] = True,
+    display: RecordChannel | None = None,
+) -> Result:
+    """Train on this rank; rank 0 shows the progress and writes the run folder. `display`: the sink
+    of records, instead of a display of this process."""
+    check_recipe(recipe)
+    settings = settings or Settings()
+    if restarts() > 0 and out is not None:
+        resume = resume or "auto"  # the launcher has restarted the ranks: continue
+    refuse_used(out, resume)
+    first = is_first_rank()
+    options = dict(backend_options or {})
+    with ExitStack() as stack:
+        show: Sink | None = None
+        on_step: Callable[[int], None] | None = None
+        if first and progress:
+            if progress == "lines":
+                show = _print_line
+            elif display is not None:
+                show, on_step = display.sink, display.step
+            else:
+                show, on_step = _display(stack)
+        writer = None
+        if first and out is not None:
+            writer = _writer(place(out), recipe, settings, options, show)
+        sinks: list[Sink] = [] if writer is None else [writer.sink]
+        sinks += [] if show is None else [show]
+        watched = [Watcher(sinks, _item_name(recipe), on_step)] if progress or out else []
+        try:
+            result = fit(
+                recipe,
+                settings,
+                backend=backend,
+                backend_options=options,
+                out=out,
+                resume=resume,
+                observers=[*watched, *observers],
+                finish=finish,
+            )
+        except (Exception, KeyboardInterrupt, SystemExit) as error:
+            if writer is not None:
+                writer.fail(f"{type(error).__name__}: {error}")
+                if show is not None and isinstance(error, KeyboardInterrupt):
+                    show(record_of(Warned(_stopped_at_once(writer))))
+            raise
+        if show is not None and writer is not None:
+            show(result_record(writer, result))
+        elif show is not None and result.reason == "preempted":
+            words = f"stopped at step {result.step}, and nothing is saved: fit was given no out"
+            show(record_of(Warned(words)))
+        return result
+
+
+def refuse_used(
+    out: str | os.PathLike[str] | Url | None, resume: str | os.PathLike[str] | Url | None
+) -> None:
+    """Raises `OutputError` if `out` holds another run or cannot be written. Rank 0 checks this, or
+    the process that starts the ranks."""
+    if out is not None and is_first_rank():
+        check_folder(place(out), resuming=resume is not None, option="out", remedy='resume="auto"')
+
+
+def _writer(
+    folder: Place,
+    recipe: Recipe,
+    settings: Settings,
+    options: Mapping[str, Any],
+    show: Sink | None,
+) -> RunFolderWriter:
+    values, defaults = flatten(settings), flatten(Settings())
+    given = {key: value for key, value in values.items() if value != defaults[key]}
+    given |= {f"backend.{key}": value for key, value in options.items()}
+    values = {**values, **given}
+    config = configuration(
+        name=folder.name,
+        recipe=None,
+        command=_command(),
+        given=given,
+        values=values,
+        sources={key: FIT if key in given else "default" for key in values},
+        track=(),
+    )
+
+    def call(started: Mapping[str, Any], reason: str) -> str:
+        same = f'fit(recipe, settings, out="{folder}", resume="auto")'
+        return "" if reason == "finished" else same
+
+    writer = RunFolderWriter(folder, config | {"started_by": FIT}, call)
+    if show is not None:
+        writer.files.report = lambda message: show(record_of(Warned(message)))
+    return writer
+
+
+def _stopped_at_once(writer: RunFolderWriter) -> str:
+    """Report the last checkpoint of a run that stopped without saving."""
+    saved = None
+    with suppress(OSError, CheckpointError):
+        saved = newest(checkpoints_of(writer.run))
+    if saved is None:
+        return "stopped without saving: there is no checkpoint"
+    return f"stopped without saving; to resume from {saved}:\n  {writer.command('failed')}"
+
+
+def _command() -> list[str]:
+    """Return the command of the script that called `fit`, if there is one."""
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    if in_notebook() or script is None or not Path(script).is_file():
+        return ["fit(...)"]
+    return ["python", *sys.argv]
+
+
+def _item_name(recipe: Recipe) -> str:
+    return "items" if recipe.count_items else "samples"
+
+
+def _display(stack: ExitStack) -> tuple[Sink, Callable[[int], None] | None]:
+    """Return the display: a table in a notebook, a bar on a terminal, else plain lines. The last
+    two go to stderr, so that stdout holds only the script's own output."""
+    live: NotebookProgress | LiveProgress
+    if in_notebook():
+        live = stack.enter_context(NotebookProgress())
+    elif (console := Console(stderr=True)).is_terminal:
+        live = stack.enter_context(LiveProgress(console))
+    else:
+        return _print_line, None
+    return live.sink, live.step
+
+
+def _print_line(record: Record) -> None:
+    line = describe(record)
+    if line is not None:
+        write_now(f"{printable(line)}\n", sys.stderr)

@@ -1,0 +1,107 @@
+"""kill -9 of one rank of two at a random moment, from the start of the process on: the other rank
+names it within the time allowed, and shows no stacks of a library.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from drivetrain import EvaluateSettings, Parallel, Settings
+from drivetrain.trainer.fit import fit
+
+from .compat_runs import train_with_compat
+from .runs import Run, loss, recipe, start
+
+DEATHS = int(os.environ.get("DRIVETRAIN_DEATHS", "12"))
+SETTINGS = Settings(
+    steps=40,
+    global_batch=8,
+    stall_seconds=3.0,
+    timeout_seconds=12.0,
+    evaluate=EvaluateSettings(every=10),
+)
+DRIVERS = ("ddp", "fsdp", "mesh", "deepspeed", "compat")
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def train(backend: str, out: Path, environment: dict[str, str]) -> None:
+    """Train on one rank, with its output in a file."""
+    os.environ.update(environment)
+    os.dup2(os.open(out / environment["RANK"], os.O_WRONLY | os.O_CREAT), 2)
+    if backend == "compat":
+        run, times = Run("ddp", 2), {"stall_seconds": 3.0, "ddp_timeout": 12}
+        train_with_compat(run, out / "run", environment, **times)
+        return
+    cut = Parallel(tensor={"0": "column", "2": "row"}) if backend == "mesh" else None
+    fit(
+        replace(recipe(build), loss=loss, parallel=cut),
+        SETTINGS,
+        backend=backend,
+        backend_options={"tensor": 2} if backend == "mesh" else {},
+        out=out / "run",
+        finish=lambda module: None,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(DEATHS))
+def test_the_other_names_it(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(f"deaths {seed}")
+    backend, victim = DRIVERS[seed % len(DRIVERS)], chance.randrange(2)
+    ranks = start(backend, tmp_path, 2, train)
+    other = ranks[1 - victim]
+    time.sleep(chance.choice([chance.uniform(0, 0.5), chance.uniform(0, 6)]))
+    ranks[victim].kill()
+    began = time.monotonic()
+    other.join(90)
+    took = time.monotonic() - began
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    words = tmp_path / str(1 - victim)
+    printed = words.read_text() if words.exists() else ""
+    case = f"{backend}, rank {victim}, {took:.0f} s: {printed}"
+    if other.exitcode == 0:  # it had ended, or had nothing left to do with the other
+        return
+    assert other.exitcode == 1, case
+    if victim:  # torch prints stacks of its own where the store goes away
+        assert "frame #" not in printed, case
+    named = (f"rank {victim} ", f"did not arrive: {victim}", f"process of rank {victim}")
+    assert any(name.lower() in printed.lower() for name in named), case
+    assert took < 60, case
+
+
+def die_in_the_mesh(backend: str, out: Path, environment: dict[str, str]) -> None:
+    """Train on one rank. Rank 0, whose process serves the store, dies when a mesh makes groups."""
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if environment["RANK"] == "0":
+        cast(Any, dist.device_mesh).new_group = die
+    train(backend, out, environment)
+
+
+def test_a_rank_that_dies_while_groups_are_made_is_named(tmp_path: Path) -> None:
+    ranks = start("mesh", tmp_path, 2, die_in_the_mesh)
+    ranks[1].join(90)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    printed = (tmp_path / "1").read_text()
+    assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, 1], printed
+    assert "rank 1 on " in printed and "creating the groups of the mesh failed" in printed
+    assert "Ranks that did not arrive: 0" in printed

@@ -1,0 +1,143 @@
+"""Digests that logs record: they name the first step and quantity at which two runs part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings
+from drivetrain.data.sample_digest import differing_parts, part_digests, part_text
+from drivetrain.kernel.events import StepEnded
+from drivetrain.run.parting import Difference, first_difference, tolerance_between
+from drivetrain.run.recorded_steps import RecordedSteps
+from drivetrain.run.records import record_of
+from drivetrain.trainer.fit import fit
+
+from .problems import Pairs, recipe
+
+SETTINGS = Settings(
+    steps=6,
+    global_batch=8,
+    micro_batch=3,
+    log_every=2,
+    evaluate=EvaluateSettings(at_end=False, sanity_check=False),
+)
+
+
+def recorded(recipe: Recipe, settings: Settings = SETTINGS, **options: Any) -> RecordedSteps:
+    found = RecordedSteps()
+
+    def observe(event: Any) -> None:
+        if not isinstance(event, StepEnded):
+            found.add(record_of(event))
+
+    fit(recipe, settings, backend="cpu", observers=[observe], **options)
+    return found
+
+
+def parted(first: RecordedSteps, second: RecordedSteps) -> list[Difference]:
+    step = min(first.steps)
+    tolerance = tolerance_between(first.steps[step], second.steps[min(second.steps)], ("", ""))
+    return first_difference(first.steps, second.steps, tolerance, 0)
+
+
+def test_digests_of_samples_do_not_depend_on_microbatches() -> None:
+    batch = {"x": torch.randn(70, 5), "y": torch.arange(70), "flag": torch.ones(70, 3).bool()}
+    whole = part_digests(batch, 70, 0, 70)
+    split = [0] * len(whole)
+    for start in range(0, 70, 20):
+        part = {name: tensor[start : start + 20] for name, tensor in batch.items()}
+        sums = part_digests(part, min(20, 70 - start), start, 70)
+        split = [a + b for a, b in zip(split, sums, strict=True)]
+    assert part_text(split) == part_text(whole)
+    for name in batch:
+        changed = {key: tensor.clone() for key, tensor in batch.items()}
+        changed[name][69].copy_(~changed[name][69] if name == "flag" else changed[name][69] + 1)
+        assert differing_parts(part_text(part_digests(changed, 70, 0, 70)), part_text(whole)) == [
+            63
+        ]
+
+
+def test_each_value_of_a_batch_counts_that_is_not_one_row_a_sample() -> None:
+    tokens = torch.arange(100)
+    changed = torch.where(tokens == 99, 0, tokens)
+    first, second = (part_digests({"tokens": each}, 8, 0, 8) for each in (tokens, changed))
+    assert differing_parts(part_text(first), part_text(second)) == [0]
+
+
+def test_a_resumed_run_records_the_same(tmp_path: Path) -> None:
+    saving = dataclasses.replace(
+        SETTINGS, checkpoint=dataclasses.replace(SETTINGS.checkpoint, every=3, keep_last=9)
+    )
+    first = recorded(recipe(dropout=0.3, noise=0.1), saving, out=tmp_path)
+    again = recorded(
+        recipe(dropout=0.3, noise=0.1), resume=tmp_path / "checkpoints" / "checkpoint-000003"
+    )
+    assert sorted(first.steps) == [2, 4, 6]
+    assert sorted(again.steps) == [4, 6]
+    assert not parted(first, again)
+
+
+def with_optimizer(settings: Settings, **options: float) -> Settings:
+    return dataclasses.replace(settings, optimizer=OptimizerSettings(**options))
+
+
+def change_sample(settings: Settings) -> tuple[Recipe, Settings]:
+    changed = recipe(48)
+    assert isinstance(changed.train_data, Pairs)
+    changed.train_data.inputs[:, 0] += 0.0
+    where = torch.randperm(48, generator=torch.Generator().manual_seed(3))[:1]
+    changed.train_data.inputs[where, 0] += 1.0
+    return changed, settings
+
+
+@pytest.mark.parametrize(
+    ("change", "step", "quantity"),
+    [
+        (lambda s: (recipe(48), dataclasses.replace(s, seed=1)), 1, "loss"),
+        (lambda s: (recipe(48), with_optimizer(s, lr=2e-3)), 2, "learning rate"),
+        (lambda s: (recipe(48), with_optimizer(s, weight_decay=0.5)), 2, "loss"),
+        (change_sample, None, "loss"),
+    ],
+    ids=["seed", "lr", "weight decay", "sample"],
+)
+def test_the_first_step_is_named(
+    change: Callable[[Settings], tuple[Recipe, Settings]], step: int | None, quantity: str
+) -> None:
+    usual = recorded(recipe(48))
+    assert not parted(usual, recorded(recipe(48)))
+    found = parted(usual, recorded(*change(SETTINGS)))
+    assert found[0].quantity == quantity
+    assert step in (None, found[0].step)
+
+
+def test_a_sample_that_differs_is_named() -> None:
+    every = dataclasses.replace(SETTINGS, log_every=1)
+    changed, _ = change_sample(every)
+    found = parted(recorded(recipe(48), every), recorded(changed, every))
+    assert found[0].quantity == "samples"
+    assert "of 8 in the global batch" in found[0].where
+    assert isinstance(changed.train_data, Pairs)
+
+
+def test_a_weight_that_differs_is_named() -> None:
+    def bit_flipped(weights: Any, number: int) -> None:
+        if number == 4:
+            weights["0.weight"].mul_(1 + 2**-22)
+
+    usual = dataclasses.replace(recipe(48), after_update=lambda weights, number: None)
+    changed = dataclasses.replace(usual, after_update=bit_flipped)
+    found = parted(recorded(usual), recorded(changed))
+    assert [(each.step, each.quantity) for each in found] == [(4, "weight 0.weight")]
+
+
+def test_nothing_is_recorded_on_request() -> None:
+    assert not recorded(recipe(48), dataclasses.replace(SETTINGS, digests="none")).steps
+    samples = recorded(recipe(48), dataclasses.replace(SETTINGS, digests="samples"))
+    assert all(step.weights == {} for step in samples.steps.values())
+    assert len(samples.steps) == 3
