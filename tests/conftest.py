@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytest_plugins = ["second_look"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", type=one_of, metavar="K/N", help="the tests of part K of 0 to N-1")

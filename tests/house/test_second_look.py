@@ -1,0 +1,130 @@
+"""A test that fails only beside others is distinguished from a fault, in scratch suites."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import second_look
+
+PASSES = "def test_passes(): pass\n"
+UNSTABLE = """
+from pathlib import Path
+def test_unstable():
+    before = Path("seen").exists()
+    Path("seen").touch()
+    assert before, "not seen before"
+"""
+BROKEN = "def test_broken(): assert False, 'broken for good'\n"
+ENDS_ITS_WORKER = """
+import os
+from pathlib import Path
+def test_first(): pass
+def test_ends_its_worker():
+    with open("lives", "a") as lives: lives.write("x")
+    os._exit(1)
+def test_after(): pass
+"""
+ENDS_ITS_WORKER_ONCE = """
+import os
+from pathlib import Path
+def test_ends_its_worker_once():
+    if not Path("ended").exists():
+        Path("ended").touch()
+        os._exit(1)
+"""
+SETUP_FAILS_ONCE = """
+import pytest
+from pathlib import Path
+@pytest.fixture
+def server():
+    if not Path("asked").exists():
+        Path("asked").touch()
+        raise OSError("no server")
+def test_with_a_server(server): pass
+"""
+
+
+def run(folder: Path, suite: dict[str, str], *options: str) -> tuple[int, str]:
+    """Write a suite, run it by two workers, and return its exit status and what it printed."""
+    (folder / "conftest.py").write_text('pytest_plugins = ["second_look"]\n')
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    for name, text in suite.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    command = [sys.executable, "-m", "pytest", "-n=2", "--dist=loadfile", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    environment["PYTHONPATH"] = str(Path(second_look.__file__).parent)
+    # quicker: no plugin but the one that starts workers
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
+    done = subprocess.run(
+        [*command, *options],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def last_line(printed: str) -> str:
+    return re.sub(r" in [\d.]+s.*", "", printed.splitlines()[-1]).strip("= ")
+
+
+def test_an_unstable_test_is_reported_and_does_not_fail_the_run(tmp_path: Path) -> None:
+    suite = {"test_a.py": PASSES, "test_b.py": UNSTABLE, "test_c.py": SETUP_FAILS_ONCE}
+    status, printed = run(tmp_path, suite)
+    assert status == 0, printed
+    assert last_line(printed) == "1 passed, 2 unstable"
+    _, _, unstable = printed.partition("unstable: failed beside others, passed alone")
+    assert re.search(r"test_b\.py::test_unstable: \d+ s: AssertionError: not seen be", unstable)
+    assert re.search(r"test_c\.py::test_with_a_server: \d+ s: OSError: no server", unstable)
+
+
+def test_a_broken_test_fails_the_run_beside_an_unstable_one(tmp_path: Path) -> None:
+    suite = {"test_a.py": PASSES, "test_b.py": UNSTABLE, "test_c.py": BROKEN}
+    status, printed = run(tmp_path, suite)
+    assert status == 1, printed
+    assert last_line(printed) == "1 failed, 1 passed, 1 unstable"
+    assert "broken for good" in printed and "failed again" in printed
+
+
+def test_a_test_that_ends_its_worker_is_run_twice_and_its_neighbours_once(tmp_path: Path) -> None:
+    suite = {"test_a.py": ENDS_ITS_WORKER, "test_b.py": PASSES, "test_c.py": ENDS_ITS_WORKER_ONCE}
+    status, printed = run(tmp_path, suite)
+    assert status == 1, printed
+    assert last_line(printed) == "1 failed, 3 passed, 1 unstable"
+    assert (tmp_path / "lives").read_text() == "xx"
+    assert re.search(r"test_c\.py::test_ends_its_worker_once: 0 s: worker 'gw\d' crashed", printed)
+
+
+def test_more_failures_than_load_explains_are_not_run_again(tmp_path: Path) -> None:
+    suite = {f"test_{n}.py": UNSTABLE.replace("seen", f"seen{n}") for n in range(6)}
+    status, printed = run(tmp_path, suite)
+    assert status == 1, printed
+    assert last_line(printed) == "6 failed"
+    assert "6 tests failed, more than 5: none is run again" in printed
+
+
+def test_tests_that_only_read_files_are_not_run_again(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, {"tests/house/test_a.py": UNSTABLE, "test_b.py": PASSES})
+    assert status == 1, printed
+    assert last_line(printed) == "1 failed, 1 passed"
+    assert "a second look" not in printed
+
+
+def test_a_run_that_was_cut_short_stays_a_failure(tmp_path: Path) -> None:
+    suite = {"test_a.py": ENDS_ITS_WORKER_ONCE, "test_b.py": PASSES, "test_c.py": PASSES}
+    status, printed = run(tmp_path, suite, "-n=1", "--max-worker-restart=0")
+    assert status == 1, printed
+    assert "a second look" not in printed
+
+
+def test_a_run_without_workers_has_no_second_look(tmp_path: Path) -> None:
+    status, printed = run(tmp_path, {"test_a.py": UNSTABLE}, "-n=0")
+    assert status == 1, printed
+    assert last_line(printed) == "1 failed"
