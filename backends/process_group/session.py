@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -56,8 +56,10 @@ def process_group(
         _set_limit(_limit(plan))
     with nullcontext() if dist.is_initialized() else _joined_ranks(plan, device, destroy):
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
-        stall, timeout = plan.stall_seconds, plan.timeout_seconds
-        with stall_watch.watching(store, rank, size, stall, timeout):
+        watched = stall_watch.watching(store, rank, size, plan.stall_seconds, plan.timeout_seconds)
+        with ExitStack() as stack:
+            with naming_call("connecting to the store", rank):
+                stack.enter_context(watched)
             yield World(rank, size, device, feeder_index=rank, num_feeders=size)
 
 

@@ -76,21 +76,42 @@ def served_by_rank_0() -> bool:
 def second_client(store: Any) -> Any:
     """Return a further connection to the server of `store`, with the same time limit.
 
-    Raises RuntimeError where the server does not answer.
+    Raises RuntimeError at once where the server is gone, and after `CONNECT_LIMIT` where it does
+    not answer. torch's own client would try again for as long in both cases.
     """
     limit = store.timeout
-    store.set_timeout(max(limit, CONNECT_LIMIT))
+    seconds, deadline = _MOST_SECONDS, time.monotonic() + max(limit, CONNECT_LIMIT).total_seconds()
     try:
-        client = store.clone()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the store at {_address()}, in the process of rank 0 or of the launcher, does not "
-            f"answer in {CONNECT_LIMIT.total_seconds():g} s: {error}"
-        ) from error
+        while True:
+            store.set_timeout(timedelta(seconds=seconds))
+            try:
+                client = store.clone()
+                break
+            except RuntimeError as error:
+                left = deadline - time.monotonic()
+                if left <= 0 or _is_refused():
+                    how = "does not answer" if left <= 0 else "is gone"
+                    raise RuntimeError(
+                        f"the store at {_address()}, in the process of rank 0 or of the launcher, "
+                        f"{how}: {error}"
+                    ) from error
+                seconds = min(2 * seconds, max(left, 1.0))  # a busy server answers late
     finally:
         store.set_timeout(limit)
     client.set_timeout(limit)
     return client
+
+
+def _is_refused() -> bool:
+    """Return True if no process listens at the address of the store."""
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection((host, port), _MOST_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from drivetrain import EvaluateSettings, Parallel, Settings
+from drivetrain.backends.process_group import stall_watch
+from drivetrain.backends.process_group.start import CONNECT_LIMIT
 from drivetrain.trainer.fit import fit
 
 from .compat_runs import train_with_compat
@@ -85,23 +89,77 @@ def test_the_other_names_it(tmp_path: Path, seed: int) -> None:
 
 
 def die_in_the_mesh(backend: str, out: Path, environment: dict[str, str]) -> None:
-    """Train on one rank. Rank 0, whose process serves the store, dies when a mesh makes groups."""
+    """Train on one rank. Rank 0, whose process serves the store, dies when both make groups of a
+    mesh.
+    """
+    make = dist.device_mesh.new_group  # type: ignore[attr-defined]
 
-    def die(*_: object, **__: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def make_after_the_other_came(*args: Any, **kwargs: Any) -> Any:
+        if environment["RANK"] == "0":
+            die_once((out / "came").exists)
+        (out / "came").touch()
+        return make(*args, **kwargs)
 
-    if environment["RANK"] == "0":
-        cast(Any, dist.device_mesh).new_group = die
+    cast(Any, dist.device_mesh).new_group = make_after_the_other_came
     train(backend, out, environment)
 
 
-def test_a_rank_that_dies_while_groups_are_made_is_named(tmp_path: Path) -> None:
-    ranks = start("mesh", tmp_path, 2, die_in_the_mesh)
-    ranks[1].join(90)
-    for rank in ranks:
-        rank.kill()
-        rank.join()
+def die_after_the_ranks_have_met(backend: str, out: Path, environment: dict[str, str]) -> None:
+    """Train on one rank. Rank 0 dies before rank 1 connects to its store a second time, and before
+    rank 1 is watched.
+    """
+    watching, met = stall_watch.watching, out / "met"
+
+    @contextmanager
+    def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
+        if not kwargs.get("joins"):  # the group is there
+            if environment["RANK"] == "0":
+                die_once(met.exists)
+            met.write_text("")
+            while is_alive(int((out / "0-is").read_text())):
+                time.sleep(0.05)
+        with watching(*args, **kwargs):
+            yield
+
+    (out / f"{environment['RANK']}-is").write_text(str(os.getpid()))
+    cast(Any, stall_watch).watching = watched
+    train(backend, out, environment)
+
+
+def die_once(is_time: Callable[[], bool]) -> None:
+    """Wait until it is time, then end this process by SIGKILL."""
+    while not is_time():
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_alive(process: int) -> bool:
+    """Return False for a process that has ended, even if its parent has yet to ask for its end."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(") ")[2][0] not in "ZX"
+
+
+@pytest.mark.parametrize(
+    ("die", "call"),
+    [
+        (die_in_the_mesh, "creating the groups of the mesh"),
+        (die_after_the_ranks_have_met, "connecting to the store"),
+    ],
+)
+def test_a_rank_that_dies_with_the_store_is_named(
+    tmp_path: Path, die: Callable[..., None], call: str
+) -> None:
+    """Require the name soon, whether the other rank is inside a call, or has yet to connect."""
+    ranks = start("mesh", tmp_path, 2, die)
+    ranks[0].join()
+    began = time.monotonic()
+    ranks[1].join()
+    took = time.monotonic() - began
     printed = (tmp_path / "1").read_text()
     assert [rank.exitcode for rank in ranks] == [-signal.SIGKILL, 1], printed
-    assert "rank 1 on " in printed and "creating the groups of the mesh failed" in printed
+    assert "rank 1 on " in printed and f"{call} failed" in printed
     assert "Ranks that did not arrive: 0" in printed
+    assert took < CONNECT_LIMIT.total_seconds()
