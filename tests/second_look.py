@@ -84,6 +84,7 @@ class SecondLook:
         if len(self.failures) > MOST:
             self._say(f"{len(self.failures)} tests failed, more than {MOST}: none is run again")
             return
+        self._terminal.write("\n")  # what workers printed at their end may lack it
         for failure in self.failures.values():
             if not failure.nodeid.startswith(NEVER_UNSTABLE):
                 self._look_again(failure)
@@ -92,6 +93,9 @@ class SecondLook:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         unstable = [failure for failure in self.failures.values() if failure.passed_alone]
+        for failure in unstable:
+            terminalreporter.section(f"unstable: {failure.nodeid}", sep="_", yellow=True)
+            terminalreporter.write_line(failure.reports[0].longreprtext)
         if unstable:
             terminalreporter.section("unstable: failed beside others, passed alone", yellow=True)
         for failure in unstable:

@@ -103,14 +103,14 @@ def second_client(store: Any) -> Any:
 
 
 def _is_refused() -> bool:
-    """Return True if no process listens at the address of the store."""
-    try:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection((host, port), _MOST_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
+    """Return True if no process listens at the address of the store, as far as it is known."""
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if host is None or port is None:
         return False
+    try:
+        socket.create_connection((host, int(port)), _MOST_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 

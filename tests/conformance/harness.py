@@ -86,6 +86,9 @@ class ForkServer:
         raise WorkerFailure(f"no rank could be started:\n{last_words(self.log)}")
 
     def close(self) -> None:
+        with suppress(OSError):  # it has ended
+            # a process forked from this one, such as a data worker, may hold the socket open
+            self.requests.shutdown(socket.SHUT_RDWR)
         self.requests.close()
         self.process.wait()
         self.log.close()

@@ -1,6 +1,9 @@
 """The harness: results of jobs, and reports when a rank raises, dies or hangs."""
 
+import multiprocessing
 import os
+import sys
+import threading
 import time
 from typing import Any
 
@@ -72,6 +75,21 @@ def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch)
     harness.close_pools(kept_servers=1)
     assert [each.living for each in (laden, *started)].count(True) == 1
     assert not laden.living  # the one that is kept has imported less
+
+
+def test_a_server_ends_although_a_fork_of_this_process_lives_on() -> None:
+    """Close a server whose socket a fork holds open, as persistent data workers do."""
+    server = harness.ForkServer(sys.executable, harness.import_path(foreign=False), ())
+    fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    fork.start()
+    try:
+        closing = threading.Thread(target=server.close, daemon=True)
+        closing.start()
+        closing.join(60)
+        assert fork.is_alive() and not closing.is_alive()
+    finally:
+        fork.kill()
+        fork.join()
 
 
 def test_a_job_runs_on_every_rank() -> None:

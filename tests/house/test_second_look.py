@@ -80,7 +80,8 @@ def test_an_unstable_test_is_reported_and_does_not_fail_the_run(tmp_path: Path) 
     status, printed = run(tmp_path, suite)
     assert status == 0, printed
     assert last_line(printed) == "1 passed, 2 unstable"
-    _, _, unstable = printed.partition("unstable: failed beside others, passed alone")
+    whole, _, unstable = printed.partition("unstable: failed beside others, passed alone")
+    assert "def test_unstable():" in whole and "raise OSError" in whole
     assert re.search(r"test_b\.py::test_unstable: \d+ s: AssertionError: not seen be", unstable)
     assert re.search(r"test_c\.py::test_with_a_server: \d+ s: OSError: no server", unstable)
 

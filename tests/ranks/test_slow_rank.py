@@ -11,7 +11,8 @@ import pytest
 
 from drivetrain.run.record_file import read_records
 
-STEPS, SECONDS = 60, 0.006
+STEPS, SECONDS = 40, 0.05
+"""Seconds that rank 1 sleeps in each step: more than a busy machine adds to most steps."""
 SCRIPT = """
 import os, sys, time, torch
 from torch import nn
@@ -55,7 +56,7 @@ def records(
     return read_records(folder / "metrics.jsonl")
 
 
-@pytest.mark.slow  # a busy machine moves shares
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "named"), [("compute", "forward and backward"), ("data", "fetching data")]
 )
@@ -64,12 +65,11 @@ def test_a_slow_rank_is_named(tmp_path: Path, kind: str, named: str) -> None:
     spent = [record for record in found if record["event"] == "time_spent"][-1]
     (verdict,) = (each for each in spent["verdicts"] if each["kind"] == "rank")
     total = sum(seconds for part, seconds in spent["seconds"].items() if part != "starting")
-    assert verdict["share"] == pytest.approx(
-        SECONDS * spent["steps"] / total, abs=0.15
-    )  # under load
+    slept = SECONDS * spent["steps"]
+    assert verdict["share"] == pytest.approx(slept / total, abs=0.2)
     assert verdict["text"].startswith("rank 1 is slower than the others, which wait for it")
     assert f"a step more in {named}" in verdict["text"]
-    assert spent["seconds"]["ranks"] == pytest.approx(SECONDS * spent["steps"], rel=0.4)
+    assert 0.6 * slept < spent["seconds"]["ranks"] < total
 
 
 def test_a_much_slower_rank_is_named(tmp_path: Path) -> None:
@@ -81,6 +81,6 @@ def test_a_much_slower_rank_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
-    found = records(tmp_path / "run", "")
+    found = records(tmp_path / "run", "", steps=60)
     spent = [record for record in found if record["event"] == "time_spent"][-1]
     assert not spent["verdicts"]

@@ -92,15 +92,13 @@ def die_in_the_mesh(backend: str, out: Path, environment: dict[str, str]) -> Non
     """Train on one rank. Rank 0, whose process serves the store, dies when both make groups of a
     mesh.
     """
-    make = dist.device_mesh.new_group  # type: ignore[attr-defined]
+    make, rank_0_dies = dist.device_mesh.new_group, RankZeroDies(out, environment["RANK"])  # type: ignore[attr-defined]
 
-    def make_after_the_other_came(*args: Any, **kwargs: Any) -> Any:
-        if environment["RANK"] == "0":
-            die_once((out / "came").exists)
-        (out / "came").touch()
+    def make_when_rank_0_is_dead(*args: Any, **kwargs: Any) -> Any:
+        rank_0_dies()
         return make(*args, **kwargs)
 
-    cast(Any, dist.device_mesh).new_group = make_after_the_other_came
+    cast(Any, dist.device_mesh).new_group = make_when_rank_0_is_dead
     train(backend, out, environment)
 
 
@@ -108,29 +106,35 @@ def die_after_the_ranks_have_met(backend: str, out: Path, environment: dict[str,
     """Train on one rank. Rank 0 dies before rank 1 connects to its store a second time, and before
     rank 1 is watched.
     """
-    watching, met = stall_watch.watching, out / "met"
+    watching, rank_0_dies = stall_watch.watching, RankZeroDies(out, environment["RANK"])
 
     @contextmanager
     def watched(*args: Any, **kwargs: Any) -> Iterator[None]:
         if not kwargs.get("joins"):  # the group is there
-            if environment["RANK"] == "0":
-                die_once(met.exists)
-            met.write_text("")
-            while is_alive(int((out / "0-is").read_text())):
-                time.sleep(0.05)
+            rank_0_dies()
         with watching(*args, **kwargs):
             yield
 
-    (out / f"{environment['RANK']}-is").write_text(str(os.getpid()))
     cast(Any, stall_watch).watching = watched
     train(backend, out, environment)
 
 
-def die_once(is_time: Callable[[], bool]) -> None:
-    """Wait until it is time, then end this process by SIGKILL."""
-    while not is_time():
-        time.sleep(0.05)
-    os.kill(os.getpid(), signal.SIGKILL)
+class RankZeroDies:
+    """A meeting of two ranks that rank 0 does not survive. Rank 1 continues afterwards."""
+
+    def __init__(self, out: Path, rank: str) -> None:
+        self.process, self.came, self.rank = out / "process-of-0", out / "came", rank
+        if rank == "0":
+            self.process.write_text(str(os.getpid()))
+
+    def __call__(self) -> None:
+        if self.rank == "0":
+            while not self.came.exists():
+                time.sleep(0.05)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.came.touch()
+        while is_alive(int(self.process.read_text())):
+            time.sleep(0.05)
 
 
 def is_alive(process: int) -> bool:
