@@ -3,6 +3,7 @@ laws, the matrix of who resumes whom, the matrix of layouts, and the losses of m
 of one process.
 
     python docs/conformance.py [WORD ...]
+    python docs/conformance.py --pages       the pages alone, from the figures that are there
 
 A word selects the worlds whose name contains it, such as `xla` or `ddp:2`. Without words, all are
 run. `matrix` is the matrix of drivers, `layouts` the matrix of all layouts of a model, and `meshes`
@@ -19,6 +20,8 @@ import sys
 from pathlib import Path
 
 from drivetrain.conformance.expected import MEASURED, summed_up
+from drivetrain.conformance.matrix import read_table, write_page
+from drivetrain.conformance.report import write_report
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("docs/conformance")
@@ -69,8 +72,18 @@ def write_measured() -> None:
     MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
 
 
+def write_pages() -> None:
+    """Write the pages over laws, matrices and layouts for the recorded figures."""
+    write_report(ROOT / FOLDER, [])
+    for name in ("matrix", "layouts"):
+        write_page(ROOT / FOLDER, read_table(ROOT / FOLDER / f"{name}.csv"), name)
+
+
 def main(words: list[str]) -> int:
     """Run those in which a word occurs; the number that failed."""
+    if words == ["--pages"]:
+        write_pages()
+        return 0
     build_all()
     chosen = {k: c for k, c in commands().items() if not words or any(w in k for w in words)}
     if not chosen:

@@ -8,11 +8,14 @@ import gc
 import itertools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,16 +27,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 OUTER_FOLDER = pytest.StashKey[tuple[str | None, str | None]]()
+CHANGED = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the run a temporary folder of its own, which is removed at its end, since killed
     processes leave files. `tmp_path` stays where pytest keeps it, for inspection.
     """
-    if not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        config.stash[CHANGED] = config.workerinput["changed"]
+    else:
+        config.stash[CHANGED] = changed(config.rootpath)
         config.stash[OUTER_FOLDER] = os.environ.get("TMPDIR"), tempfile.tempdir
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drivetrain-tests-")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Ask once what changed, so that all workers have the same order."""
+    node.workerinput["changed"] = node.config.stash[CHANGED]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -49,6 +62,11 @@ ROOMS = ("backends", "faults", "reliability", "cli", "examples", "compat")
 """Folders whose tests start the most processes. The files of each are spread over the run, so that
 tests which wait for a rank run beside tests which compute. The largest begin first. In the other
 folders no file keeps one worker long at the end.
+"""
+
+CHEAP = ("tests/house/", "tests/docs/")
+"""Folders whose tests come before all others: they need seconds, and other work often breaks them.
+The tests that a change touched come next.
 """
 
 # several threads on a busy machine wait for each other longer than they compute
@@ -67,11 +85,20 @@ def file_of(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[0]
 
 
-def beginnings(items: list[pytest.Item]) -> dict[str, float]:
-    """Return where in the run each file of these rooms begins, as a fraction of the run."""
+def changed(root: Path) -> list[str]:
+    """Return the files that the last commit changed, and those that are changed now."""
+    git = ["git", "-C", str(root), "diff", "--name-only", "HEAD~1"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines()  # none where there is no such commit
+
+
+def beginnings(items: list[pytest.Item], first: Collection[str]) -> dict[str, float]:
+    """Return where in the run each file begins, as a fraction of the run."""
     largest_first = [file for file, _ in Counter(map(file_of, items)).most_common()]
     rooms = ([file for file in largest_first if file.startswith(f"tests/{r}/")] for r in ROOMS)
-    return {file: number / len(room) for room in rooms for number, file in enumerate(room)}
+    begins = {file: number / len(room) for room in rooms for number, file in enumerate(room)}
+    begins |= dict.fromkeys(first, -1.0)
+    return begins | {file: -2.0 for file in largest_first if file.startswith(CHEAP)}
 
 
 def one_of(text: str) -> tuple[int, int]:
@@ -86,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Sort the tests, and select the shard by each test's name. A test stays in its shard when
     other tests are added or removed.
     """
-    begins = beginnings(items)
+    begins = beginnings(items, config.stash[CHANGED])
     items.sort(key=lambda item: begins.get(file_of(item), 1.0))
     if shard := config.getoption("shard"):
         part, parts = shard

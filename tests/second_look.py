@@ -4,14 +4,22 @@ So a test that fails only beside others is distinguished from a fault. It is rep
 and the run passes. A test that fails again is a failure, and so are more than `MOST` tests that
 needed the second look. Nothing is run again in a run without workers (`-n 0`), since each test is
 alone there.
+
+With `--base COMMIT`, a test that fails again is run in that commit as well. If it fails there, it
+is reported as older, and the run passes: a change is not charged with faults of what it began with.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +29,11 @@ MOST = 5
 """More tests than these fail together by a fault, and not because the machine is busy."""
 NEVER_UNSTABLE = ("tests/house/", "tests/docs/")
 """Folders whose tests only read files, and therefore get no second look."""
+NO_FAULT = {
+    "unstable": "failed beside others, passed alone",
+    "older": "failed in the base commit, too",
+}
+"""Why tests that failed are counted by themselves, and do not fail the run."""
 
 
 @dataclass
@@ -29,8 +42,8 @@ class Failure:
 
     nodeid: str
     reports: list[pytest.TestReport] = field(default_factory=list)
-    passed_alone: bool = False
-    """The outcome of the second look; False without one."""
+    count_as: str = "failed"
+    """The outcome of the second look, or one of `NO_FAULT`."""
 
     def line(self) -> str:
         """Return the test, the seconds of its first run, and what its first failure says."""
@@ -38,7 +51,7 @@ class Failure:
         crash = getattr(first.longrepr, "reprcrash", None)  # absent if its worker ended
         lines = (crash.message if crash else first.longreprtext).strip().splitlines() or [""]
         seconds = sum(report.duration for report in self.reports)
-        return f"{self.nodeid}: {seconds:.0f} s: {lines[0 if crash else -1].strip()}"
+        return f"{self.nodeid}: {seconds:.0f} s: {lines[0 if crash else -1].strip()[:200]}"
 
 
 class FileAtATime(LoadFileScheduling):
@@ -74,7 +87,9 @@ class SecondLook:
         if report.when not in ("setup", "call"):  # where a worker ended, it is neither
             self.ended.add(report.nodeid)
         if report.failed:
-            self.failures.setdefault(report.nodeid, Failure(report.nodeid)).reports.append(report)
+            failure = self.failures.setdefault(report.nodeid, Failure(report.nodeid))
+            failure.reports.append(report)
+            self._say(f"failed: {failure.line()}")
 
     @pytest.hookimpl(trylast=True)  # once the workers have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -86,47 +101,69 @@ class SecondLook:
             return
         self._terminal.write("\n")  # what workers printed at their end may lack it
         for failure in self.failures.values():
-            if not failure.nodeid.startswith(NEVER_UNSTABLE):
-                self._look_again(failure)
-        if self.failures and all(failure.passed_alone for failure in self.failures.values()):
+            self._look_again(failure)
+        if self.failures and all(each.count_as in NO_FAULT for each in self.failures.values()):
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        unstable = [failure for failure in self.failures.values() if failure.passed_alone]
-        for failure in unstable:
-            terminalreporter.section(f"unstable: {failure.nodeid}", sep="_", yellow=True)
-            terminalreporter.write_line(failure.reports[0].longreprtext)
-        if unstable:
-            terminalreporter.section("unstable: failed beside others, passed alone", yellow=True)
-        for failure in unstable:
-            terminalreporter.write_line(failure.line())
+        for name, why in NO_FAULT.items():
+            found = [failure for failure in self.failures.values() if failure.count_as == name]
+            for failure in found:
+                terminalreporter.section(f"{name}: {failure.nodeid}", sep="_", yellow=True)
+                terminalreporter.write_line(failure.reports[0].longreprtext)
+            if found:
+                terminalreporter.section(f"{name}: {why}", yellow=True)
+            for failure in found:
+                terminalreporter.write_line(failure.line())
 
     def _look_again(self, failure: Failure) -> None:
-        self._say(f"a second look, alone: {failure.nodeid}")
+        python = [sys.executable, "-m", "pytest"]
+        may_be_unstable = not failure.nodeid.startswith(NEVER_UNSTABLE)
+        alone = "a second look, alone"
+        if (
+            may_be_unstable
+            and self._alone(alone, python, failure, self.config.rootpath) == "passed"
+        ):
+            self._recount(failure, "unstable")
+        elif base := self.config.getoption("base"):
+            with checked_out(self.config.rootpath, base) as folder:
+                has_environment = (folder / "pyproject.toml").exists()
+                command = ["uv", "run", "--extra=test", "pytest"] if has_environment else python
+                if self._alone(f"and in {base[:10]}", command, failure, folder) == "failed":
+                    self._recount(failure, "older")
+
+    def _alone(self, how: str, command: list[str], failure: Failure, folder: Path) -> str:
+        """Run the test in a process of its own, and return whether it passed or failed there, or
+        could not be run.
+        """
+        self._say(f"{how}: {failure.nodeid}")
         began = time.monotonic()
-        command = [sys.executable, "-m", "pytest", failure.nodeid, "-n=0", "-m="]
         done = subprocess.run(
-            command,
-            cwd=self.config.rootpath,
+            [*command, failure.nodeid, "-n=0", "-m="],
+            cwd=folder,
+            env={name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             check=False,
         )
-        failure.passed_alone = done.returncode == pytest.ExitCode.OK
-        how = "passed" if failure.passed_alone else "failed again"
-        self._say(f"  {how} in {time.monotonic() - began:.0f} s")
-        if failure.passed_alone:
-            self._is_unstable(failure)
+        outcomes: dict[int, str] = {
+            pytest.ExitCode.OK: "passed",
+            pytest.ExitCode.TESTS_FAILED: "failed",
+        }
+        outcome = outcomes.get(done.returncode, "not run")
+        self._say(f"  {outcome} in {time.monotonic() - began:.0f} s")
+        return outcome
 
-    def _is_unstable(self, failure: Failure) -> None:
+    def _recount(self, failure: Failure, name: str) -> None:
         """Take the test out of the failures, and count it by itself in the last line."""
+        failure.count_as = name
         stats = self._terminal.stats
         for outcome in ("failed", "error"):
             kept = [report for report in stats.get(outcome, ()) if report not in failure.reports]
             stats.pop(outcome, None)
             if kept:
                 stats[outcome] = kept
-        stats.setdefault("unstable", []).append(failure.reports[0])
+        stats.setdefault(name, []).append(failure.reports[0])
 
     def _say(self, line: str) -> None:
         self._terminal.ensure_newline()
@@ -135,6 +172,24 @@ class SecondLook:
     @property
     def _terminal(self) -> Any:
         return self.config.pluginmanager.get_plugin("terminalreporter")
+
+
+@contextmanager
+def checked_out(repository: Path, commit: str) -> Iterator[Path]:
+    """A folder with the files of a commit, for as long as the context lasts."""
+    git = ["git", "-C", str(repository), "worktree"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "base")
+        subprocess.run([*git, "add", "--quiet", "--detach", folder, commit], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run([*git, "remove", "--force", folder], check=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "a test that fails in this commit, too, does not fail the run"
+    parser.addoption("--base", metavar="COMMIT", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:

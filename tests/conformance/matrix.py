@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from .crossing import TRAININGS, Crossing, Saved, crossing, refusal, save, title
 from .harness import WorkerFailure
@@ -67,6 +68,14 @@ def write_page(folder: Path, found: Sequence[Crossing], name: str = "matrix") ->
     tables = "".join(_table(each, [c for c in found if c.training == each]) for each in TRAININGS)
     template = Template((Path(__file__).parent / "matrix.html").read_text(encoding="utf-8"))
     (folder / f"{name}.html").write_text(template.substitute(tables=tables), encoding="utf-8")
+
+
+def read_table(path: Path) -> list[Crossing]:
+    """Return what `write_page` wrote in a `NAME.csv`."""
+    numbers = [column.name for column in fields(Crossing) if column.type == "float"]
+    with path.open(encoding="utf-8", newline="") as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    return [Crossing(**{**row, **{key: float(row[key]) for key in numbers}}) for row in rows]
 
 
 def _table(training: str, found: Sequence[Crossing]) -> str:

@@ -4,11 +4,10 @@ does.
 
 from __future__ import annotations
 
-import importlib.util
 from types import ModuleType
 
 import pytest
-from house_rules import ROOT
+from programs import program
 
 from drivetrain.kernel.errors import SettingError
 from drivetrain.registry import find_driver, known_backends
@@ -16,27 +15,18 @@ from drivetrain.trainer.setting_values import flatten, override
 from drivetrain.trainer.settings import Settings
 
 
-def page_of(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def arguments() -> ModuleType:
-    return page_of("arguments")
+    return program("arguments")
 
 
 def test_the_page_is_what_the_code_does(arguments: ModuleType) -> None:
-    assert arguments.PAGE.read_text() == arguments.page(), "run: python docs/arguments.py"
+    assert arguments.PAGE.read_text() == arguments.page(), "run: python docs/generate.py arguments"
 
 
 def test_the_page_of_settings_is_what_the_code_has() -> None:
-    settings = page_of("settings")
-    assert settings.PAGE.read_text() == settings.page(), "run: python docs/settings.py"
+    settings = program("settings")
+    assert settings.PAGE.read_text() == settings.page(), "run: python docs/generate.py settings"
     rows = [line for line in settings.page().splitlines() if line.startswith("| `")]
     assert len(rows) > len(flatten(Settings()))
     assert [row for row in rows if row.endswith("|  |")] == [], "a setting without a text"

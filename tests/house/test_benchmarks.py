@@ -90,7 +90,7 @@ def test_the_page_is_what_its_records_give() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"run `python -m benchmarks page`\n{done.stderr}"
+    assert done.returncode == 0, f"run: python docs/generate.py performance-page\n{done.stderr}"
 
 
 def test_pages_are_measured(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:

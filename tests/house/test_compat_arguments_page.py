@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 from types import ModuleType
 from typing import Any
 
 import pytest
 from house_rules import ROOT
+from programs import program
 
 from drivetrain.compat import Seq2SeqTrainingArguments
 
@@ -22,16 +22,7 @@ on to them.
 """
 
 
-def load_documents() -> ModuleType:
-    path = ROOT / "docs" / "compat_arguments.py"
-    spec = importlib.util.spec_from_file_location("compat_arguments", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-DOCUMENTS = load_documents()
+DOCUMENTS = program("compat_arguments")
 APPLIED_BY: dict[str, str] = DOCUMENTS.APPLIED_BY
 
 
@@ -46,7 +37,9 @@ def answers(documents: ModuleType) -> dict[str, dict[str, str]]:
 
 
 def test_the_page_is_what_the_code_does(documents: ModuleType) -> None:
-    assert documents.PAGE.read_text() == documents.page(), "run: python docs/compat_arguments.py"
+    assert documents.PAGE.read_text() == documents.page(), (
+        "run: python docs/generate.py compat-arguments"
+    )
 
 
 def test_every_pair_has_an_answer(documents: ModuleType, answers: Any) -> None:

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
-from house_rules import ROOT
+from programs import program
 
 
 @pytest.fixture(scope="module")
 def compat_matrix() -> ModuleType:
-    path = ROOT / "docs" / "compat_matrix.py"
-    spec = importlib.util.spec_from_file_location("compat_matrix", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compat_matrix"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return program("compat_matrix")
 
 
 def test_the_page_is_current(compat_matrix: ModuleType) -> None:
     page = compat_matrix.page(compat_matrix.matrix(compat_matrix.all_markers()))
-    assert compat_matrix.PAGE.read_text() == page, "run: python docs/compat_matrix.py"
+    assert compat_matrix.PAGE.read_text() == page, "run: python docs/generate.py compat-matrix"
 
 
 def test_every_row_has_a_status(compat_matrix: ModuleType) -> None:

@@ -4,8 +4,6 @@ window.
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 import json
 import shutil
 import sys
@@ -13,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from drivetrain.conformance.crossing import Crossing
 from drivetrain.conformance.expected import MEASURED, summed_up
-from drivetrain.conformance.matrix import write_page
+from drivetrain.conformance.matrix import read_table, write_page
 from drivetrain.conformance.report import write_report
+
+RUN = "run: python docs/generate.py conformance-pages"
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "conformance"
@@ -29,17 +28,15 @@ from meshes import MESHES  # noqa: E402 - where the tests of them keep it
 def test_the_page_of_laws_is_that_of_the_figures(tmp_path: Path) -> None:
     shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
     write_report(tmp_path, [])
-    assert (tmp_path / "index.html").read_text() == (FOLDER / "index.html").read_text()
+    assert (tmp_path / "index.html").read_text() == (FOLDER / "index.html").read_text(), RUN
 
 
 @pytest.mark.parametrize("name", ["matrix", "layouts"])
 def test_who_resumes_whom_is_that_of_the_figures(name: str, tmp_path: Path) -> None:
-    numbers = [field.name for field in dataclasses.fields(Crossing) if field.type == "float"]
-    with (FOLDER / f"{name}.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    found = [Crossing(**{**row, **{key: float(row[key]) for key in numbers}}) for row in rows]
+    found = read_table(FOLDER / f"{name}.csv")
     write_page(tmp_path, found, name)
-    assert (tmp_path / f"{name}.html").read_text() == (FOLDER / f"{name}.html").read_text()
+    page = (FOLDER / f"{name}.html").read_text()
+    assert (tmp_path / f"{name}.html").read_text() == page, RUN
 
 
 @pytest.mark.parametrize(

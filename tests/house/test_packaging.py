@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from house_rules import ROOMS, ROOT
+from programs import program
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -17,12 +18,7 @@ else:  # goes when Python 3.10 does; mypy brings tomli
 
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-
-
-def packages_below(folder: Path, name: str) -> set[str]:
-    """Return the dotted names of a folder and all folders in it that hold an `__init__.py`."""
-    inits = [path.parent for path in folder.rglob("__init__.py")]
-    return {".".join((name, *path.relative_to(folder).parts)) for path in inits}
+PACKAGES = program("packages")
 
 
 def test_every_folder_is_listed() -> None:
@@ -30,16 +26,14 @@ def test_every_folder_is_listed() -> None:
     assert SETUPTOOLS["package-dir"] == {
         f"drivetrain.{name}".rstrip("."): folder for name, folder in outside.items()
     }
-    found: set[str] = set()
-    for name, folder in SETUPTOOLS["package-dir"].items():
-        found |= packages_below(ROOT / folder, name)
-    assert sorted(found) == sorted(SETUPTOOLS["packages"])
+    found = PACKAGES.packages(ROOT, SETUPTOOLS["package-dir"])
+    assert found == SETUPTOOLS["packages"], "run: python docs/generate.py packages"
 
 
 def test_a_folder_that_is_not_listed_is_seen(tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "__init__.py").touch()
-    assert packages_below(tmp_path, "drivetrain.kernel") == {"drivetrain.kernel.new"}
+    (tmp_path / "kernel" / "new").mkdir(parents=True)
+    (tmp_path / "kernel" / "new" / "__init__.py").touch()
+    assert PACKAGES.packages(tmp_path, {"a.kernel": "kernel"}) == ["a.kernel.new"]
 
 
 @pytest.mark.parametrize("folder", SETUPTOOLS["package-dir"].values())
@@ -48,11 +42,12 @@ def test_a_package_ships_its_types(folder: str) -> None:
 
 
 def test_the_links_for_type_checkers_lead_to_the_folders() -> None:
-    links = ROOT / ".typing" / "drivetrain"
-    leading = {link.name: link.resolve() for link in links.iterdir()}
+    links = list((ROOT / ".typing" / "drivetrain").iterdir())
+    assert all(link.is_symlink() for link in links), "run: python docs/generate.py packages"
     rooms = {name: ROOT / room.folder for name, room in ROOMS.items() if name}
     modules = {path.name: path for path in (ROOT / "runtime").iterdir() if path.is_file()}
-    assert leading == rooms | modules
+    leading = {link.name: link.resolve() for link in links}
+    assert leading == rooms | modules, "run: python docs/generate.py packages"
 
 
 def test_the_command_is_installed() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from house_rules import ROOT, room_of, sources
 from private_uses import Use, at_import, own_names, uses
-from test_arguments import page_of
+from programs import program
 
 from drivetrain.data.private_names import TRIED
 
@@ -87,8 +87,8 @@ def test_nothing_private_is_looked_up_by_an_import() -> None:
 
 
 def test_the_page_is_what_the_list_says() -> None:
-    page = page_of("private_interfaces")
-    assert page.PAGE.read_text() == page.page(), "run: python docs/private_interfaces.py"
+    page = program("private_interfaces")
+    assert page.PAGE.read_text() == page.page(), "run: python docs/generate.py private-interfaces"
 
 
 def test_the_versions_in_messages_are_those_that_were_tried() -> None:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 from house_rules import ROOT
+from programs import program
 from test_packaging import PYPROJECT, SETUPTOOLS
 
 from drivetrain import compat
-
-sys.path.append(str(ROOT / "docs"))
 
 VERSION = PYPROJECT["project"]["version"]
 TYPED = (
@@ -62,10 +61,10 @@ def test_the_version_is_one() -> None:
 
 
 def test_the_table_of_what_it_runs_on_is_its_record() -> None:
-    import compatibility
-
+    compatibility = program("compatibility")
     record = json.loads(compatibility.RECORD.read_text())
-    assert compatibility.PAGE.read_text() == compatibility.page(record)
+    about = "run: python docs/generate.py compatibility-page"
+    assert compatibility.PAGE.read_text() == compatibility.page(record), about
     allowed = re.findall(
         r"Python :: (3\.\d+)$", "\n".join(PYPROJECT["project"]["classifiers"]), re.M
     )
@@ -76,13 +75,12 @@ def test_the_table_of_what_it_runs_on_is_its_record() -> None:
 
 @pytest.mark.slow
 def test_this_python_is_as_the_record_says() -> None:
-    import compatibility
-
+    compatibility = program("compatibility")
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     recorded = json.loads(compatibility.RECORD.read_text())[python]
     for kind, options in compatibility.ENVIRONMENTS.items():
         found = compatibility.tried(python, options)
-        about = f"refresh it by `python docs/compatibility.py {python}`"
+        about = f"run: python docs/compatibility.py {python}"
         assert found["drivers"] == recorded[kind]["drivers"], about
 
 

@@ -48,13 +48,31 @@ def test_with_a_server(server): pass
 """
 
 
-def run(folder: Path, suite: dict[str, str], *options: str) -> tuple[int, str]:
-    """Write a suite, run it by two workers, and return its exit status and what it printed."""
+def write(folder: Path, suite: dict[str, str]) -> None:
     (folder / "conftest.py").write_text('pytest_plugins = ["second_look"]\n')
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in suite.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+
+
+def git(folder: Path, *command: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    return subprocess.check_output(["git", *who, *command], cwd=folder, text=True).strip()
+
+
+def commit(folder: Path, suite: dict[str, str]) -> str:
+    """Write a suite into a repository, and return the name of its commit."""
+    write(folder, suite)
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message=base")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def run(folder: Path, suite: dict[str, str], *options: str) -> tuple[int, str]:
+    """Write a suite, run it by two workers, and return its exit status and what it printed."""
+    write(folder, suite)
     command = [sys.executable, "-m", "pytest", "-n=2", "--dist=loadfile", "-p", "no:cacheprovider"]
     environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     environment["PYTHONPATH"] = str(Path(second_look.__file__).parent)
@@ -91,7 +109,7 @@ def test_a_broken_test_fails_the_run_beside_an_unstable_one(tmp_path: Path) -> N
     status, printed = run(tmp_path, suite)
     assert status == 1, printed
     assert last_line(printed) == "1 failed, 1 passed, 1 unstable"
-    assert "broken for good" in printed and "failed again" in printed
+    assert "broken for good" in printed and "  failed in " in printed
 
 
 def test_a_test_that_ends_its_worker_is_run_twice_and_its_neighbours_once(tmp_path: Path) -> None:
@@ -101,6 +119,29 @@ def test_a_test_that_ends_its_worker_is_run_twice_and_its_neighbours_once(tmp_pa
     assert last_line(printed) == "1 failed, 3 passed, 1 unstable"
     assert (tmp_path / "lives").read_text() == "xx"
     assert re.search(r"test_c\.py::test_ends_its_worker_once: 0 s: worker 'gw\d' crashed", printed)
+
+
+def test_a_test_that_failed_in_the_base_commit_does_not_fail_the_run(tmp_path: Path) -> None:
+    new = BROKEN.replace("test_broken", "test_new")
+    base = commit(tmp_path, {"test_a.py": PASSES, "test_b.py": BROKEN, "test_c.py": PASSES})
+    suite = {"test_b.py": BROKEN + PASSES, "test_c.py": new}
+    status, printed = run(tmp_path, suite, "--base", base)
+    assert status == 1, printed
+    assert last_line(printed) == "1 failed, 2 passed, 1 older"
+    assert re.search(r"FAILED test_c\.py::test_new", printed)
+    _, _, older = printed.partition("older: failed in the base commit, too")
+    assert re.search(r"test_b\.py::test_broken: \d+ s: AssertionError: broken for good", older)
+
+    status, printed = run(tmp_path, {"test_c.py": PASSES}, "--base", base)
+    assert status == 0, printed
+    assert last_line(printed) == "3 passed, 1 older"
+    assert len(git(tmp_path, "worktree", "list").splitlines()) == 1
+
+
+def test_a_failure_is_reported_at_once(tmp_path: Path) -> None:
+    _, printed = run(tmp_path, {"test_a.py": BROKEN, "test_b.py": PASSES})
+    at_once = printed.index("failed: test_a.py::test_broken: 0 s: AssertionError: broken for good")
+    assert at_once < printed.index("= FAILURES =")
 
 
 def test_more_failures_than_load_explains_are_not_run_again(tmp_path: Path) -> None:
