@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -265,7 +264,6 @@ def until_the_fifth_step(self, index):
     global fetched
     fetched += 1
     if fetched == 9 and os.environ.get("RANK") == "1":
-        open("raised", "w").close()
         raise ValueError("only here")
     return fetch(self, index)
 Points.__getitem__ = until_the_fifth_step
@@ -273,7 +271,7 @@ Points.__getitem__ = until_the_fifth_step
     )
     alone = "evaluate.sanity_check=false"  # which would fetch samples, too
     ran = drive("train", recipe, "--out", "run", "--nproc", 2, "--set", alone)
-    assert ran.code == 1 and time.time() - (tmp_path / "raised").stat().st_mtime < 45
+    assert ran.code == 1 and "stands still" not in ran.stderr  # nobody waited for its time to end
     assert "error (rank 1): " in ran.stderr and "error (rank 0): " not in ran.stderr
     assert ran.stderr.count("ValueError: only here") == 1, ran.stderr
     reported = (tmp_path / "run" / "report.html").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import struct
 import threading
@@ -114,15 +115,16 @@ def test_clients_that_send_nothing_hold_up_nobody(port: int) -> None:
         for _ in range(300):
             client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
             client.sendall(b"GET / HT")
-        start = time.monotonic()
         assert PAGE in ask(port)
-        assert time.monotonic() - start < 3
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):  # the last of them is still connected
+            client.recv(1)
         assert threading.active_count() <= before + 2
 
 
 def slow(client: socket.socket) -> None:
-    """Send a request one letter at a time."""
-    for letter in "GET / HTTP/1.1\r\nHost: x\r\nA: bbbbbbbbbbbbbbbbbbbb":
+    """Send a request one letter at a time, without an end."""
+    for letter in itertools.chain("GET / HTTP/1.1\r\nHost: x\r\nA: ", itertools.repeat("b")):
         client.sendall(letter.encode())
         time.sleep(0.1)
 
@@ -137,12 +139,10 @@ def test_clients_have_so_much_time_and_room(
     act: Callable[[socket.socket], None], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "_REQUEST_SECONDS", 0.5)
-    start = time.monotonic()
-    client = socket.create_connection(("127.0.0.1", port), timeout=10)
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
     with client, suppress(ConnectionError):
         act(client)
         assert client.recv(1) == b"", "it is closed, or reset"
-    assert time.monotonic() - start < 5
     assert PAGE in ask(port)
 
 

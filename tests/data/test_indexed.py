@@ -481,11 +481,9 @@ def test_an_exception_that_cannot_be_pickled_arrives() -> None:
 
 def test_a_worker_that_is_killed_is_named() -> None:
     loader = Loader(Killed(12), global_batch=4, micro_batch=2, order=sequential, workers=2)
-    started = time.monotonic()
     expected = r"data worker \d+ \(exit code -9\), which was to fetch .*the samples \[4, 5\] .from"
     with pytest.raises(WorkerFailed, match=expected):
         read(loader, Position(), 3)
-    assert time.monotonic() - started < 30
 
 
 def test_a_worker_that_crashes_says_where(capfd: pytest.CaptureFixture[str]) -> None:

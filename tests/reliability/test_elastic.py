@@ -124,10 +124,8 @@ def test_a_partition_is_named_on_both_sides(machines: Machines) -> None:
     with two_networks() as (within, part):
         two(machines, "10.77.0.1", "29500", within)
         part()
-        parted = time.monotonic()
         first, second = machines.started
         assert [first.end(90), second.end(90)] == [1, 1]
-        assert time.monotonic() - parted < 90
         assert "rank 1 stands still after" in first.text
         assert "the store at 10.77.0.1:29500" in second.text
         assert "does not answer; rank 1 waits in" in second.text

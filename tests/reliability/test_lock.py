@@ -101,7 +101,9 @@ def listed(out: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Path) -> None:
+def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "run"
     (first,) = start(None, out, 1, waits)
     while not (tmp_path / "waits").exists():
@@ -117,9 +119,8 @@ def test_the_second_is_refused_and_a_killed_one_is_followed_at_once(tmp_path: Pa
     first.kill()
     first.join()
     events: list[Any] = []
-    began = time.monotonic()
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 6000)  # it does not wait
     fit(recipe(), SHORT, backend="cpu", out=out, resume="auto", observers=[events.append])
-    assert time.monotonic() - began < run_lock.SILENT_SECONDS / 2
     assert [event.step for event in events if isinstance(event, Logged)] == [4]
     assert not list(out.glob(f"*{LOCK}*"))
 
@@ -228,9 +229,8 @@ def test_the_same_job_started_again_resumes_at_once(
     """torchrun starts the ranks of another machine where the first one's died."""
     there = replace(Holder.of_this_process(), host="elsewhere", machine="another", job="run 7")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run 7")
-    began = time.monotonic()
+    monkeypatch.setattr(run_lock, "_LOOK_SECONDS", 6000)  # it does not wait
     take(put(tmp_path, there)).release()
-    assert time.monotonic() - began < run_lock.SILENT_SECONDS / 2
 
 
 def test_runs_of_one_process_know_of_each_other(tmp_path: Path) -> None:

@@ -116,11 +116,14 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
 
 
 def run(backend: str, out: Path, rank: int, way: str) -> tuple[list[int | None], list[str], float]:
-    """Return exit codes and outputs of both ranks, and the seconds they took."""
+    """Return exit codes and outputs of both ranks, and the seconds since both had begun."""
     (out / "rank").write_text(str(rank))
     (out / "way").write_text(way)
-    began = time.monotonic()
     ranks = start(backend, out, 2, train)
+    while not all((out / str(index)).exists() for index in range(len(ranks))):
+        assert all(process.is_alive() for process in ranks)
+        time.sleep(0.05)
+    began = time.monotonic()
     waited_for = [process for index, process in enumerate(ranks) if not stopped(way, index, rank)]
     for process in waited_for:
         process.join(60)

@@ -69,11 +69,15 @@ def test_it_is_named(tmp_path: Path, backend: str, victim: int, way: str) -> Non
     """
     ranks = start((backend, victim, way), tmp_path, 2, train)
     other = ranks[1 - victim]
-    stall, began = SETTINGS.stall_seconds or 0.0, time.monotonic()
+    stall = SETTINGS.stall_seconds or 0.0
     words = tmp_path / str(1 - victim)
     named = rf"[Rr]ank {victim}\b|in the process of rank {victim}\b"
     try:
-        while not (words.exists() and re.search(named, words.read_text())):
+        while not words.exists():  # the fork server imports
+            assert other.is_alive()
+            time.sleep(0.05)
+        began = time.monotonic()
+        while not re.search(named, words.read_text()):
             assert time.monotonic() - began < 60, words.read_text()
             time.sleep(0.1)
         other.join(60)
