@@ -11,6 +11,7 @@ is reported as older, and the run passes: a change is not charged with faults of
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -105,6 +106,11 @@ class SecondLook:
         if self.failures and all(each.count_as in NO_FAULT for each in self.failures.values()):
             session.exitstatus = pytest.ExitCode.OK
 
+    def pytest_unconfigure(self) -> None:
+        if file := self.config.getoption("failures"):
+            counted = {each.nodeid: each.count_as for each in self.failures.values()}
+            Path(file).write_text(json.dumps(counted))
+
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         for name, why in NO_FAULT.items():
             found = [failure for failure in self.failures.values() if failure.count_as == name]
@@ -190,6 +196,8 @@ def checked_out(repository: Path, commit: str) -> Iterator[Path]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     about = "a test that fails in this commit, too, does not fail the run"
     parser.addoption("--base", metavar="COMMIT", help=about)
+    about = "write the tests that failed, and how they are counted, into this JSON file"
+    parser.addoption("--failures", metavar="FILE", help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,6 +48,10 @@ def test_with_a_server(server): pass
 """
 
 
+COMMAND = (sys.executable, "-m", "pytest")
+OPTIONS = ("-n=2", "--dist=loadfile", "-p", "no:cacheprovider")
+
+
 def write(folder: Path, suite: dict[str, str]) -> None:
     (folder / "conftest.py").write_text('pytest_plugins = ["second_look"]\n')
     (folder / "pytest.ini").write_text("[pytest]\n")
@@ -73,20 +77,22 @@ def commit(folder: Path, suite: dict[str, str]) -> str:
 def run(folder: Path, suite: dict[str, str], *options: str) -> tuple[int, str]:
     """Write a suite, run it by two workers, and return its exit status and what it printed."""
     write(folder, suite)
-    command = [sys.executable, "-m", "pytest", "-n=2", "--dist=loadfile", "-p", "no:cacheprovider"]
-    environment = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    environment["PYTHONPATH"] = str(Path(second_look.__file__).parent)
-    # quicker: no plugin but the one that starts workers
-    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
     done = subprocess.run(
-        [*command, *options],
+        [*COMMAND, *OPTIONS, *options],
         cwd=folder,
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def environment() -> dict[str, str]:
+    """Return this process' environment with no plugin but the one that starts workers."""
+    kept = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    kept["PYTHONPATH"] = str(Path(second_look.__file__).parent)
+    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
 
 
 def last_line(printed: str) -> str:
@@ -170,3 +176,22 @@ def test_a_run_without_workers_has_no_second_look(tmp_path: Path) -> None:
     status, printed = run(tmp_path, {"test_a.py": UNSTABLE}, "-n=0")
     assert status == 1, printed
     assert last_line(printed) == "1 failed"
+
+
+def test_runs_are_repeated_and_what_failed_is_counted(tmp_path: Path) -> None:
+    """`steady.py` runs a suite twice, beside a busy process: an unstable test fails once."""
+    write(tmp_path, {"test_a.py": UNSTABLE, "test_b.py": BROKEN, "test_c.py": PASSES})
+    steady = [sys.executable, str(Path(second_look.__file__).with_name("steady.py"))]
+    done = subprocess.run(
+        [*steady, "--runs=2", "--busy=1", "--", *OPTIONS],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"\| 1 \| red \(1\) \| 1 failed, 1 passed, 1 unstable in .*\|", done.stdout)
+    assert re.search(r"\| 2 \| red \(1\) \| 1 failed, 2 passed in .*\|", done.stdout)
+    assert "| `test_a.py::test_unstable` | 1 of 2 | 0 |\n" in done.stdout
+    assert "| `test_b.py::test_broken` | 2 of 2 | 2 |\n" in done.stdout
