@@ -90,6 +90,8 @@ class Microbatch(NamedTuple):
     """Rounds of its samples in the batch; its items and losses count as many times."""
     seconds: tuple[float, float] = (0.0, 0.0)
     """Seconds of fetching its samples, and of collating them, where they were measured."""
+    num_items: float | None = None
+    """Its items, if the data counts them and the recipe does not; None: its samples."""
 
 
 class Groups(Protocol):
@@ -102,9 +104,9 @@ class Groups(Protocol):
 
 
 def items_of(part: Microbatch, count: Callable[[Batch], int] | None) -> float:
-    """The number of items in a microbatch, each once. `count`: the recipe's; None: samples."""
+    """The number of items in a microbatch, each once. `count`: the recipe's, if it has one."""
     if count is None or not part.num_samples:
-        return float(part.num_samples)
+        return float(part.num_samples) if part.num_items is None else part.num_items
     return count(part.batch) / part.repeats
 
 

@@ -19,7 +19,7 @@ from .contract import Engine, Session
 from .errors import RecipeError
 from .recipe import Batch, Recipe
 
-__all__ = ["evaluate", "evaluation_mode"]
+__all__ = ["evaluate", "evaluation_mode", "summarise"]
 
 _SEED = 0x5EED  # evaluation draws the same random numbers each time, and none of training's
 
@@ -56,7 +56,7 @@ def evaluate(
     weight = session.world.replicated_sum_weight
     totals = [total * weight for total in session.tally((items, samples))()]
     sums |= {"items": torch.tensor(totals[0]).double(), "samples": torch.tensor(totals[1]).double()}
-    return _summarise(recipe, {name: value.cpu() for name, value in sums.items()})
+    return summarise(recipe, {name: value.cpu() for name, value in sums.items()})
 
 
 def _counted(
@@ -79,7 +79,8 @@ def _checked(measured: object) -> Mapping[str, Tensor]:
     return measured
 
 
-def _summarise(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
+def summarise(recipe: Recipe, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The metrics of the sums over the whole data, which have "items" and "samples"."""
     if recipe.summarise is not None:
         return {name: float(value) for name, value in recipe.summarise(sums).items()}
     items = float(sums["items"])

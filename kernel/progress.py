@@ -58,16 +58,20 @@ class Window:
         self.loss_sum: Any = 0.0
         """This feeder's losses of these steps, added up; on the device, or 0.0 before the first."""
         self._grad_norm: Any = math.nan
+        self._without_items = 0
         self._since = time.perf_counter()
 
     def has_grown(self, progress: Progress) -> bool:
         """True if there is a step that no log has covered."""
         return progress.step > self._timed_step
 
-    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
-        """One more step; waits for nothing."""
-        self.loss_sum = self.loss_sum + loss
+    def add(self, loss: Tensor, grad_norm: Tensor, items: float) -> None:
+        """One more step; waits for nothing. Means are over the steps that had items."""
         self._grad_norm = grad_norm
+        if items:
+            self.loss_sum = self.loss_sum + loss
+        else:
+            self._without_items += 1
 
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on training."""
@@ -75,8 +79,11 @@ class Window:
 
     def figures(self, progress: Progress, session: Session) -> dict[str, float]:
         """Means over the window, by the names that `Logged` has. Waits for the device."""
-        steps, timed_steps = progress.step - self.first_step, progress.step - self._timed_step
-        loss = float(session.reduce(self.loss_sum)) / session.world.num_feeders / steps
+        steps = progress.step - self.first_step - self._without_items
+        timed_steps = progress.step - self._timed_step
+        loss = math.nan
+        if steps:
+            loss = float(session.reduce(self.loss_sum)) / session.world.num_feeders / steps
         grad_norm = float(self._grad_norm)
         seconds = time.perf_counter() - self._since  # after the line that waits
         return {
@@ -89,7 +96,8 @@ class Window:
 
     def to_json(self, session: Session) -> dict[str, Any]:
         """So that the first log after a resume covers the steps before it, too."""
-        return {"first_step": self.first_step, "losses": losses_to_json(self.loss_sum, session)}
+        first_step = self.first_step + self._without_items
+        return {"first_step": first_step, "losses": losses_to_json(self.loss_sum, session)}
 
     def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
         """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
@@ -103,7 +111,7 @@ class Window:
                 own = losses_from_json(stored, session.world)
             case _:
                 raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
-        self.first_step, self.loss_sum = first_step, own
+        self.first_step, self._without_items, self.loss_sum = first_step, 0, own
 
 
 def losses_to_json(loss: Any, session: Session) -> list[float | None]:

@@ -109,15 +109,12 @@ class Seq2SeqTrainer(Trainer):
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
     def _generate_with(self, gen_kwargs: dict[str, Any]) -> None:
-        """Fill in the lengths and beams of the arguments, and gather without dropping repeated
-        samples, as transformers does.
-        """
+        """Fill in the lengths and beams of the arguments."""
         args, given = self.args, dict(gen_kwargs)
         if given.get("max_length") is None and given.get("max_new_tokens") is None:
             given["max_length"] = args.generation_max_length
         if given.get("num_beams") is None:
             given["num_beams"] = args.generation_num_beams
-        self.gather_function = self.accelerator.gather
         self._gen_kwargs = _requested(given)
 
     def prediction_step(

@@ -29,18 +29,17 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, default_collate
 
 from ..kernel.batches import Group, Microbatch, Position
-from ..kernel.errors import DataError, SettingError
-from ..kernel.recipe import Batch
+from ..kernel.errors import DataError
 from .batch_sizes import BatchSizes
 from .begun_epoch import BegunEpoch, PresentSamples
-from .fetch_times import FetchTimes
+from .left_out import count_rows
+from .loader_settings import LoaderSettings
 from .order import Order, OrderFunction, ReadAhead, sequential, shuffled
-from .partition import Part, named_samples, pad_by_repeating, partition, steps_per_epoch
+from .partition import Part, named_samples, steps_per_epoch
 from .workers import Fetcher, MicrobatchRequest, from_workers
 
 __all__ = [
     "Loader",
-    "LoaderSettings",
     "NativeOrderSource",
     "is_indexed",
     "length_of",
@@ -93,63 +92,6 @@ class NativeOrderSource:
         if self.epoch_length is None:
             return None
         return self.sizes.steps_in(first, epochs, self.epoch_length, self.drop_last)
-
-
-@dataclass(eq=False, repr=False, kw_only=True)
-class LoaderSettings:
-    """The settings by which samples are partitioned over readers, split, collated and fetched.
-
-    Raises `SettingError` for numbers out of range.
-    """
-
-    global_batch: int
-    micro_batch: int
-    batch_warmup: int | None = None
-    """Steps in which the global batch grows to `global_batch`; see `BatchSizes`."""
-    batch_warmup_from: int | None = None
-    """Samples of the first global batch."""
-    seed: int = 0
-    collate: Callable[[list[Any]], Batch] | None = None
-    """By default `torch.utils.data.default_collate`."""
-    reader_index: int = 0
-    num_readers: int = 1
-    drop_last: bool = False
-    """Leave out the last group of an epoch when it is not full."""
-    fixed_size: bool = False
-    """Give every microbatch exactly `micro_batch` rows, by repeating samples if there are fewer."""
-    workers: int = 0
-    """Number of processes that fetch; with 0 nothing is fetched ahead."""
-    prefetch: int = 2
-    """Microbatches that each worker keeps ready."""
-    start_method: str | None = None
-    """The start method of workers: fork, forkserver or spawn; None is the platform's default."""
-    sizes: BatchSizes = field(init=False)
-    times: FetchTimes = field(init=False, default_factory=FetchTimes)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.reader_index < self.num_readers:
-            raise SettingError(f"reader_index is {self.reader_index}, of {self.num_readers}")
-        if self.micro_batch < 1 or self.workers < 0 or self.prefetch < 1:
-            raise SettingError(
-                f"micro_batch ({self.micro_batch}) and prefetch ({self.prefetch}) must be 1 or "
-                f"more, workers ({self.workers}) 0 or more"
-            )
-        if self.global_batch < self.num_readers:
-            raise SettingError(
-                f"a global batch of {self.global_batch} samples cannot be partitioned over "
-                f"{self.num_readers} readers: raise it, or start fewer processes"
-            )
-        self.sizes = BatchSizes(self.global_batch, self.batch_warmup, self.batch_warmup_from)
-        if self.sizes.smallest < self.num_readers:
-            raise SettingError(
-                f"data.batch_warmup_from is {self.batch_warmup_from}, which cannot be partitioned "
-                f"over {self.num_readers} readers: raise it, or start fewer processes"
-            )
-
-    def parts(self, num_samples: int) -> tuple[Part, ...]:
-        """Return this reader's microbatches of a group of `num_samples` samples."""
-        cut_up = pad_by_repeating if self.fixed_size else partition
-        return cut_up(num_samples, self.micro_batch, self.reader_index, self.num_readers)
 
 
 @dataclass(eq=False, repr=False)
@@ -236,9 +178,8 @@ class Loader(LoaderSettings):
             received = map(self.times.add, fetched)
             for step in steps:
                 microbatches = islice(received, len(step.parts))
-                yield Group(
-                    step.position, step.next, step.num_samples, len(step.parts), microbatches
-                )
+                group = Group(*step[:3], len(step.parts), microbatches)
+                yield count_rows(group) if self.counts_rows else group
                 if next(microbatches, None) is not None:
                     raise RuntimeError("take all microbatches of a group before the next group")
 

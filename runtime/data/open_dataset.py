@@ -84,6 +84,7 @@ def open_dataset(
         "seed": seed,
         "workers": workers,
         "drop_last": drop_last,
+        "counts_rows": count_items is None and settings.get("collate") is not None,
         "reader_index": session.world.reader_index,
         "num_readers": session.world.num_readers,
     }

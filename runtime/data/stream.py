@@ -25,7 +25,9 @@ from torch.utils.data import default_collate
 from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.errors import DataError, DataFailed, SettingError
 from ..kernel.recipe import Batch
-from .indexed import LoaderSettings, NativeOrderSource, length_of, through_epochs
+from .indexed import NativeOrderSource, length_of, through_epochs
+from .left_out import count_rows
+from .loader_settings import LoaderSettings
 from .order import mix
 from .partition import Part, named_samples, steps_per_epoch
 from .random_state import generators_kept, seed_generators
@@ -130,7 +132,8 @@ class StreamLoader(NativeOrderSource, LoaderSettings):
             parts = self.parts(len(samples))
             with generators_kept():
                 own = [self._microbatch(samples, part, position) for part in parts]
-            yield Group(position, after, len(samples), len(own), iter(own), digest=digest)
+            group = Group(position, after, len(samples), len(own), iter(own), digest=digest)
+            yield count_rows(group) if self.counts_rows else group
             position, digest = after, 0
         if self.epoch_length is None and start.epoch == 0:
             self._first_epoch = reading.taken

@@ -7,14 +7,18 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
+
+from torch import Tensor
 
 from ..data.open_dataset import Source, once
 from ..kernel.contract import Engine, Session
 from ..kernel.errors import ran_out
-from ..kernel.evaluate import evaluate
+from ..kernel.evaluate import evaluate, summarise
 from ..kernel.events import Evaluated, Event
 from ..kernel.recipe import Recipe
+from .left_out import LeftOut
 from .metric_names import metrics_by_name
 from .out_of_memory import OutOfMemoryPolicy
 
@@ -36,12 +40,13 @@ class Evaluations:
         memory: OutOfMemoryPolicy,
         announce: Callable[[Event], None],
         with_weights: Callable[[], AbstractContextManager[Any]],
+        left_out: LeftOut,
         max_batches: int | None = None,
     ) -> None:
         self.session, self.engine, self.recipe = session, engine, recipe
         self.open_data, self.micro_batch = open_data, micro_batch
         self.memory, self.announce, self.with_weights = memory, announce, with_weights
-        self.max_batches = max_batches
+        self.left_out, self.max_batches = left_out, max_batches
         self.metrics: dict[str, dict[str, float]] = {}
         """The latest metrics of each data set."""
         self._step = -1
@@ -80,6 +85,11 @@ class Evaluations:
         }
 
     def _measured(self, name: str, data: Any) -> dict[str, float]:
+        def summarise_and_note(sums: Mapping[str, Tensor]) -> Mapping[str, float]:
+            self.left_out.evaluated(name, sums)
+            return summarise(self.recipe, sums)
+
+        recipe = replace(self.recipe, summarise=summarise_and_note)
         while True:
             size = self.micro_batch
             source = self.open_data(
@@ -92,7 +102,7 @@ class Evaluations:
             try:
                 with self.with_weights():
                     groups = once(source, self.max_batches)
-                    return evaluate(self.session, self.engine, self.recipe, groups)
+                    return evaluate(self.session, self.engine, recipe, groups)
             except Exception as error:
                 if not ran_out(error):
                     raise

@@ -90,6 +90,8 @@ class SettingsPolicy:
         step, settings = loop.progress.step, self.settings
         self.state.after_update.run(loop)
         self.state.nonfinite.ended(group, result.items)
+        if result.items < group.num_samples:
+            self.state.left_out.ended(step, group, result.items)
         if (statistics := self.state.statistics) is not None:
             statistics.after_update(step)
         if self.lock is not None:
@@ -107,7 +109,8 @@ class SettingsPolicy:
                 self.saves.store.get_ready(loop.engine, self.state.session)
         if self.announce.observers:
             self.announce(events.StepEnded(step))
-        self.state.turn_losses.add(step, result.loss)
+        if result.items:
+            self.state.turn_losses.add(step, result.loss)
         self.digester.add(result.loss)
         if self.state.spikes.watches:
             self.state.spikes.add(step, group, result.loss)

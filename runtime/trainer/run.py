@@ -34,6 +34,7 @@ from .early_stopping import EarlyStopping
 from .evaluations import Evaluations
 from .given_back import GivenModel
 from .late_ranks import abort_ranks, ended_by, report_late_ranks
+from .left_out import LeftOut
 from .loss_parts import LossParts, with_parts
 from .memory_account import MemoryAccount
 from .nonfinite import NonFiniteSearch
@@ -153,6 +154,7 @@ class Run:
         turn_of = getattr(recipe.loss, "name_of_update", None)
         spikes = Spikes(settings.spikes, session, source.where, turn_of)
         size = settings.evaluate.micro_batch or self.micro_batch
+        left_out = LeftOut(recipe, source, lambda note: announce(events.Warned(note)))
         averages = WeightAverages(settings, engine, driver.name)
         after_update = AfterUpdate(recipe, engine, driver.name)
         self.state = RunState(
@@ -165,6 +167,7 @@ class Run:
             evaluations=Evaluations(
                 *(session, engine, self.recipe, open_data, size, self.memory, announce),
                 with_weights=averages.evaluated,
+                left_out=left_out,
                 max_batches=settings.evaluate.max_batches,
             ),
             spikes=spikes,
@@ -174,6 +177,7 @@ class Run:
             after_update=after_update,
             observers=ObserverStates(announce.observers),
             statistics=Statistics.of(settings, engine, session, driver.name),
+            left_out=left_out,
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)

@@ -15,6 +15,7 @@ from ..kernel.loop import TrainLoop
 from ..kernel.paths import Place
 from .after_update import AfterUpdate
 from .evaluations import Evaluations
+from .left_out import LeftOut
 from .nonfinite import NonFiniteSearch
 from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
@@ -48,6 +49,7 @@ class RunState:
     after_update: AfterUpdate
     observers: ObserverStates
     statistics: Statistics | None
+    left_out: LeftOut
     loss: float = math.nan
     """The last loss that was logged."""
 

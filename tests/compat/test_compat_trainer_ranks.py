@@ -152,13 +152,15 @@ def test_tokens_by_themselves_are_trained_and_evaluated_on(found: Found, tmp_pat
     assert first == pytest.approx(trainer_ranks.sharded(tmp_path, batch=4), rel=1e-5)
 
 
-@pytest.mark.row("T6")
-def test_texts_that_fill_up_the_last_round_are_kept(found: Found) -> None:
+@pytest.mark.row("T6", status="differs", note="texts that fill up the last round are left out")
+def test_each_sample_has_one_text_in_the_order_of_the_data(found: Found, tmp_path: Path) -> None:
     ours, theirs = (
         [rank["generating"] for rank in found[library]] for library in ("ours", "theirs")
     )
-    assert ours == theirs and ours[0] == ours[1]
-    assert len(ours[0]["labels"]) == len(ours[0]["texts"]) == 8
+    assert ours[0] == ours[1]
+    assert ours[0] == {name: rows[:5] for name, rows in theirs[0].items()}
+    alone = trainer_ranks.generating(compat, tmp_path)
+    assert ours[0] == alone and len(alone["labels"]) == len(alone["texts"]) == 5
 
 
 @pytest.mark.row("B24")

@@ -267,7 +267,7 @@ def plain(value: Any) -> Any:
 
 
 def generating(library: Any, folder: Path) -> dict[str, Any]:
-    """Return predictions, which include the texts that fill up a last round."""
+    """Return predictions for a number of texts that two ranks do not divide."""
     asked = {**QUIET, "per_device_eval_batch_size": 2, "predict_with_generate": True}
     args = library.Seq2SeqTrainingArguments(str(folder), **asked)
     trainer = made(library.Seq2SeqTrainer, t5(), args, eval_dataset=texts(count=5))
