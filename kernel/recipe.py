@@ -119,20 +119,22 @@ class Microstep:
         return self._backward(loss, self.weight * weight)
 
 
-def check_loss(loss: object) -> None:
-    """Raises `RecipeError` unless `loss` is a scalar that a gradient flows from."""
+def check_loss(loss: object, of: str = "recipe.loss") -> None:
+    """Raises `RecipeError` unless `loss`, which `of` returned, is a scalar that a gradient flows
+    from into the module."""
     if not isinstance(loss, Tensor):
         raise RecipeError(
-            f"recipe.loss returned {type(loss).__name__}; it must return a scalar tensor: the sum "
+            f"{of} returned {type(loss).__name__}; it must return a scalar tensor: the sum "
             "of the loss over the items of the batch"
         )
     if loss.dim() != 0:
         raise RecipeError(
-            f"recipe.loss returned a tensor of shape {tuple(loss.shape)}; it must return a scalar: "
+            f"{of} returned a tensor of shape {tuple(loss.shape)}; it must return a scalar: "
             "the sum of the loss over the items of the batch (use .sum() or reduction='sum')"
         )
-    if not loss.requires_grad:
+    if not loss.requires_grad or (loss.is_leaf and not isinstance(loss, nn.Parameter)):
         raise RecipeError(
-            "recipe.loss returned a tensor without a gradient; call the module that is passed in, "
-            "and do not detach its output"
+            f"{of} returned a tensor {'of its own' if loss.requires_grad else 'without a gradient'}"
+            "; call the module that is passed in, and do not detach its output. For a batch "
+            "without targets return zero times its output: other ranks wait for the gradients"
         )
