@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from ..common import models, prefetch, stepping
 from ..common.buffers import buffers_kept
 from ..fsdp import dtensor
 from ..fsdp.engine import FsdpEngine
+from ..fsdp.sharding import gathered_dtype
 from ..process_group.collectives import keep_for_a_while, naming_call
 from .comparing import (
     SCALES,
@@ -112,6 +113,7 @@ class GradientAudit:
         self.engine, self.mesh, self.context, self.pipeline = engine, mesh, context, pipeline
         self.loss, self.gathers, self.training = loss, gathers, training
         self._autocast = models.autocast(engine.plan, engine.world.device)
+        self._exactly = self._compares_in_float32()
         self._seen_computations: set[tuple[str, ...]] = set()
         self._batch: Any = None
         self._num_compared = self._num_audits = 0
@@ -186,7 +188,7 @@ class GradientAudit:
         ]
         names = [name for name, _ in self._compared()]
         losses = self._losses(float(seen), float(loss))
-        return judge(engine.plan, names, self._sum(pairs), losses)
+        return judge(names, self._sum(pairs), losses, low=not self._exactly)
 
     # --- both ways ------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class GradientAudit:
                 repeatable_forward(module, engine.world.device, training) as drew,
                 self._whole_sequences(),
             ):
-                with self._autocast(), self._mark_last_stage():
+                with self._autocast(), self._in_float32(), self._mark_last_stage():
                     loss = self.loss(module, batch)
                 check_loss(loss)
                 drawn = drew()
@@ -264,7 +266,7 @@ class GradientAudit:
         """Return the loss of the partitioned model, and this rank's part of its gradient."""
         engine = self.engine
         with engine.microbatch(last=True):
-            with engine.autocast(), explain_mixed_tensors():
+            with engine.autocast(), self._in_float32(), explain_mixed_tensors():
                 loss = self.loss(engine.module, batch)
             refuse_partitioned_loss(loss)
             check_loss(loss)
@@ -290,6 +292,15 @@ class GradientAudit:
     def _compared(self) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.engine.module.named_parameters()
         return ((name, parameter) for name, parameter in named if parameter.is_floating_point())
+
+    def _compares_in_float32(self) -> bool:
+        """True if weights are, and travel, in float32 or more, whatever training computes in."""
+        held = {each.dtype for _, each in self._compared()} | {gathered_dtype(self.engine.plan)}
+        return all(torch.finfo(dtype).bits >= 32 for dtype in held)
+
+    def _in_float32(self) -> AbstractContextManager[Any]:
+        device = self.engine.world.device.type
+        return torch.autocast(device, enabled=False) if self._exactly else nullcontext()
 
     @contextmanager
     def _whole_sequences(self) -> Iterator[None]:

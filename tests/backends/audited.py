@@ -176,7 +176,9 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
 }
 
 
-def refusals(bench: Bench, *, names: list[str], out: str) -> dict[str, tuple[str, list[int]]]:
+def refusals(
+    bench: Bench, *, names: list[str], out: str, precision: str = "fp32"
+) -> dict[str, tuple[str, list[int]]]:
     """A job: return, for each recipe, the message of the refusal and the steps that were saved
     before it.
     """
@@ -192,7 +194,7 @@ def refusals(bench: Bench, *, names: list[str], out: str) -> dict[str, tuple[str
 
         settings = {
             "steps": 8, "global_batch": 4, "log_every": 100, "checkpoint.every": 7,
-            "optimizer.lr": 1e-2, "schedule.name": "constant",
+            "optimizer.lr": 1e-2, "schedule.name": "constant", "precision": precision,
         }  # fmt: skip
         Later.steps_done = 0
         try:

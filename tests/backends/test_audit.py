@@ -161,3 +161,43 @@ def test_what_is_wrong_is_named_where_weights_are_zero_or_it_begins_later(
             assert re.search(expected[name], message), f"{name}: {message}"
             assert bool(message) is bool(expected[name]), f"{name}: {message}"
             assert saved == ([] if message else [7, 8]), name
+
+
+@pytest.mark.parametrize(
+    ("dimension", "precision", "wrong"),
+    [
+        (
+            "tensor",
+            "bf16",
+            {
+                "fused without a name": IN_FUSED,
+                "fused groups": IN_FUSED,
+                "a mean over parts": IN_FUSED,
+            },
+        ),
+        pytest.param("tensor", "fp16", {"fused without a name": IN_FUSED}, marks=pytest.mark.slow),
+        pytest.param(
+            "context",
+            "bf16",
+            {
+                "no positions": IN_CONTEXT,
+                "attention by hand": IN_CONTEXT,
+                "a mean over positions": IN_CONTEXT,
+                "a convolution over positions": IN_CONTEXT,
+            },
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_whatever_training_computes_in(
+    dimension: str, precision: str, wrong: dict[str, str], tmp_path: Path
+) -> None:
+    """Roundings to 16 bits do not hide a mistake: the comparison is in float32."""
+    subject = Subject("mesh", 2, {dimension: 2})
+    names = ["right", *wrong]
+    for found in subject.run(refusals, names=names, out=str(tmp_path), precision=precision):
+        assert found["right"] == ("", [7, 8])
+        for name, expected in wrong.items():
+            message, saved = found[name]
+            assert re.search(expected, message), f"{name}: {message}"
+            assert not saved, name
