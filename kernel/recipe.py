@@ -125,7 +125,7 @@ def check_loss(loss: object, of: str = "recipe.loss") -> None:
     if not isinstance(loss, Tensor):
         raise RecipeError(
             f"{of} returned {type(loss).__name__}; it must return a scalar tensor: the sum "
-            "of the loss over the items of the batch"
+            "of the loss over the items of the batch. For several named parts: LossParts(loss)"
         )
     if loss.dim() != 0:
         raise RecipeError(

@@ -88,3 +88,8 @@ def test_the_first_log_after_a_resume_covers_the_steps_before(tmp_path: Path) ->
 def test_what_are_no_parts_is_named(found: Any, message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         run(LossParts(found))
+
+
+def test_a_loss_that_returns_parts_is_refused_by_name() -> None:
+    with pytest.raises(RecipeError, match=r"recipe\.loss returned dict.*LossParts\(loss\)"):
+        run(parts)
