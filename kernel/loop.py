@@ -153,7 +153,7 @@ class TrainLoop:
                 progress.samples += group.num_samples
                 progress.items += int(result.items)
                 self._pending_outcome = result.outcome, result.loss, group
-                self.window.add(result.loss, result.outcome.grad_norm, result.items)
+                self.window.add(result.loss, result.outcome.grad_norm)
                 self._updates += 1
                 if not self._updates & (self._updates - 1):  # 1, 2, 4, 8 and so on
                     self.audit()

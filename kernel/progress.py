@@ -65,13 +65,14 @@ class Window:
         """True if there is a step that no log has covered."""
         return progress.step > self._timed_step
 
-    def add(self, loss: Tensor, grad_norm: Tensor, items: float) -> None:
-        """One more step; waits for nothing. Means are over the steps that had items."""
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
+        """One more step; waits for nothing."""
+        self.loss_sum = self.loss_sum + loss
         self._grad_norm = grad_norm
-        if items:
-            self.loss_sum = self.loss_sum + loss
-        else:
-            self._without_items += 1
+
+    def leave_out_step(self) -> None:
+        """Take the last step out of the mean loss, since it had no items and added 0."""
+        self._without_items += 1
 
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on training."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...kernel.recipe import check_loss
 from ..common.loss import count_items, is_causal_lm, loss_of, require_names
 from ..common.overrides import is_overridden
 from .loading import LoadingMixin
@@ -91,6 +92,8 @@ class StepMixin(LoadingMixin):
             loss = loss * weight
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
+        if self._microstep.num_feeders > 1 and loss.is_leaf:  # others would wait for gradients
+            check_loss(loss, "compute_loss")
         return self._microstep.backward(loss, weight)
 
     # --- clipping ---------------------------------------------------------------------------

@@ -92,6 +92,8 @@ class SettingsPolicy:
         self.state.nonfinite.ended(group, result.items)
         if result.items < group.num_samples:
             self.state.left_out.ended(step, group, result.items)
+        if not result.items:
+            loop.window.leave_out_step()
         if (statistics := self.state.statistics) is not None:
             statistics.after_update(step)
         if self.lock is not None:

@@ -163,6 +163,12 @@ def test_each_sample_has_one_text_in_the_order_of_the_data(found: Found, tmp_pat
     assert ours[0] == alone and len(alone["labels"]) == len(alone["texts"]) == 5
 
 
+def test_a_loss_without_the_model_is_named_at_once(found: Found) -> None:
+    """The other ranks would wait for gradients of this rank, which never come."""
+    for rank in found["ours"]:
+        assert rank["without targets"].startswith("compute_loss returned a tensor of its own")
+
+
 @pytest.mark.row("B24")
 def test_each_rank_of_a_notebook_has_its_table(found: Found) -> None:
     ours, theirs = ([rank["notebook"] for rank in found[library]] for library in ("ours", "theirs"))

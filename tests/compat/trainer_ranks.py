@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 
 from drivetrain import Mix, TokenShards, compat
 from drivetrain.conformance.bench import Bench
+from drivetrain.kernel.errors import RecipeError
 
 
 class Watch(TrainerCallback):
@@ -275,6 +276,21 @@ def generating(library: Any, folder: Path) -> dict[str, Any]:
     return {"labels": output.label_ids.tolist(), "texts": output.predictions.tolist()}
 
 
+def without_targets(folder: Path) -> str:
+    """Train with a loss that the model has no part in; return what the error says."""
+
+    class Bare(compat.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return torch.zeros((), requires_grad=True)
+
+    trainer = made(Bare, classifier(), arguments(compat, folder), train_dataset=samples(8))
+    try:
+        trainer.train()
+    except RecipeError as error:
+        return str(error)
+    return "nothing"
+
+
 def preempted(library: Any, folder: Path) -> dict[str, Any]:
     """Send SIGTERM to one rank in the second update."""
 
@@ -424,6 +440,7 @@ def everything(bench: Bench, *, library: str, folder: str) -> dict[str, Any]:
         found["small"] = cramped(at / "small", 0, **small)
         found["mixed"] = mixed(at / "mixed")
         found["sharded"] = sharded(at / "sharded")
+        found["without targets"] = without_targets(at / "without targets")
         found["preempted"] = preempted(lib, at / "preempted")
         for name, after, epoch in STOPS_OF_SOME:
             found[name] = stopped(lib, at / name, after, epoch)

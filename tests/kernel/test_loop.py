@@ -318,6 +318,10 @@ def no_gradient(module: nn.Module, batch: Any) -> Tensor:
     return squared_error(module, batch).detach()
 
 
+def of_its_own(module: nn.Module, batch: Any) -> Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
 def not_summed(module: nn.Module, batch: Any) -> Tensor:
     return module(batch[0]) - batch[1]
 
@@ -336,6 +340,7 @@ def not_a_tensor(module: nn.Module, batch: Any) -> float:
         ({"model": lambda: 3}, RecipeError, "recipe.model returned int"),
         ({"model": nn.Tanh}, RecipeError, "no parameter that requires a gradient"),
         ({"loss": no_gradient}, RecipeError, "without a gradient"),
+        ({"loss": of_its_own}, RecipeError, "a tensor of its own.* For a batch without targets"),
         ({"loss": not_summed}, RecipeError, r"shape \(3, 1\)"),
         ({"loss": not_a_tensor}, RecipeError, "returned float"),
         ({"measure": lambda module, batch: {"x": 1.0}}, RecipeError, "measure returned"),
