@@ -17,6 +17,7 @@ __all__ = [
     "DataError",
     "DataFailed",
     "DrivetrainError",
+    "FailedAfterTraining",
     "LibraryUnsupported",
     "NonFiniteTraining",
     "OutOfMemory",
@@ -153,6 +154,18 @@ class DataFailed(DrivetrainError):
 
 class WorkerFailed(DataFailed):
     """The same in a data worker, with the traceback in the message; or a data worker died."""
+
+
+class FailedAfterTraining(DrivetrainError):
+    """All steps are done and what was trained is saved; the last evaluation, an observer or
+    `finish` raised (the `__cause__`). For programs: `checkpoint`, where the weights are, as text;
+    empty if nothing is saved."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, checkpoint: str = "") -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint
 
 
 class CollectiveFailed(DrivetrainError):

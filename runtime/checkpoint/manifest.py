@@ -180,6 +180,14 @@ def write_manifest(folder: Place, manifest: Manifest) -> None:
     storage.sync_folder(folder)
 
 
+def replace_manifest(folder: Place, manifest: Manifest) -> None:
+    """Replace the manifest of a complete checkpoint atomically. Raises what `write_manifest`
+    raises."""
+    path, raw = folder / MANIFEST, manifest.to_bytes()
+    Manifest.from_bytes(raw, str(path))
+    storage_of(folder).replace(path, raw)
+
+
 def _natural(value: Any, end: int = 1 << 63) -> bool:
     return type(value) is int and 0 <= value < end
 

@@ -28,7 +28,7 @@ from .background import remove_in_background, removed, write_in_background
 from .buffers import HostCopies
 from .frozen import Checksums, FrozenFile
 from .index.tree import join_level, num_levels
-from .manifest import FileEntry, Manifest, write_manifest
+from .manifest import FileEntry, Manifest, read_manifest, replace_manifest, write_manifest
 from .random_state import FEEDERS
 from .storage import local
 from .storage.protocol import storage_of
@@ -148,6 +148,21 @@ class CheckpointStore:
         if saving.session.world.rank == 0:
             remove_in_background(lambda: _remove(self._retire(saving.folder)))
         return saving.folder
+
+    def amend(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace entries of the state of this step's checkpoint, if there is one: metrics that
+        were measured after it was saved, for example. Its tensors stay. Only rank 0 calls it.
+        Raises `OSError` and `DrivetrainError`."""
+        folder = catalog.checkpoint_path(self.root, step, self.digits)
+        if not catalog.is_checkpoint(folder):
+            return
+        manifest = read_manifest(folder)
+        amended = {**manifest.state, **state}
+        if amended == manifest.state:
+            return
+        self._guard()
+        replace_manifest(folder, dataclasses.replace(manifest, state=amended))
+        remove_in_background(lambda: _remove(self._retire(folder)))
 
     def wait(self) -> None:
         """Wait until nothing is written or removed in the background. Call `finish` for a save

@@ -30,7 +30,13 @@ from ..data.socket_paths import keep_socket_paths_short
 from ..data.stop_signals import STOP_SIGNALS, blocked, note_until_handled
 from ..data.user_frames import last_line, user_frames
 from ..kernel import errors
-from ..kernel.errors import EXIT_PREEMPTED, DrivetrainError, RecipeFailed, SettingError
+from ..kernel.errors import (
+    EXIT_PREEMPTED,
+    DrivetrainError,
+    FailedAfterTraining,
+    RecipeFailed,
+    SettingError,
+)
 from ..trainer.signals import StoppedBeforeStart
 
 __all__ = ["run_on_ranks"]
@@ -151,6 +157,7 @@ def _describe_failure(error: BaseException) -> str:
         "kind": type(error).__name__ if ours else RecipeFailed.__name__,
         "message": str(error) if ours else last_line(error),
         "frames": user_frames(blamed) if blamed is not None else "",
+        "checkpoint": getattr(error, "checkpoint", ""),
     }
     return json.dumps(fields)
 
@@ -167,6 +174,8 @@ def _error_of(error: ChildFailedError, signals: Sequence[int]) -> BaseException:
             return _stopped(signals[0] if signals else signal.SIGTERM, EXIT_PREEMPTED)
         kind = getattr(errors, fields["kind"], DrivetrainError)
         message = f"rank {rank}: {fields['message']}\n{fields['frames']}".rstrip()
+        if kind is FailedAfterTraining:
+            return FailedAfterTraining(message, fields["checkpoint"])
     except (ValueError, KeyError, TypeError):
         kind, code = RecipeFailed, failure.exitcode
         died = f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -81,6 +81,7 @@ class RunFolderWriter:
     """From the first record on."""
     best: Best | None = None
     """The best checkpoint, once the run has ended."""
+    _undrawn_reported: bool = False
 
     def __post_init__(self) -> None:
         self.files = RunFiles(self.folder, report=say)
@@ -117,7 +118,9 @@ class RunFolderWriter:
 
     def time_percents(self) -> dict[str, int]:
         """Percents of the time of all starts of the run, by what it went into."""
-        percents = whole_percents(self._whole_history().lost.seconds())
+        percents: Mapping[str, int] = {}
+        with self._reporting_undrawn():
+            percents = whole_percents(self._whole_history().lost.seconds())
         return {kind: percent for kind, percent in percents.items() if percent}
 
     def command(self, reason: str) -> str:
@@ -140,13 +143,28 @@ class RunFolderWriter:
             outcome = Outcome(text, "bad", self.command("failed"), best=self._find_best())
             self.write_report(history, outcome)
 
+    @contextmanager
+    def _reporting_undrawn(self) -> Iterator[None]:
+        """Warn once if the block raises: what the records are summarised for is not worth the run,
+        and can be had from them later."""
+        try:
+            yield
+        except Exception as error:
+            if not self._undrawn_reported:
+                self._undrawn_reported = True
+                self.files.report(
+                    f"the report cannot be drawn: {type(error).__name__}: {error}. The run is not "
+                    f"affected; to draw it again: drivetrain report {shlex.quote(str(self.run))}"
+                )
+
     def _whole_history(self) -> RunHistory:
         """Return the history, including the runs that this one resumed."""
         return RunHistory() if self.history is None else self.history.wait()
 
     def write_report(self, history: RunHistory, outcome: Outcome) -> None:
         """Render the history so far; takes some hundredths of a second at any length."""
-        self.files.replace(REPORT, render(history, ShownConfig.of(self.config), outcome))
+        with self._reporting_undrawn():
+            self.files.replace(REPORT, render(history, ShownConfig.of(self.config), outcome))
 
     def _end(self, record: Record) -> None:
         reason = record["reason"]
@@ -156,12 +174,16 @@ class RunFolderWriter:
         command = self.command(reason)
         self.best = self._find_best()
         outcome = Outcome(text, _MOODS.get(reason, ""), command, self.sample, self.best)
-        self.write_report(self._whole_history(), outcome)
+        with self._reporting_undrawn():
+            self.write_report(self._whole_history(), outcome)
 
     def unsaved_best(self) -> Record | None:
         """Return the best evaluation, once the run has ended, if it is better than the best
         checkpoint."""
-        return unsaved_best(self._whole_history(), ShownConfig.of(self.config), self.best)
+        found: Record | None = None
+        with self._reporting_undrawn():
+            found = unsaved_best(self._whole_history(), ShownConfig.of(self.config), self.best)
+        return found
 
     def _find_best(self) -> Best | None:
         with suppress(OSError, CheckpointError):  # a page without it is better than none

@@ -113,10 +113,15 @@ class Tracker:
             self._library.log(figures, getattr(event, "step"))  # noqa: B009
 
     def close(self, reason: str = "failed") -> None:
-        """End the curve. Call it if the run ended with an error, for which there is no event."""
+        """End the curve. Call it if the run ended with an error, for which there is no event. A
+        failure of the library is a warning, so that the run's own error stays the one that is
+        raised."""
         if self._open:
             self._open = False
-            self._library.end(reason)
+            try:
+                self._library.end(reason)
+            except Exception as error:
+                self._disable(error)
 
 
 def _figures(event: events.Event) -> dict[str, float]:

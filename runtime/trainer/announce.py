@@ -12,6 +12,7 @@ from ..kernel.errors import NonFiniteTraining
 from ..kernel.events import Event, Logged, Observer, Requests, StepSkipped
 from ..kernel.loop import TrainLoop
 from ..kernel.paths import Place
+from .recipe_checks import output_is_gone
 from .step_clock import OBSERVERS, STARTING, StepClock
 
 __all__ = ["Announcer", "log_of", "never_finite", "unused_note"]
@@ -24,18 +25,49 @@ class Announcer:
     def __init__(self, observers: Sequence[Observer], requests: Requests, clock: StepClock) -> None:
         self.observers, self.requests, self.clock = observers, requests, clock
         self._one_at_a_time = threading.RLock()
+        self._kept: list[BaseException] | None = None
+        self.failed = ""
+        """The observer and the event of the first error that was kept."""
+
+    def keep_errors(self) -> None:
+        """From now on, keep the errors of observers instead of raising them: the last step is done,
+        and has to be saved. All observers receive all events."""
+        if self._kept is None:
+            self._kept = []
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error that was kept."""
+        return self._kept[0] if self._kept else None
+
+    def raise_errors(self) -> None:
+        """Raise the first error that was kept, if any; keep no more."""
+        error, self._kept = self.error, None
+        if error is not None:
+            raise error
 
     def __call__(self, event: Event) -> None:
         with self._one_at_a_time:
             if threading.get_ident() != self.clock.thread or self.clock.part == STARTING:
                 for observer in self.observers:
-                    self.requests.ask(observer(event))
+                    self._send(observer, event)
                 return
             before, since = self.clock.mark(OBSERVERS), time.perf_counter()
             for observer in self.observers:
-                self.requests.ask(observer(event))
+                self._send(observer, event)
                 since = self.clock.observed(observer, since)
             self.clock.mark(before)
+
+    def _send(self, observer: Observer, event: Event) -> None:
+        try:
+            self.requests.ask(observer(event))
+        except (Exception, SystemExit) as error:
+            if self._kept is None or output_is_gone(error):
+                raise
+            if not self._kept:
+                name = getattr(observer, "__name__", type(observer).__name__)
+                self.failed = f"the observer {name} (at {type(event).__name__})"
+            self._kept.append(error)
 
 
 def log_of(

@@ -11,7 +11,7 @@ from typing import cast
 from ..checkpoint import storage_of
 from ..data.user_frames import last_line
 from ..kernel.contract import Session, WatchesRanks
-from ..kernel.errors import CollectiveFailed
+from ..kernel.errors import CollectiveFailed, FailedAfterTraining
 from ..kernel.events import Event, RankLate, Warned
 from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
@@ -48,8 +48,8 @@ def propagate_errors(session: Session, able: Capabilities) -> Iterator[None]:
     own error."""
     try:
         yield
-    except CollectiveFailed:
-        raise  # caused by another rank's error, which was sent already
+    except (CollectiveFailed, FailedAfterTraining):
+        raise  # caused by another rank's error, which was sent already, or sent by `Ending`
     except (Exception, SystemExit) as error:
         abort_ranks(session, able, ended_by(session.world.rank, error), retry=False)
         raise
@@ -74,9 +74,10 @@ def flight_records_kept(folder: Place | None) -> Iterator[None]:
     communication library recorded anything, and the disk has room."""
     try:
         yield
-    except CollectiveFailed as error:
-        if folder is not None and error.records:
+    except (CollectiveFailed, FailedAfterTraining) as error:
+        records = getattr(error, "records", "") or getattr(error.__cause__, "records", "")
+        if folder is not None and records:
             name = f"flight-records-rank-{os.environ.get('RANK', '0')}.json"
             with contextlib.suppress(OSError):
-                storage_of(folder).replace(folder / name, error.records.encode())
+                storage_of(folder).replace(folder / name, records.encode())
         raise

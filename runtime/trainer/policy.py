@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -58,6 +58,9 @@ class SettingsPolicy:
         """Describes the first tensor that was not finite, of the last step that was searched."""
         self._saved_at = time.monotonic()
         self._shares = self._shares_until(Position())
+        self._evaluation_due = False
+        """True if the settings or an observer ask for an evaluation of the last step, which is made
+        once that step is saved."""
         self._best: float | None = None
         """The least score among saved evaluations; None until it is first computed."""
 
@@ -88,6 +91,7 @@ class SettingsPolicy:
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:
         step, settings = loop.progress.step, self.settings
+        last = step >= loop.total_steps
         self.state.after_update.run(loop)
         self.state.nonfinite.ended(group, result.items)
         if result.items < group.num_samples:
@@ -109,6 +113,8 @@ class SettingsPolicy:
                 and settings.checkpoint.every
             ):
                 self.saves.store.get_ready(loop.engine, self.state.session)
+        if last:
+            self.announce.keep_errors()
         if self.announce.observers:
             self.announce(events.StepEnded(step))
         if result.items:
@@ -122,17 +128,22 @@ class SettingsPolicy:
         self._request_timed_save()
         save = requests[events.Request.SAVE] or _due(step, settings.checkpoint.every)
         rolled_back = (log or save) and self._report_spikes() and self._roll_back(loop)
-        if not rolled_back:
+        if rolled_back:
+            self.announce.raise_errors()
+        else:
             if log:
                 self.log(loop)
                 loop.start_window()
                 self.state.turn_losses.start_window()
             shares_before, self._shares = self._shares, self._shares_until(group.next)
-            if (
+            due = (
                 requests[events.Request.EVALUATE]
                 or _due(step, settings.evaluate.every)
                 or self._shares > shares_before
-            ):
+            )
+            if due and last:
+                self._evaluation_due = True
+            elif due:
                 self.evaluate(loop)
                 # the logged figures are known now, and an observer may end the run by them
                 stops = any(
@@ -180,12 +191,8 @@ class SettingsPolicy:
 
     # --- actions between steps and at the end ---------------------------------------------------
 
-    def finish(
-        self, loop: TrainLoop, preempted: bool, all_failed: Callable[[Exception], bool]
-    ) -> None:
-        """After the last step, log, evaluate and save; if `preempted`, only save. Returns when
-        everything is written. `all_failed` returns whether all ranks raised this error, so that
-        they can save together before the error ends the run."""
+    def finish(self, loop: TrainLoop, preempted: bool) -> None:
+        """After the last step, log and save. Returns when everything is written."""
         if loop.window.has_grown(loop.progress):
             self.log(loop)  # keep the window: a longer run resumes the log here
         self.times.judge(loop.progress)
@@ -193,15 +200,19 @@ class SettingsPolicy:
         loop.resolve_pending_outcome()
         if self._skipped is not None and not preempted and not loop.progress.applied:
             self._end_never_finite(loop, self._skipped)
-        if not preempted and self.settings.evaluate.at_end:
-            try:
-                self.evaluate(loop)
-            except Exception as error:  # without a save all the training would be lost
-                if all_failed(error) and self.settings.checkpoint.at_end:
-                    self.save(loop, in_background=False)
-                    self.close()
-                raise
         if preempted or self.settings.checkpoint.at_end:
+            self.save(loop, in_background=False)
+        self.close()
+
+    def evaluate_last(self, loop: TrainLoop, preempted: bool) -> None:
+        """After `finish`, make the last evaluation: what was trained is saved first, since an
+        evaluation may raise, run out of memory or be killed."""
+        step, settings = loop.progress.step, self.settings.evaluate
+        at_end = not preempted and (settings.at_end or _due(step, settings.every))
+        if not (at_end or self._evaluation_due):
+            return
+        self.evaluate(loop)
+        if self._evaluation_due and self._is_best(step):
             self.save(loop, in_background=False)
         self.close()
 
@@ -235,6 +246,8 @@ class SettingsPolicy:
         with self.clock.within(EVALUATION):
             loop.window.leave_out(self.state.evaluations.run(loop.progress.step))
         self.times.evaluations += 1
+        if self.saves is not None:  # for a step that was saved before it was measured
+            self.saves.amend(loop.progress.step, self.state.session, self.state.measured(loop))
 
     def save(self, loop: TrainLoop, in_background: bool) -> None:
         """Save this step, or begin to save it in the background, unless it was saved already."""

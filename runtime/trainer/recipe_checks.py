@@ -27,6 +27,7 @@ __all__ = [
     "check_optimization",
     "check_recipe",
     "exit_called",
+    "output_is_gone",
     "report_exits",
 ]
 
@@ -173,9 +174,14 @@ def report_exits() -> Iterator[None]:
     except StoppedBeforeStart:
         raise
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):
-            raise  # the reader of the output has gone, as with `| head`
+        if output_is_gone(error):
+            raise
         raise RecipeFailed(exit_called(error)) from error
+
+
+def output_is_gone(error: BaseException) -> bool:
+    """True if a process ends since the reader of its output has gone, as with `| head`."""
+    return isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
 
 
 def exit_called(error: SystemExit) -> str:

@@ -31,6 +31,7 @@ from .after_update import AfterUpdate
 from .announce import Announcer
 from .digests import Digester
 from .early_stopping import EarlyStopping
+from .ending import Ending, sentences
 from .evaluations import Evaluations
 from .given_back import GivenModel
 from .late_ranks import abort_ranks, ended_by, report_late_ranks
@@ -265,18 +266,26 @@ class Run:
         if isinstance(then, RetryWithSmallerBatch):
             return then
         step, steps = loop.progress.step, self.settings.steps
+        self.announce.keep_errors()  # what was trained is saved first
         if then is NextAction.FINISHED and steps and step < steps:
             self.announce(events.Warned(f"the data ended after {step} of {steps} steps"))
-        policy.finish(loop, then is NextAction.PREEMPTED, self._all_failed)
+        preempted = then is NextAction.PREEMPTED
+        policy.finish(loop, preempted)
+        texts = sentences(then.value, step, self.out, policy.saves, policy.checkpoint)
+        ending = Ending(self.session, self.announce, self._all_failed, *texts)
+        ending.attempt("the last evaluation", lambda: policy.evaluate_last(loop, preempted))
         finished = None
-        if finish is not None and then is not NextAction.PREEMPTED:
-            with policy.clock.within(OBSERVERS), loop.engine.full_params() as module:
-                module.eval()
-                finished = finish(module)
+        if finish is not None and not preempted:
+            finished = ending.attempt("`finish`", partial(self._call, finish))
         self.model.give_back(loop.engine)
+        best = None
+        if self.recipe.eval_data:
+            best = ending.attempt("looking for the best checkpoint", policy.best_checkpoint)
+        if ending.error is not None:
+            ending.close(preempted)
         self.announce(policy.times.ended(step))
         self.announce(events.RunEnded(step, then.value, time.perf_counter() - self.started))
-        best = policy.best_checkpoint() if self.recipe.eval_data else None
+        ending.close(preempted)
         return Result(
             step,
             then.value,
@@ -289,6 +298,12 @@ class Run:
             None if best is None else best[0],
         )
 
+    def _call(self, finish: Callable[[nn.Module], Any]) -> Any:
+        engine = self.loop.engine
+        with self.policy.clock.within(OBSERVERS), engine.full_params() as module:
+            module.eval()
+            return finish(module)
+
     def _tidy(self) -> None:
         """Remove unfinished files of a killed run, except a checkpoint that this run resumed
         from."""
@@ -297,7 +312,7 @@ class Run:
         if self.out is not None and self.session.world.rank == 0 and not is_read:
             tidy(self.out / CHECKPOINTS)
 
-    def _all_failed(self, error: Exception) -> bool:
+    def _all_failed(self, error: Exception | SystemExit) -> bool:
         why = ended_by(self.session.world.rank, error)
         return abort_ranks(self.session, self.able, why, retry=True)
 

@@ -59,7 +59,6 @@ class RunState:
         self.optimizer.refuse_unsaved()
         self.averages.catch_up(loop)
         # weights that the optimizer does not train may change after an update
-        observers = self.observers.to_json()
         link_frozen = self.settings.checkpoint.link_frozen and not self.after_update.changes
         return {
             "step": loop.progress.step,
@@ -69,16 +68,23 @@ class RunState:
                 **loop.state(),
                 "begun": self.source.begun(loop.progress.position),
                 "planned": self.planned.to_json(),
-                "metrics": self.evaluations.to_json(loop.progress.step),
+                **self.measured(loop),
                 "optimizer": self.optimizer.noted,
                 **({"loss": self.loss} if math.isfinite(self.loss) else {}),
                 **({"spikes": self.spikes.to_json()} if self.spikes.watches else {}),
-                **({"observers": observers} if observers else {}),
                 **({"turns": self.turn_losses.to_json()} if self.turn_losses.keeps else {}),
             },
             "settings": json_types(self.settings),
             "driver": self.backend,
             "frozen": self.optimizer.not_learning if link_frozen else (),
+        }
+
+    def measured(self, loop: TrainLoop) -> dict[str, Any]:
+        """Return the entries of the state that an evaluation of the present step changes."""
+        observers = self.observers.to_json()
+        return {
+            "metrics": self.evaluations.to_json(loop.progress.step),
+            **({"observers": observers} if observers else {}),
         }
 
     def restore(self, loop: TrainLoop, path: Place) -> tuple[Manifest, tuple[str, ...]]:

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from ..checkpoint import BackgroundSave, CheckpointStore
 from ..checkpoint.catalog import as_metric
-from ..kernel.errors import CheckpointDamaged, RecipeError, SaveFailed
-from ..kernel.events import Event, Request, Saved
+from ..kernel.contract import Session
+from ..kernel.errors import CheckpointDamaged, DrivetrainError, RecipeError, SaveFailed
+from ..kernel.events import Event, Request, Saved, Warned
 from ..kernel.paths import Place, Url
 from .settings import CheckpointSettings
+from .start_checks import on_rank_0
 
 __all__ = ["Saves", "checkpoint_store", "stored_metrics"]
 
@@ -46,6 +48,10 @@ class Saves:
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
+    def holds(self, step: int) -> bool:
+        """True if the checkpoint of this step exists."""
+        return self._step == step and not self.in_progress
+
     def mark_saved(self, step: int) -> None:
         """Note that the checkpoint of a step exists, so that the run does not save it again."""
         self._step = step
@@ -62,6 +68,27 @@ class Saves:
             return
         self._written_reported, self._num_written = False, 0.0
         self._saving = self._attempt(lambda: self.store.save_in_background(**what()))
+
+    def amend(self, step: int, session: Session, state: Mapping[str, Any]) -> None:
+        """Replace entries of the state in the checkpoint of this step, if there is one in the run's
+        folder. A failure is announced."""
+        if not self.holds(step):
+            return
+
+        def act() -> str:
+            try:
+                self.store.amend(step, state)
+            except (OSError, DrivetrainError) as error:
+                return str(error)
+            return ""
+
+        if error := on_rank_0(session, act):
+            self.announce(
+                Warned(
+                    f"the metrics of step {step} could not be added to its checkpoint, which is "
+                    f"whole: {error}. `@best` and checkpoint.keep_best do not count this step"
+                )
+            )
 
     def after_step(self, requests: Sequence[float]) -> Request | None:
         """Commit a checkpoint that all ranks have written by now. Returns this rank's request,

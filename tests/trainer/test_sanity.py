@@ -17,7 +17,12 @@ from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, ScheduleSet
 from drivetrain.checkpoint import named
 from drivetrain.checkpoint.store import CheckpointStore
 from drivetrain.data.stream import ReadAgain
-from drivetrain.kernel.errors import CheckpointNotFound, RecipeError, SettingError
+from drivetrain.kernel.errors import (
+    CheckpointNotFound,
+    FailedAfterTraining,
+    RecipeError,
+    SettingError,
+)
 from drivetrain.trainer.fit import fit
 from drivetrain.trainer.result import Result
 
@@ -195,7 +200,7 @@ def test_a_last_evaluation_that_fails_costs_no_training(tmp_path: Path) -> None:
     def whole(sums: Mapping[str, Tensor]) -> dict[str, float]:
         return {"accuracy": 0.0 if sums["samples"] < 50 else float(sums["accuracy"])}
 
-    with pytest.raises(KeyError, match="accuracy"):
+    with pytest.raises(FailedAfterTraining, match="last evaluation failed: KeyError: 'accuracy'"):
         train(tmp_path, eval_data={"held out": Rows()}, summarise=whole)
     assert (tmp_path / "checkpoints" / "checkpoint-000008").is_dir()
 

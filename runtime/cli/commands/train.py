@@ -42,8 +42,8 @@ drivetrain train my.py --nproc 8 --nnodes 2 --node-rank 0 --master-addr host1 --
 
 Under torchrun, or srun with one task a device, leave --nproc out: ranks notice their launcher.
 
-[bold]Exit codes[/]: 0 done; 1 failed; 2 the request cannot be carried out; 75 asked to stop by a
-signal, saved, resume it.
+[bold]Exit codes[/]: 0 done; 1 failed; 2 the request cannot be carried out; 3 trained
+and saved, then an evaluation or an observer failed; 75 asked to stop by a signal, saved, resume it.
 
 [bold]From Python[/]: drivetrain.fit
 """

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...kernel.errors import EXIT_PREEMPTED, SettingError, UsageError
+from ...kernel.errors import EXIT_PREEMPTED, FailedAfterTraining, SettingError, UsageError
 from .job import Job
 
 __all__ = ["manifest", "to_yaml"]
@@ -103,13 +103,16 @@ def _is_unicode(text: str) -> bool:
 
 
 def _pod_rules() -> list[dict[str, Any]]:
-    def codes(code: int) -> dict[str, Any]:
-        return {"containerName": _CONTAINER, "operator": "In", "values": [code]}
+    def codes(*values: int) -> dict[str, Any]:
+        return {"containerName": _CONTAINER, "operator": "In", "values": list(values)}
 
     return [
         {"action": "Ignore", "onExitCodes": codes(EXIT_PREEMPTED)},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": codes(UsageError.exit_code)},
+        {
+            "action": "FailJob",
+            "onExitCodes": codes(UsageError.exit_code, FailedAfterTraining.exit_code),
+        },
     ]
 
 

@@ -10,7 +10,13 @@ from contextlib import contextmanager
 import typer
 
 from ...data.user_frames import last_line, user_frames
-from ...kernel.errors import DataFailed, DrivetrainError, RecipeError, RecipeFailed
+from ...kernel.errors import (
+    DataFailed,
+    DrivetrainError,
+    FailedAfterTraining,
+    RecipeError,
+    RecipeFailed,
+)
 from ...run.quoted import say
 from ...trainer.recipe_checks import exit_called
 from .outcomes import RESTARTS, note_outcome, rank, world_size
@@ -53,7 +59,7 @@ def _message(error: BaseException) -> str:
     if isinstance(error, StoppedEarly):
         return str(error)
     if isinstance(error, DrivetrainError):
-        users = type(error) in (DataFailed, RecipeError, RecipeFailed)
+        users = type(error) in (DataFailed, FailedAfterTraining, RecipeError, RecipeFailed)
         blamed = error.__cause__ if users else None
         return f"{error}\n{user_frames(blamed) if blamed else ''}".rstrip()
     if isinstance(error, KeyboardInterrupt):
