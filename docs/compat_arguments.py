@@ -53,6 +53,7 @@ _MODULES: dict[str, str] = {
         eval_use_gather_object include_for_metrics prediction_loss_only""",
     "trainer/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision
         hub_strategy hub_token""",
+    "trainer/finalizing.py": "load_best_model_at_end",
     "trainer/loading.py": """data_seed dataloader_drop_last dataloader_in_order
         dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers
         dataloader_pin_memory dataloader_prefetch_factor length_column_name remove_unused_columns
@@ -62,7 +63,7 @@ _MODULES: dict[str, str] = {
         bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs
         liger_kernel_config use_liger_kernel""",
     "trainer/reporting.py": "include_num_input_tokens_seen",
-    "trainer/resuming.py": "restore_callback_states_from_checkpoint",
+    "trainer/resuming.py": "restore_callback_states_from_checkpoint resume_hyper_parameters",
     "trainer/saving.py": "checkpoint_format save_only_model save_total_limit",
     "trainer/seq2seq.py": """generation_config generation_max_length generation_num_beams
         predict_with_generate""",
@@ -70,7 +71,7 @@ _MODULES: dict[str, str] = {
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
     "trainer/training.py": """auto_find_batch_size eval_on_start gradient_accumulation_steps
-        ignore_data_skip load_best_model_at_end max_steps num_train_epochs""",
+        ignore_data_skip max_steps num_train_epochs""",
     "trainer/training_step.py": "average_tokens_across_devices torch_empty_cache_steps",
 }
 
@@ -113,6 +114,7 @@ EXAMPLES: dict[str, Any] = {
     "profile": "4.47",
     "checkpoint_format": "hf",
     "report_to": ["tensorboard"],
+    "resume_hyper_parameters": "arguments",
     "save_strategy": "no",
     "tf32": False,
     "torch_compile_backend": "eager",

@@ -271,6 +271,9 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     checkpoint_format: Literal["drivetrain", "hf"] = arg(
         "drivetrain", "Layout of optimizer and state in checkpoints; models are always HF's"
     )
+    resume_hyper_parameters: Literal["checkpoint", "arguments"] = arg(
+        "checkpoint", "Whose learning rate, decay, betas and so on apply when a run is resumed"
+    )
     fp8: bool = arg(False, "Compute linear layers in float8, by torchao, and all else as bf16")
     time_parts: bool = arg(
         False, "Add to each log the seconds of each part of the time, and warn of remarkable parts"

@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "dataloader_multiprocessing_context": ("fork", "spawn", "forkserver"),
     "profile": tuple(PROFILES),
     "checkpoint_format": ("drivetrain", "hf"),
+    "resume_hyper_parameters": ("checkpoint", "arguments"),
 }
 """The allowed words of an argument, besides its default."""
 _AT_LEAST = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["aligned", "aligned_schedule"]
+__all__ = ["aligned", "aligned_schedule", "schedule_with_asked"]
 
 Order = Sequence[Sequence[str | None]]
 """The names of the parameters in each group, empty ones among them."""
@@ -40,3 +40,13 @@ def aligned_schedule(state: Any, order: Order, count: int) -> Any:
         return state
     changed = {name: aligned(state[name], order, count) for name in _BY_GROUP if name in state}
     return {**state, **changed}
+
+
+def schedule_with_asked(
+    then: Mapping[str, Any], now: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the state of a checkpoint's schedule with the rates that this run asks for. `now`: the
+    state of this run's schedule; `groups`: the hyper-parameters to resume with."""
+    last = [group.get("lr") for group in groups]
+    rates = {"base_lrs": now.get("base_lrs"), "_last_lr": last}
+    return {**then, **{name: rate for name, rate in rates.items() if name in then and rate}}

@@ -20,10 +20,11 @@ from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
 from ..checkpoints import hf_folders
 from ..checkpoints.fitting import check_groups, check_schedule, refuse_part_of_optimizer
-from ..checkpoints.groups import aligned, aligned_schedule
+from ..checkpoints.groups import aligned, aligned_schedule, schedule_with_asked
 from ..checkpoints.model_files import reshape_buffers
 from ..checkpoints.overlay_reader import OverlayReader
 from ..checkpoints.read_ahead import stored_workers
+from ..checkpoints.resumed_values import differing, with_asked
 from ..checkpoints.rotation import altered, newest_unaltered
 from ..checkpoints.shards import Shards, check_names, read_shards
 from ..common.json_state import from_plain
@@ -219,6 +220,7 @@ class ResumingMixin(WeightsMixin):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
+        asked = [hyper_parameters(group) for group in self._optimizer_there_is().param_groups]
         if (folder / MANIFEST).is_file():
             state = from_plain(read_manifest(folder).state)
             refuse_part_of_optimizer(folder, state.get("optimizer_unsaved"))
@@ -243,9 +245,30 @@ class ResumingMixin(WeightsMixin):
             groups, schedule = self._for_groups_here(given, schedule)
             self._check_fitting(groups, schedule, folder / OPTIMIZER_NAME, folder / SCHEDULER_NAME)
             self._restore_their_optimizer(folder, saved, shards)
+        saved_values = [hyper_parameters(values) for values in groups]
+        takes_new = getattr(self.args, "resume_hyper_parameters", "checkpoint") == "arguments"
+        self._report_differing(folder, differing(saved_values, asked), takes_new)
+        if takes_new:
+            groups = [with_asked(*each) for each in zip(saved_values, asked, strict=False)]
         self._restore_groups(groups)
         if self.lr_scheduler is not None and schedule is not None:
+            if takes_new:
+                schedule = schedule_with_asked(schedule, self.lr_scheduler.state_dict(), groups)
             self.lr_scheduler.load_state_dict(dict(schedule))
+
+    def _report_differing(self, folder: Path, found: list[str], takes_new: bool) -> None:
+        """Name the hyper-parameters for which others are asked for than the checkpoint holds."""
+        if not found:
+            return
+        _LOG.warning(
+            "resuming from %s: %s. %s",
+            folder,
+            "; ".join(found),
+            "The values asked for apply (resume_hyper_parameters='arguments')"
+            if takes_new
+            else "The checkpoint's values stay, as with HF's Trainer; set "
+            "resume_hyper_parameters='arguments' to take the new ones",
+        )
 
     def _for_groups_here(self, groups: Any, schedule: Any) -> tuple[Any, Any]:
         """Convert both states to the number of groups of this run's optimizer."""
