@@ -78,9 +78,9 @@ def rotate_checkpoints(
         delete(path)
 
 
-def delete(path: str) -> None:
+def delete(path: str, why: str = "save_total_limit") -> None:
     """Delete a checkpoint; warn if it cannot be deleted."""
-    _LOG.info("deleting the checkpoint %s: save_total_limit", path)
+    _LOG.info("deleting the checkpoint %s: %s", path, why)
     try:
         retire(Path(path))
     except OSError as error:

@@ -5,31 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernel.errors import SaveFailed, ran_out
+from ...kernel.errors import ran_out
 from ...trainer.step_clock import COMPUTE, EVALUATION, SAVING
 from ..enums import SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR
 from ..optim.schedules import follows_a_metric
 from ..profile import profile_of
-from .evaluation import EvaluationMixin
-from .search import SearchMixin
-from .time_parts import TimeParts
+from .keeping import KeepingMixin
 
 __all__ = ["BetweenStepsMixin"]
 
 _LOG = logging.getLogger(__name__)
 
 
-class BetweenStepsMixin(EvaluationMixin, SearchMixin):
+class BetweenStepsMixin(KeepingMixin):
     """HF Trainer's methods that run between the steps of the training loop."""
-
-    _times: TimeParts | None = None
-    """The account of the time of the current call of `train`."""
 
     def _maybe_log_save_evaluate(
         self,
@@ -48,49 +42,18 @@ class BetweenStepsMixin(EvaluationMixin, SearchMixin):
             with self._timed(COMPUTE):  # for which a log waits
                 self._log_steps(tr_loss, grad_norm, learning_rate, start_time)
         if self.control.should_evaluate:
-            with self._timed(EVALUATION):
-                metrics = self._evaluate(trial, ignore_keys_for_eval)
-            improved = self._determine_best_metric(metrics=metrics, trial=trial)
-            if self.args.save_strategy == SaveStrategy.BEST:
-                self.control.should_save = improved
+            with self._keeping_last_step(model, trial):
+                with self._timed(EVALUATION):
+                    metrics = self._evaluate(trial, ignore_keys_for_eval)
+                improved = self._determine_best_metric(metrics=metrics, trial=trial)
+                if self.args.save_strategy == SaveStrategy.BEST:
+                    self.control.should_save = improved
         if not self.control.should_save:
             return
         with self._timed(SAVING):
             saved = self._try_to_save(model, trial)
         if saved:
             self.control = self.callback_handler.on_save(self.args, state, self.control)
-
-    def _timed(self, part: str) -> AbstractContextManager[None]:
-        """Let the time of the block belong to a part of the time, if `time_parts` is set."""
-        if self._times is None:
-            return nullcontext()
-        self._times.evaluations += part == EVALUATION
-        self._times.saves += part == SAVING
-        return self._times.clock.within(part)
-
-    def _try_to_save(self, model: nn.Module, trial: Any) -> bool:
-        """Save a checkpoint, and return whether it was saved. A failure is logged, and training
-        continues."""
-        best = self.state.best_model_checkpoint
-        try:
-            self._save_checkpoint(model, trial)
-        except SaveFailed as error:
-            self.state.best_model_checkpoint = best
-            self._save_error = error
-            _LOG.error("%s. Training continues", error)
-            return False
-        self._num_saved += 1
-        return True
-
-    def _refuse_unsaved(self) -> None:
-        """Raises `SaveFailed` at the end of a run that should have saved checkpoints but could save
-        none."""
-        if self._save_error is not None and not self._num_saved:
-            raise SaveFailed(
-                f"the training ended at step {self.state.global_step}, and none of its checkpoints "
-                f"could be saved; of the last: {self._save_error}. trainer.model has the trained "
-                "weights: catch SaveFailed and call save_model() to keep them"
-            ) from self._save_error
 
     def _log_steps(
         self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: float

@@ -120,16 +120,19 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
         run_dir = self._get_output_dir(trial=trial)
         folder = Path(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         self._note_best_checkpoint(run_dir)
-        if self.args.save_only_model or self._writes_hf_format():
-            save_folder(folder, self.driver_session.session, partial(self._write_beside, folder))
-        else:
-            self._write_kernel_checkpoint(folder, step)
+        self._write_checkpoint(folder, step)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(folder))
         if self.args.should_save:
             self._rotate_checkpoints(
                 use_mtime=profile_of(self.args).rotates_by_time, output_dir=run_dir
             )
+
+    def _write_checkpoint(self, folder: Path, step: int) -> None:
+        if self.args.save_only_model or self._writes_hf_format():
+            save_folder(folder, self.driver_session.session, partial(self._write_beside, folder))
+        else:
+            self._write_kernel_checkpoint(folder, step)
 
     def _write_kernel_checkpoint(self, folder: Path, step: int) -> None:
         running, engine = self._running(), self.driver_session.engine

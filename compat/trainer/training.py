@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ...checkpoint.catalog import tidy
 from ...kernel.batches import Position
 from ...kernel.errors import CollectiveFailed, OutOfMemory
@@ -25,15 +23,14 @@ from ..callbacks.jit_checkpoint import waits_for_signals
 from ..callbacks.state import ExportableState, TrainerState
 from ..checkpoints.model_files import buffer_shapes
 from ..checkpoints.read_ahead import read_again
-from ..common.metrics import speed_metrics
 from ..common.overrides import refuse_uncalled
 from ..data.lengths import has_length
 from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
-from .between_steps import BetweenStepsMixin
 from .epochs import Epochs, RunLength, no_batches
+from .finalizing import FinalizingMixin
 from .memory import lacks_memory, smaller_batch, what_to_do
 from .partitioning import whole_sequences
 from .step_callbacks import TrainerPolicy
@@ -43,7 +40,7 @@ __all__ = ["TrainingMixin"]
 _LOG = logging.getLogger(__name__)
 
 
-class TrainingMixin(BetweenStepsMixin):
+class TrainingMixin(FinalizingMixin):
     """`train` and the methods that it calls."""
 
     # --- train ------------------------------------------------------------------------------
@@ -68,7 +65,7 @@ class TrainingMixin(BetweenStepsMixin):
         self._hp_search_setup(trial)  # first: a trial may change the seed
         if self.model_init is not None:
             self._rebuild(trial)
-        self._num_saved, self._save_error = 0, None
+        self._num_saved, self._save_error, self._saved_step = 0, None, None
         self._make_ready()
         self._buffer_shapes = buffer_shapes(self.model)
         quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
@@ -352,43 +349,6 @@ class TrainingMixin(BetweenStepsMixin):
             max_steps = math.ceil(args.num_train_epochs * updates)
             epochs, samples = math.ceil(args.num_train_epochs), examples * args.num_train_epochs
         return epochs, updates, examples, samples, total, length, max_steps
-
-    def _finalize_training(
-        self, trial: Any, num_train_samples: float, start_time: float
-    ) -> TrainOutput:
-        """Log the summary, load the best model, and call the last events."""
-        state = self.state
-        self._total_loss_scalar += self._loss_since_last_log()
-        steps = state.global_step - self._initial_global_step
-        loss = self._total_loss_scalar / max(steps, 0.001)
-        metrics = speed_metrics(
-            "train",
-            start_time,
-            num_samples=num_train_samples * steps / max(state.max_steps, 1),
-            num_steps=steps,
-        )
-        self.store_flos()
-        metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = loss
-        self._memory_tracker.stop_and_update_metrics(metrics)
-        self.log(metrics)
-        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._load_best_model()
-        self._keep_only_the_best(trial)
-        self.control = self.callback_handler.on_train_end(self.args, state, self.control)
-        self._finish_current_push()
-        self._deactivate_neftune(self.model)
-        self._training = self._mode = None
-        self.is_in_train = False
-        return TrainOutput(state.global_step, loss, metrics)
-
-    def _loss_since_last_log(self) -> float:
-        training = self._training
-        if training is None:  # a subclass runs its own loop
-            return self._mean_over_ranks(getattr(self, "_tr_loss", torch.zeros(())))
-        window = training.window
-        grown = training.progress.step > window.first_step  # including steps before a resume
-        return self._mean_over_ranks(torch.as_tensor(window.loss_sum)) if grown else 0.0
 
 
 def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:

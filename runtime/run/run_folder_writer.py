@@ -180,10 +180,10 @@ class RunFolderWriter:
     def unsaved_best(self) -> Record | None:
         """Return the best evaluation, once the run has ended, if it is better than the best
         checkpoint."""
-        found: Record | None = None
+        found: list[Record | None] = [None]
         with self._reporting_undrawn():
-            found = unsaved_best(self._whole_history(), ShownConfig.of(self.config), self.best)
-        return found
+            found = [unsaved_best(self._whole_history(), ShownConfig.of(self.config), self.best)]
+        return found[0]
 
     def _find_best(self) -> Best | None:
         with suppress(OSError, CheckpointError):  # a page without it is better than none

@@ -1,4 +1,4 @@
-"""What follows the last step. A failure there costs no training, and has its own exit code."""
+"""The part of a run after its last step. A failure there costs no training."""
 
 from __future__ import annotations
 

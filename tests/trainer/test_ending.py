@@ -1,4 +1,4 @@
-"""What follows the last step fails: what was trained is saved first, and nothing is lost."""
+"""A failure after the last step: the weights are saved first, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_which_checkpoints_stay_is_decided_by_the_last_metrics_too(
 ) -> None:
     values = iter([3.0, 1.0, 2.0, 0.5 if last_is_best else 9.0])
 
-    def told(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    def fixed(sums: Mapping[str, Tensor]) -> dict[str, float]:
         return {"loss": next(values)} if float(sums["samples"]) == 50 else measured(sums)
 
     settings = Settings(
@@ -161,7 +161,7 @@ def test_which_checkpoints_stay_is_decided_by_the_last_metrics_too(
         evaluate=EvaluateSettings(every=2, sanity_check=False),
         checkpoint=CheckpointSettings(every=2, keep_last=1, keep_best=1),
     )
-    train(tmp_path, settings, told)
+    train(tmp_path, settings, fixed)
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     best = [] if last_is_best else ["checkpoint-000004"]
     assert kept == [*best, "checkpoint-000008"]
