@@ -130,8 +130,7 @@ def test_ranks(
     assert ran.code == 3, ran.stderr
     assert "saved in run/checkpoints/checkpoint-000006; then" in ran.stderr
     assert ran.stderr.count("error (rank") == 1
-    assert 'failing.py", line' in ran.stderr
     assert CheckpointReader(tmp_path / "run" / "checkpoints" / "checkpoint-000006").manifest
     again = drive("train", "--resume", "run", *words)
     assert again.code == 0, again.stderr
-    assert ("held" in again.stdout) == (fails in ("measure", "summarise"))  # it was made else
+    # rank 0 may have made the evaluation, and added it to the checkpoint, before rank 1 failed
