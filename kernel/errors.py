@@ -157,9 +157,8 @@ class WorkerFailed(DataFailed):
 
 
 class FailedAfterTraining(DrivetrainError):
-    """All steps are done and what was trained is saved; the last evaluation, an observer or
-    `finish` raised (the `__cause__`). For programs: `checkpoint`, where the weights are, as text;
-    empty if nothing is saved."""
+    """All steps are done and saved; then the last evaluation, an observer or `finish` raised (the
+    `__cause__`). For programs: `checkpoint`, where the weights are; empty if nothing is saved."""
 
     exit_code = 3
 

@@ -58,7 +58,8 @@ class Window:
         self.loss_sum: Any = 0.0
         """This feeder's losses of these steps, added up; on the device, or 0.0 before the first."""
         self._grad_norm: Any = math.nan
-        self._without_items = 0
+        self.empty_steps = 0
+        """Steps that had no items: they added 0, and are left out of the mean loss."""
         self._since = time.perf_counter()
 
     def has_grown(self, progress: Progress) -> bool:
@@ -70,17 +71,13 @@ class Window:
         self.loss_sum = self.loss_sum + loss
         self._grad_norm = grad_norm
 
-    def leave_out_step(self) -> None:
-        """Take the last step out of the mean loss, since it had no items and added 0."""
-        self._without_items += 1
-
     def leave_out(self, seconds: float) -> None:
         """Time that was not spent on training."""
         self._since += seconds
 
     def figures(self, progress: Progress, session: Session) -> dict[str, float]:
         """Means over the window, by the names that `Logged` has. Waits for the device."""
-        steps = progress.step - self.first_step - self._without_items
+        steps = progress.step - self.first_step - self.empty_steps
         timed_steps = progress.step - self._timed_step
         loss = math.nan
         if steps:
@@ -97,7 +94,7 @@ class Window:
 
     def to_json(self, session: Session) -> dict[str, Any]:
         """So that the first log after a resume covers the steps before it, too."""
-        first_step = self.first_step + self._without_items
+        first_step = self.first_step + self.empty_steps
         return {"first_step": first_step, "losses": losses_to_json(self.loss_sum, session)}
 
     def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
@@ -112,7 +109,7 @@ class Window:
                 own = losses_from_json(stored, session.world)
             case _:
                 raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
-        self.first_step, self._without_items, self.loss_sum = first_step, 0, own
+        self.first_step, self.empty_steps, self.loss_sum = first_step, 0, own
 
 
 def losses_to_json(loss: Any, session: Session) -> list[float | None]:

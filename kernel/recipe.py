@@ -120,8 +120,7 @@ class Microstep:
 
 
 def check_loss(loss: object, of: str = "recipe.loss") -> None:
-    """Raises `RecipeError` unless `loss`, which `of` returned, is a scalar that a gradient flows
-    from into the module."""
+    """Raises `RecipeError` unless `of` returned a scalar that a gradient flows from to a module."""
     if not isinstance(loss, Tensor):
         raise RecipeError(
             f"{of} returned {type(loss).__name__}; it must return a scalar tensor: the sum "

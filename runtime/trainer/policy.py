@@ -97,7 +97,7 @@ class SettingsPolicy:
         if result.items < group.num_samples:
             self.state.left_out.ended(step, group, result.items)
         if not result.items:
-            loop.window.leave_out_step()
+            loop.window.empty_steps += 1
         if (statistics := self.state.statistics) is not None:
             statistics.after_update(step)
         if self.lock is not None:
