@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.extra_state import extra_state, weight_names
 from ..data.ranges import Range, check_ranges
 from ..kernel.contract import World
 from ..kernel.errors import BackendUnavailable, CapabilityRefused
@@ -108,9 +109,11 @@ class IpexEngine(PlainEngine):
         super().__init__(recipe, plan, world)
         recomputed = [name for name, part in self.own.named_modules() if "forward" in vars(part)]
         # afterwards parameters and layers may be others: what the user calls them is noted here
+        self._names = weight_names(self.own)
         self._shapes = {name: t.shape for name, t in model_state.named_state(self.own).items()}
         self.state = _IpexState(self.optimizer, self.own)
         self._optimize(plan.options or IpexOptions())
+        _extra_state_apart(self.own)
         for name in recomputed:
             if "forward" not in vars(self.own.get_submodule(name)):  # the layer was replaced
                 models.recompute_activations(self.own, name)
@@ -141,8 +144,9 @@ class IpexEngine(PlainEngine):
         )
 
     def shards(self) -> Iterator[Piece]:
+        yield from self.extra.pieces()
         weights = self.own.state_dict()
-        return model_state.partitioned_pieces(
+        yield from model_state.partitioned_pieces(
             {
                 "weights": {name: weights[name].detach() for name in self._shapes},
                 "optimizer": self.state.tensors(),
@@ -153,12 +157,13 @@ class IpexEngine(PlainEngine):
 
     def restore(self, reader: Reader) -> None:
         model_state.check_same_model(reader, self._shapes)
-        state = self.state.read(reader)
+        state, extra = self.state.read(reader), self.extra.read(reader)
         weights = {name: reader.read("weights", name) for name in self._shapes}
         for first, *others in self.tied:
             weights |= dict.fromkeys(others, weights[first])
-        self.own.load_state_dict(weights)
+        self._load(weights)
         self.state.load(state)
+        self.extra.load(extra)
 
     def average(self, weight: float) -> None:
         self.state.averages.move(self._plain_weights(), weight)
@@ -166,23 +171,22 @@ class IpexEngine(PlainEngine):
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Weights in blocked layouts, or in halves, are written by `load_state_dict` alone."""
-        weights = self.own.state_dict()
-        kept = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        kept = {name: tensor.detach().clone() for name, tensor in self._all_weights().items()}
         shown = {**kept, **self.state.averages.of}
         for first, *others in self.tied:
             shown |= dict.fromkeys(others, shown[first])
-        self.own.load_state_dict(shown)
+        self._load(shown)
         try:
             yield
         finally:
-            self.own.load_state_dict(kept)
+            self._load(kept)
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
-        weights = {name: tensor.detach().clone() for name, tensor in self.own.state_dict().items()}
+        weights = {name: tensor.detach().clone() for name, tensor in self._all_weights().items()}
         tied = {name: group[0] for group in self.tied for name in group}
         names = [name for name, _ in self.own.named_parameters() if tied.get(name, name) == name]
         change({name: (weights[name], tuple(weights[name].shape)) for name in names})
-        self.own.load_state_dict(weights | {name: weights[first] for name, first in tied.items()})
+        self._load(weights | {name: weights[first] for name, first in tied.items()})
 
     def show_update(self, observer: Any) -> None:
         raise CapabilityRefused(
@@ -192,9 +196,43 @@ class IpexEngine(PlainEngine):
             "stats.every=0, or take the backend cpu",
         )
 
+    def _all_weights(self) -> dict[str, Tensor]:
+        """Return all weights and buffers in plain layouts, by all of their names."""
+        extra = extra_state(self.own, self._names)
+        packed = self.own.state_dict()
+        return {name: each for name, each in packed.items() if name not in extra}
+
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        """Load weights and buffers; other state of modules stays."""
+        extra = extra_state(self.own, self._names)
+        self.own.load_state_dict({**weights, **extra})
+
     def _plain_weights(self) -> dict[str, Tensor]:
         weights = self.own.state_dict()
         return {name: weights[name].detach() for name in self.state.trained}
+
+
+def _extra_state_apart(module: nn.Module) -> None:
+    """Keep what is no tensor from the extension's `state_dict`, which asks all entries for their
+    addresses."""
+    patched: Any = module
+    if (plain := getattr(module, "_original_state_dict", None)) is None:
+        return
+    casting, apart = module.state_dict, {}
+
+    def tensors(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        packed: dict[str, Any] = plain(*args, **kwargs)
+        for key in [key for key, value in packed.items() if not isinstance(value, Tensor)]:
+            apart[key] = packed.pop(key)
+        return packed
+
+    def whole(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        apart.clear()
+        packed: dict[str, Any] = casting(*args, **kwargs)
+        packed.update(apart)
+        return packed
+
+    patched._original_state_dict, patched.state_dict = tensors, whole
 
 
 class _IpexState(OptimizerState):

@@ -174,17 +174,18 @@ class Engine(Protocol):
         Optimizer: every tensor, number and None of the optimizer's state, and lists and tuples of
         these, tensors in at least float32; and what the optimizer itself has changed in its
         parameter groups since it was built, but for `lr`. What it keeps besides is refused by the
-        kernel in the first update. State: the loss scaler, if any."""
+        kernel in the first update. State: the loss scaler, if any, and of modules what
+        `checkpoint.extra_state` names: rank 0's, and of other ranks what differs from it."""
 
     def restore(self, reader: Reader) -> None:
         """Take what this rank needs from a checkpoint of any driver at any world size. A checkpoint
         that holds no optimizer tensors clears the optimizer: it is as when it was built. Of
-        parameters that the checkpoint has no state of, it is, too.
+        parameters that the checkpoint has no state of, it is, too. A module's missing state stays.
 
         Raises:
             CheckpointMismatch: It is of another model or optimizer. Names the tensors.
-            CheckpointDamaged: An entry of the optimizer's state, which is named, is missing or
-                malformed. After both, weights, optimizer and loss scaler are unchanged."""
+            CheckpointDamaged: An entry of the optimizer's or a module's state, which is named, is
+                missing or malformed. After both, all state is as it was."""
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         """Gives the user's own module. While it is open, the named parameters (all by default) are

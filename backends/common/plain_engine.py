@@ -13,6 +13,7 @@ from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from . import attached, model_state, models, stepping
+from .extra_state import ExtraState
 from .optimizer_state import OptimizerState
 from .registered import Registered
 
@@ -25,6 +26,7 @@ class PlainEngine:
         self.own = self.build_model(recipe)
         self.module = self.own
         """The module that is called: put a wrapper here."""
+        self.extra = ExtraState(self.own, world.device)
         self.tied = models.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = list(self.own.parameters())  # frozen ones may be thawed later
@@ -97,12 +99,15 @@ class PlainEngine:
         return {name: (p.detach(), tuple(p.shape)) for name, p in self.own.named_parameters()}
 
     def shards(self) -> Iterator[Piece]:
-        return model_state.replicated_pieces(
+        yield from self.extra.pieces()
+        yield from model_state.replicated_pieces(
             self.own, self.state, self.loss_scale, self.world.rank, self.world.size
         )
 
     def restore(self, reader: Reader) -> None:
+        extra = self.extra.read(reader)
         model_state.restore_replicated(reader, self.own, self.state, self.loss_scale)
+        self.extra.load(extra)
 
     def average(self, weight: float) -> None:
         self.state.averages.move(self.state.trained, weight)

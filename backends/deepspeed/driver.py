@@ -190,7 +190,7 @@ class ZeroEngine:
                 config=config,
                 dist_init_required=False,
             )
-        self.buffers = Buffers(self.own, Peers(world.rank, world.size))
+        self.buffers = Buffers(self.own, Peers(world.rank, world.size), world.device)
         self.buffers.take_before_forward(self.module)
         self.numbers = GroupNumbers(names, self.zero.param_groups)
         self.averages = ZeroAverages(self.zero, self.own)
@@ -306,12 +306,13 @@ class ZeroEngine:
             self.own, self.zero, self._trained, counted, scale, world.rank, world.size
         )
         yield from self.averages.pieces()
+        yield from self.buffers.extra.pieces()
 
     def restore(self, reader: Reader) -> None:
         scale, stored = self._scale(), set(reader.names("state"))
         with refusing_together(self.world.rank, self.world.size):
             planned = zero_state.plan_restore(reader, self.own, self.zero, self.numbers)
-            updated = self._updated.read(reader)
+            updated, extra = self._updated.read(reader), self.buffers.extra.read(reader)
             scale |= {
                 name: model_state.read_number(reader, name) for name in scale if name in stored
             }
@@ -322,6 +323,7 @@ class ZeroEngine:
         self._updated.restored(updated)
         self.numbers.load(self.zero.param_groups, planned.counted)
         zero_state.publish(self.zero)
+        self.buffers.extra.load(extra)
         if self.loss_scale is not None:
             model_state.load_scale(scale, self.loss_scale)
             self.zero.external_loss_scale = float(self.loss_scale.scale)

@@ -94,7 +94,7 @@ class FsdpEngine:
         """Number of ranks that hold this rank's shard of each parameter; 0: all hold it whole."""
         kept_whole = sharding.moved(self.module, replicated, world.device)
         self.replicated_parameters = ReplicatedParameters(kept_whole, self.peers, world.device)
-        self.buffers = Buffers(self.module, self.peers, options.sync_buffers)
+        self.buffers = Buffers(self.module, self.peers, world.device, options.sync_buffers)
         self.buffers.take_before_forward(self.module)
         self.layers = UsedLayers(world, world.size // self.peers.size)
         self._watch_layers()
@@ -290,8 +290,7 @@ class FsdpEngine:
         yield from pieces
 
     def _own_pieces(self) -> Iterator[Piece]:
-        yield from self.buffers.own_pieces()
-        yield from model_state.buffer_pieces(self.module, self.peers.rank)
+        yield from self.buffers.pieces()
         yield from dtensor.pieces(
             {
                 "weights": model_state.named_parameters(self.module),
@@ -311,6 +310,7 @@ class FsdpEngine:
         with refusing_together(self.world.rank, self.world.size):
             state = self.state.read(reader, dtensor.read_optimizer_entry)
             scale = model_state.read_scale(reader, self.loss_scale)
+            extra = self.buffers.extra.read(reader)
         with model_state.overwriting():
             self.state.load(state)
             for name in weights.keys() - self.elsewhere.keys():
@@ -318,6 +318,7 @@ class FsdpEngine:
                 dtensor.own_part(tensor).copy_(dtensor.read_weight(reader, name, tensor))
         model_state.load_scale(scale, self.loss_scale)
         self.buffers.restore_own(reader)
+        self.buffers.extra.load(extra)
         self.uninitialised = False
 
     def average(self, weight: float) -> None:
@@ -365,8 +366,7 @@ class FsdpEngine:
 
     def give_back(self) -> bool:
         """See `GivesBack`."""
-        can_be = all(partition.can_be_undone for partition in self.partitions)
-        return can_be and whole.give_back(self)
+        return all(each.can_be_undone for each in self.partitions) and whole.give_back(self)
 
     def whole(self, name: str, parameter: nn.Parameter) -> Tensor:
         """Return the whole parameter, as the recipe's model knows it, on every rank."""

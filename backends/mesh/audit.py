@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from ...kernel.errors import RecipeError
 from ...kernel.recipe import Batch, Recipe, check_loss
 from ..common import models, prefetch, stepping
 from ..common.buffers import buffers_kept
+from ..common.extra_state import extra_state_kept
 from ..fsdp import dtensor
 from ..fsdp.engine import FsdpEngine
 from ..fsdp.sharding import gathered_dtype
@@ -164,6 +166,7 @@ class GradientAudit:
         batch = prefetch.move(self._batch, device)
         context = self.context
         whole, part = (batch, batch) if context is None else context.whole_and_part(batch)
+        kept = partial(extra_state_kept, engine.module)
         once = torch.compiler.set_stance("force_eager") if engine.plan.compile else nullcontext()
         with (
             once,
@@ -173,14 +176,16 @@ class GradientAudit:
         ):
             reference = self._whole_gradients if self.gathers else self._sequence_gradients
             training = self.training
-            loss, expected, drawn = reference(whole, training)
+            with kept():
+                loss, expected, drawn = reference(whole, training)
             if self._any(training and drawn):  # parts and whole would draw different numbers
                 training = False
-                loss, expected, _ = reference(whole, training)
+                with kept():
+                    loss, expected, _ = reference(whole, training)
             size = torch.stack([grad.double().square().sum() for grad in expected.values()])
             if self._any(not bool(torch.isfinite(size).all())):
                 return None
-            with repeatable_forward(engine.module, device, training):
+            with kept(), repeatable_forward(engine.module, device, training):
                 seen, gradients = self._partitioned_gradients(part)
         pairs = [
             torch.stack([(gradients[name].double() - grad.double()).square().sum(), square])

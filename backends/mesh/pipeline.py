@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...checkpoint.extra_state import extra_key
 from ...data.parallel import Parallel
 from ...kernel.contract import World
 from ...kernel.errors import CapabilityRefused, RecipeError
@@ -267,14 +268,16 @@ class PipelinePartition(Partition):
         """Return True if this rank saves the piece. The first rank of the pipeline that holds its
         parameter or buffer does, and the first of all for other pieces.
         """
-        name = piece.name
+        name, index = piece.name, self.p2p.index
         if piece.kind == "optimizer":
             name = next((fqn for fqn in _prefixes(name) if fqn in self.held_by), "")
-        if piece.kind == "state":  # a buffer of one rank's own
-            name = name.rpartition("/")[-1]
+        if piece.kind == "state":
+            if (key := extra_key(name)) is not None:
+                return self.stages.of_module(key.rpartition(".")[0]) % self.p2p.size == index
+            name = name.rpartition("/")[-1]  # a buffer of one rank's own
         if name in self.held_by:
-            return self._holders_of(name)[0] == self.p2p.index
-        return self.stages.of.get(name, 0) % self.p2p.size == self.p2p.index
+            return self._holders_of(name)[0] == index
+        return self.stages.of.get(name, 0) % self.p2p.size == index
 
     @contextmanager
     def full_params(self, module: nn.Module) -> Iterator[None]:

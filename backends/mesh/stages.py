@@ -54,7 +54,16 @@ class Stages:
         )
         for name, _ in tensors:
             self.of[name] = self.stage_of_block[max(places[name.rpartition(".")[0]], 0)]
+        self._of_modules = {
+            name: self.stage_of_block[max(place, 0)] for name, place in places.items()
+        }
         self._around_blocks = {name for name, _ in tensors if places[name.rpartition(".")[0]] < 0}
+
+    def of_module(self, name: str) -> int:
+        """Return the stage of a module, or of the one around it that the model has."""
+        while name and name not in self._of_modules:
+            name = name.rpartition(".")[0]
+        return self._of_modules.get(name, 0)
 
     def _block_indices(self, module: nn.Module) -> dict[str, int]:
         """Return for each submodule the index of its block, or of the block before it. It is 0

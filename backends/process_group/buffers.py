@@ -1,4 +1,5 @@
-"""Buffers of a model that several ranks run. Rank 0 among these holds the model's.
+"""Buffers, and other state of the modules, of a model that several ranks run. Rank 0 among these
+holds the model's.
 
 A forward in training changes some of them (running statistics, counts), on each rank by the samples
 that this rank has seen.
@@ -6,7 +7,7 @@ that this rank has seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from ...kernel.shards import Piece, Reader
 from ..common import model_state
 from ..common.buffers import write_unseen
-from .collectives import keep_for_a_while, naming_collectives
+from ..common.extra_state import ExtraState
+from .collectives import keep_for_a_while, naming_call, naming_collectives
 from .peers import Peers
 
 
@@ -26,8 +28,13 @@ class Buffers:
     them.
     """
 
-    def __init__(self, module: nn.Module, peers: Peers, synchronised: bool = True) -> None:
+    def __init__(
+        self, module: nn.Module, peers: Peers, device: torch.device, synchronised: bool = True
+    ) -> None:
+        """`device`: of this rank."""
         self.rank, self.size, self.peers = peers.rank, peers.size, peers
+        self._device = device
+        self.extra = ExtraState(module, device, self.rank, self.size, self._differing)
         self._module, self._synchronised = module, synchronised
         # looked up at each use, since a module may replace the tensor of a buffer
         self._places = [
@@ -41,6 +48,12 @@ class Buffers:
         """Take rank 0's buffers before each forward of `called`, the wrapped module."""
         if self._synchronised and self._places and self.size > 1:
             called.register_forward_pre_hook(self._before_forward)
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield all that this rank saves: buffers, and extra state."""
+        yield from model_state.buffer_pieces(self._module, self.rank)
+        yield from self.own_pieces()
+        yield from self.extra.pieces()
 
     def own_pieces(self) -> Iterator[Piece]:
         """Yield the buffers that this rank saves as its own, besides those of rank 0."""
@@ -77,6 +90,14 @@ class Buffers:
         """Give all ranks the buffers of rank 0 from now on."""
         if self._places and self.size > 1:
             self._take()
+
+    def _differing(self, values: Sequence[int]) -> list[int]:
+        """Return the indices at which the ranks have different numbers."""
+        both = torch.tensor([[*values], [~value for value in values]], device=self._device)
+        with naming_call("comparing extra state of modules", self.rank):
+            dist.all_reduce(keep_for_a_while(both), dist.ReduceOp.MAX, group=self.peers.group)
+        most, flipped = both.tolist()
+        return [index for index, value in enumerate(most) if value != ~flipped[index]]
 
     def _here(self) -> list[Tensor]:
         buffers = (held[name] for held, name in self._places)

@@ -95,7 +95,9 @@ class DdpEngine(PlainEngine):
         self.autocast = lambda: naming_collectives("a forward", world.rank, inside=autocast())
         arguments = self.options.arguments(self.takes_turns)
         self.module = _FixedOrderDDP(self.own, self.options.static_graph, **arguments)
-        self.buffers = Buffers(self.own, Peers(world.rank, world.size), self.options.sync_buffers)
+        peers = Peers(world.rank, world.size)
+        self.buffers = Buffers(self.own, peers, world.device, self.options.sync_buffers)
+        self.extra = self.buffers.extra
         self.buffers.take_before_forward(self.module)
         self._copies = Copies(self._held, world)
         self._frozen, self._entered = Frozen(self.own), Entered(self.module)

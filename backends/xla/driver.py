@@ -35,6 +35,7 @@ from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Batch, Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import attached, fork_gc, layouts, model_state, models, random_state, stepping
+from ..common.extra_state import ExtraState
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
 from ..common.single_process import SingleProcess
@@ -195,6 +196,7 @@ class XlaEngine:
             if group.get("fused"):
                 group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
         self.state = OptimizerState(self.optimizer, self.module)
+        self.extra = ExtraState(self.module, placement.device)
         self.registered = Registered(self.module)
         self.autocast = models.autocast(plan, placement.device)
         self._pending_outcome: placing.ConditionalUpdate | None = None
@@ -258,6 +260,7 @@ class XlaEngine:
 
     def shards(self) -> Iterator[Piece]:
         self._resolve_pending_outcome()
+        yield from self.extra.pieces()
         waiting: list[Piece] = []
         for piece in model_state.replicated_pieces(self.module, self.state, None, 0, 1):
             if piece.tensor.device != self.placement.device:
@@ -277,7 +280,7 @@ class XlaEngine:
         place, cut_dim = self.placement.put, self.placement.cut_dim
         weights = model_state.named_state(self.module)
         model_state.check_same_model(reader, *model_state.shapes_and_dtypes(weights))
-        state = self.state.read(reader, self._read_entry)
+        state, extra = self.state.read(reader, self._read_entry), self.extra.read(reader)
         parameters = dict(self.module.named_parameters())
         with model_state.overwriting():
             self.state.load(state)
@@ -287,6 +290,9 @@ class XlaEngine:
                     parameters[name].data = place(new, cut_dim(new))
                 else:
                     old.copy_(new)
+        self.extra.load(extra)
+        if extra:
+            self._keep_cut()
         placing.cut_graph()
 
     def _read_entry(self, reader: Reader, name: str, parameter: nn.Parameter) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..checkpoint.extra_state import without_extra_state
 from ..data.sample_digest import num_parts, part_digests, part_text
 from ..kernel.batches import Group, Groups, Microbatch, Position
 from ..kernel.contract import Session, World
@@ -229,11 +230,12 @@ def _figures_of(loop: TrainLoop, world: World) -> tuple[list[str], Tensor]:
     of their words, of their elements, and their norms; waits for nothing."""
     names: list[str] = []
     columns: tuple[list[Tensor], ...] = ([], [], [])
-    for piece in loop.engine.shards():
-        if piece.kind == "weights" and piece.tensor.numel():
-            names.append(piece.name)
-            for column, figure in zip(columns, _figures(piece.tensor.detach()), strict=True):
-                column.append(figure)
+    with without_extra_state():
+        for piece in loop.engine.shards():
+            if piece.kind == "weights" and piece.tensor.numel():
+                names.append(piece.name)
+                for column, figure in zip(columns, _figures(piece.tensor.detach()), strict=True):
+                    column.append(figure)
     figures = [world.widened(figure) for column in columns for figure in column]
     device = next((each.device for each in figures if each.device.type != "cpu"), None)
     figures = [each if device is None else each.to(device) for each in figures]

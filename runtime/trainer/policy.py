@@ -102,6 +102,7 @@ class SettingsPolicy:
             statistics.after_update(step)
         if self.lock is not None:
             self.lock.check()
+        self.state.modules.after_step()
         if not self._got_ready:
             self._got_ready = True
             if counted := self.memory.after_first_step(step):

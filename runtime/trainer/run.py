@@ -38,6 +38,7 @@ from .late_ranks import abort_ranks, ended_by, report_late_ranks
 from .left_out import LeftOut
 from .loss_parts import LossParts, with_parts
 from .memory_account import MemoryAccount
+from .module_state import ModuleState
 from .nonfinite import NonFiniteSearch
 from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
@@ -179,8 +180,11 @@ class Run:
             observers=ObserverStates(announce.observers),
             statistics=Statistics.of(settings, engine, session, driver.name),
             left_out=left_out,
+            modules=ModuleState(engine, session, lambda note: announce(events.Warned(note))),
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
+        if saves is not None:
+            self.state.modules.begin()
         times = TimeAccounting(clock, session, source, settings)
         level = settings.digests
         if able.static_shapes and level == "weights":

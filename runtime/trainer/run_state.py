@@ -16,6 +16,7 @@ from ..kernel.paths import Place
 from .after_update import AfterUpdate
 from .evaluations import Evaluations
 from .left_out import LeftOut
+from .module_state import ModuleState
 from .nonfinite import NonFiniteSearch
 from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
@@ -50,6 +51,7 @@ class RunState:
     observers: ObserverStates
     statistics: Statistics | None
     left_out: LeftOut
+    modules: ModuleState
     loss: float = math.nan
     """The last loss that was logged."""
 
@@ -107,6 +109,7 @@ class RunState:
         loss = state.get("loss")
         self.loss = loss if isinstance(loss, float) else math.nan
         notes += self.averages.restored(loop, reader)
+        notes += self.modules.notes(reader, self.backend)
         if unknown:
             if len(unknown) == len(self.session.rng_state()):
                 feeder, step = self.session.world.feeder_index, loop.progress.step

@@ -27,6 +27,7 @@ LAWS = (
     "law_6_after_update",
     "law_6_resume",
     "law_6_buffers",
+    "law_6_extra_state",
     "law_6_files",
     "law_6_memory",
     "law_6_streams",

@@ -14,6 +14,7 @@ from ..data.parallel import Parallel
 from ..kernel.recipe import Recipe
 from .decoders import LENGTH, VOCABULARY, WIDTH, AllChosenModel, LanguageModel, MixtureModel
 from .experts import InParts
+from .remembering import Remembering
 
 __all__ = ["KINDS_OF_DATA", "PROBLEMS", "Problem", "Samples", "collate", "inside"]
 
@@ -369,6 +370,13 @@ PROBLEMS: dict[str, Problem] = {
         parallel=Parallel(tensor={"body.0": "column", "body.2": "row"}, stages=["body.?"]),
         stand_in="scaled in parts",
     ),
+    "remembering": Problem(
+        Remembering,
+        regression_sample,
+        squared_error,
+        parallel=Parallel(tensor={"body.0.1": "vocabulary"}, stages=["body.?"]),
+        stand_in="remembering in parts",
+    ),
     "normalised": Problem(
         Normalised,
         regression_sample,
@@ -376,7 +384,7 @@ PROBLEMS: dict[str, Problem] = {
         parallel=Parallel(tensor={"head": "vocabulary"}),
     ),
 }
-WIDTHS = {"regression": 3, "classification": CLASSES, "dropout": 3, "scaled": 3}
+WIDTHS = {"regression": 3, "classification": CLASSES, "dropout": 3, "scaled": 3, "remembering": 3}
 """Width of each problem's outputs."""
 PROBLEMS |= {f"{name} in parts": in_parts(PROBLEMS[name], width) for name, width in WIDTHS.items()}
 PROBLEMS["language in parts"] = replace(

@@ -27,7 +27,7 @@ from drivetrain.kernel.contract import Outcome, TakesOverStep, World
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed, RecipeError
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
-from drivetrain.kernel.shards import Piece, Reader
+from drivetrain.kernel.shards import Kind, Piece, Reader
 
 
 class Wrapped:
@@ -708,6 +708,47 @@ class BuffersOfTheLastRank(WrappedEngine):
             yield Piece("weights", name, buffer, tuple(buffer.shape))
 
 
+class OfSomeNames(WeightsAlone):
+    """A `Reader` that shows the state of some names only."""
+
+    def __init__(self, reader: Reader, shown: Callable[[str], bool]) -> None:
+        super().__init__(reader)
+        self.shown = shown
+
+    def names(self, kind: Kind) -> Any:
+        return [n for n in self.reader.names(kind) if kind != "state" or self.shown(n)]
+
+
+class ExtraStateNotSaved(WrappedEngine):
+    """Saves parameters and buffers, and nothing else that modules have."""
+
+    def shards(self) -> Iterator[Piece]:
+        return (piece for piece in self.inner.shards() if not piece.name.startswith("extra"))
+
+
+class ExtraStateForgotten(WrappedEngine):
+    """Saves extra state, and restores none."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(OfSomeNames(reader, lambda name: not name.startswith("extra")))
+
+
+class ExtraStateOfRank0(WrappedEngine):
+    """Gives all ranks the extra state of rank 0."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(OfSomeNames(reader, lambda name: not name.startswith("extra.")))
+
+
+class ExtraStateOfTheWrapper(WrappedEngine):
+    """Saves extra state under the names of the wrapped module, and restores it by these."""
+
+    def shards(self) -> Iterator[Piece]:
+        for piece in self.inner.shards():
+            name = piece.name.replace("extra/", "extra/module.", 1)
+            yield dataclasses.replace(piece, name=name)
+
+
 class OtherMomentum(WrappedEngine):
     """Uses the library's own batch normalization, which takes a larger share of each batch into its
     running statistics.
@@ -910,6 +951,7 @@ LIMITED = "2_norm-clipping_limits_each_element"
 BAD_RANK = "3_not_applied-one_bad_rank_spoils_the_update_of_none"
 SAME_BITS = "5_evaluation-training_is_bitwise_the_same"
 RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
+EXTRA = "6_extra_state-a_resumed_run_has_the_extra_state-stop=4"
 BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
 DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
@@ -995,6 +1037,10 @@ FAULTS: dict[str, Fault] = {
     "buffers forgotten": Fault(RESUMED, BuffersForgotten),
     "buffers drift": Fault(BUFFERS, BuffersDrift),
     "buffers of the last rank": Fault(BUFFERS, BuffersOfTheLastRank),
+    "extra state not saved": Fault(EXTRA, ExtraStateNotSaved),
+    "extra state forgotten": Fault(EXTRA, ExtraStateForgotten),
+    "extra state of rank 0": Fault(EXTRA, ExtraStateOfRank0),
+    "extra state of the wrapper": Fault("6_extra_state-extra_state_moves", ExtraStateOfTheWrapper),
     "other momentum": Fault("6_buffers-one_process_normalises", OtherMomentum),
     "first step in another order": Fault("6_resume-resumed_run_of_three", FirstStepInAnotherOrder),
     "untied": Fault("6_resume-tied_weights_stay_tied", Untied),

@@ -90,7 +90,7 @@ ROOMS = {
             f"kernel.{module}" for module in ("contract", "errors", "plan", "recipe", "shards")
         )
         | _LAUNCHED
-        | {"checkpoint.gc_paused", "checkpoint.optimizer_entries"}
+        | {"checkpoint.extra_state", "checkpoint.gc_paused", "checkpoint.optimizer_entries"}
         | {"data.nested", "data.parallel", "data.random_state", "data.ranges"}
         | {"data.parent", "data.private_names", "data.small_files"},
         outside=frozenset({"torch"}),
