@@ -21,6 +21,7 @@ from ...checkpoint import CheckpointReader
 from ..arguments.accelerator_config import AcceleratorConfig, resolve_accumulation
 from ..arguments.backend import chosen, notes, ranks_of_a_reader
 from ..arguments.processes import Processes
+from ..checkpoints.extra_files import tensors_alone
 from ..checkpoints.model_files import write_weights
 from ..common.placement import move
 from ..data.rank_batches import FixedShare
@@ -331,9 +332,9 @@ class Accelerator(Collectives):
         if prepared is None or prepared.model is not inner:
             return dict(inner.state_dict())
         with prepared.engine.full_params() as whole:
-            return {
-                name: value.detach().cpu().clone() for name, value in whole.state_dict().items()
-            }
+            tensors, others = tensors_alone(packed := whole.state_dict())
+            copies = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+            return {**copies, **{name: packed[name] for name in others}}
 
 
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "DeepSpeedEngine")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...checkpoint import CheckpointReader
 from ...kernel.contract import Session
 from ...kernel.errors import CheckpointError, CheckpointMismatch
+from .extra_files import is_extra_name
 from .key_conversion import converted_weights
 from .model_files import ADAPTER_FILES, adapters_in, has_weights, read_weights
 
@@ -70,7 +71,7 @@ def _by_fqn(
             fqn = next((each for each in names if each in known), None)
             if fqn is not None:
                 yield fqn, tensor
-            elif name not in own and place == folder:
+            elif name not in own and place == folder and not is_extra_name(name):
                 raise CheckpointMismatch(
                     f"{folder}: its model's file has {name!r:.200}, which the checkpoint has not"
                 )

@@ -25,6 +25,7 @@ from ...checkpoint.storage.local import beside
 from ...kernel.errors import CheckpointDamaged, CheckpointError, printable
 from ..common.inspection import is_peft_model
 from ..common.json_state import read_json
+from .extra_files import tensors_alone
 from .unpickling import read_pickled
 
 __all__ = [
@@ -195,7 +196,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
     keys. A parameter with several names needs only one of them.
     """
     named: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in tensors_alone(model.state_dict(keep_vars=True))[0].items():
         named.setdefault(id(tensor), []).append(name)
     whole = dict(weights)
     for names in named.values():
@@ -207,10 +208,10 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
 
 def write_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Write `model.safetensors`. Tensors that share all their memory are written once, under the
-    first name."""
+    first name. Entries that are no tensors are left out."""
     sources: dict[str, Source] = {}
     seen: set[Any] = set()
-    for name, tensor in weights.items():
+    for name, tensor in tensors_alone(weights)[0].items():
         place = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if tensor.numel() and place in seen:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...checkpoint import CheckpointReader
+from ...checkpoint.extra_state import extra_key
 from ...kernel.errors import CheckpointMismatch
 from ...kernel.shards import Flat, Kind, Region, TensorInfo
 
@@ -26,7 +27,8 @@ class OverlayReader:
     """Optimizer state by `<fqn>/<state>`."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     kinds: Collection[str] = ("weights", "optimizer", "state")
-    """The kinds that are read from the checkpoint."""
+    """The kinds that are read from the checkpoint; `extra`: of the kind `state` only the extra
+    state of modules."""
 
     def names(self, kind: Kind) -> Sequence[str]:
         """Return all names of a kind, sorted."""
@@ -55,7 +57,11 @@ class OverlayReader:
         return tensor.cpu() if out is None else out.copy_(tensor)
 
     def _stored(self, kind: Kind) -> Sequence[str]:
-        return self.below.names(kind) if self.below and kind in self.kinds else ()
+        if self.below is None:
+            return ()
+        if kind == "state" and "extra" in self.kinds:
+            return [name for name in self.below.names(kind) if extra_key(name) is not None]
+        return self.below.names(kind) if kind in self.kinds else ()
 
     def _at_hand(self, kind: Kind) -> Mapping[str, Tensor]:
         given: dict[Any, Mapping[str, Tensor]] = {
@@ -69,6 +75,6 @@ class OverlayReader:
         return self._at_hand(kind).get(name)
 
     def _reader(self, kind: Kind, name: str) -> CheckpointReader:
-        if self.below is None or kind not in self.kinds:
+        if self.below is None or (kind not in self.kinds and name not in self._stored(kind)):
             raise CheckpointMismatch(f"there is no {kind} tensor {name!r} to restore from")
         return self.below

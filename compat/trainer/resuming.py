@@ -15,6 +15,7 @@ from ...data.indexed import length_of
 from ...kernel.batches import Position
 from ...kernel.errors import CheckpointMismatch, printable
 from ...kernel.loop import TrainLoop
+from ...trainer.module_state import ModuleState
 from ...trainer.resume import differences
 from ..arguments.backend import settings
 from ..callbacks.state import TrainerControl, TrainerState
@@ -125,6 +126,9 @@ class ResumingMixin(WeightsMixin):
         restoring = own_random_state(stored, training.session, self.driver_session.driver.name)
         with nullcontext() if is_overridden(type(self), "_load_rng_state") else restoring:
             training.restore(reader, state, where)
+        modules = ModuleState(self.driver_session.engine, training.session, _LOG.warning)
+        for note in modules.notes(stored, self.driver_session.driver.name):
+            _LOG.warning("resuming: %s", note)
         if resume := getattr(training.data, "resume", None):
             resume(training.progress.position, state.get("begun"))
         self._warn_of_other_length(training.progress.position, state)

@@ -31,6 +31,7 @@ from ..arguments.backend import settings
 from ..callbacks.state import TrainerState
 from ..checkpoints import hf_folders
 from ..checkpoints.earlier_files import copy_earlier_files
+from ..checkpoints.extra_files import tensors_alone
 from ..checkpoints.groups import aligned_schedule
 from ..checkpoints.model_files import (
     RESHAPED,
@@ -95,11 +96,22 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             return
         folder.mkdir(parents=True, exist_ok=True)
         _LOG.info("saving the model in %s", folder)
+        weights = self.model.state_dict() if state_dict is None else state_dict
+        tensors, left_out = tensors_alone(weights)
+        if left_out:
+            state_dict = tensors
+            if not hf_folders.is_kernels(folder):
+                _LOG.warning(
+                    "%s lacks extra state of modules that is no tensor: %s. A checkpoint of the "
+                    "run holds it, unless save_only_model or checkpoint_format='hf' is set",
+                    folder,
+                    ", ".join(left_out),
+                )
         if is_pretrained(self.model):
             with files_beside(folder) as temporary:
                 self.model.save_pretrained(str(temporary), state_dict=state_dict)
         else:
-            write_weights(folder, self.model.state_dict() if state_dict is None else state_dict)
+            write_weights(folder, tensors)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if processing is not None:
             with files_beside(folder) as temporary:
@@ -197,6 +209,12 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             self._save_optimizer_and_scheduler(str(place))
             self._save_scaler(str(place))
             self._save_rng_state(str(place))
+
+    def _saves_kernel_checkpoints(self) -> bool:
+        """True if the run saves checkpoints with all of its state."""
+        args = self.args
+        in_hf_format = getattr(args, "checkpoint_format", "drivetrain") == "hf"
+        return args.save_strategy != SaveStrategy.NO and not (args.save_only_model or in_hf_format)
 
     def _writes_hf_format(self) -> bool:
         """True if it is requested, or if the kernel does not run the loop and so has nothing to

@@ -18,6 +18,7 @@ from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
 from ...trainer.after_update import AfterUpdate
+from ...trainer.module_state import ModuleState
 from ...trainer.step_clock import UPDATE
 from ..callbacks.base import has_listener
 from ..common.debugging import print_xla_metrics
@@ -70,6 +71,10 @@ class TrainerPolicy:
         recipe = trainer.driver_session.recipe(trainer.model, **trainer._changes_of_weights())
         driver = trainer.driver_session.driver.name
         self._after_update = AfterUpdate(recipe, self._engine, driver)
+        session = trainer.driver_session.session
+        self._modules: ModuleState | None = None
+        if trainer._saves_kernel_checkpoints():
+            self._modules = ModuleState(self._engine, session, _LOG.warning)
         times = TimeParts(trainer) if getattr(trainer.args, "time_parts", False) else None
         self.times = trainer._times = times
         self.mark: Callable[[str], object] = bool if times is None else times.clock.mark
@@ -88,6 +93,8 @@ class TrainerPolicy:
     def run(self, loop: TrainLoop) -> None:
         """Make all steps, to the end or until ranks agree to stop."""
         self._after_update.restored(loop)
+        if self._modules is not None:
+            self._modules.begin()
         while True:
             try:
                 loop.run()
@@ -216,6 +223,8 @@ class TrainerPolicy:
             self._before_optimizer_step(self.optimizer, (), {})
             self._after_optimizer_step(self.optimizer, (), {})
         self._after_update.run(loop)
+        if self._modules is not None:
+            self._modules.after_step()
         if self.times is not None and not self.times.has_begun:
             self.times.begin(loop.progress)
         trainer._last_outcome = result.outcome

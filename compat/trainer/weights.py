@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...checkpoint import MANIFEST, CheckpointReader
+from ...checkpoint.extra_state import extra_state
 from ...kernel.errors import CheckpointMismatch
 from ..checkpoints.edited import edited_weights, full_names
+from ..checkpoints.extra_files import as_stored, load_stored, without_extra_keys
 from ..checkpoints.key_conversion import converted_weights, ignored_keys
 from ..checkpoints.model_files import (
     adapters_in,
@@ -73,7 +75,10 @@ class WeightsMixin(TrainerParts):
     def _load_files(self, folder: Path, model: nn.Module) -> None:
         """Load a folder's weights into a model that is whole on every rank."""
         weights = converted_weights(model, self._read_files(folder), model.state_dict().keys())
-        self._issue_warnings_after_load(load_weights(model, weights))
+        result = load_weights(model, weights)
+        known = load_stored(model, folder, self.args.device)
+        result.missing_keys[:] = [name for name in result.missing_keys if name not in known]
+        self._issue_warnings_after_load(result)
 
     def _read_files(self, folder: Path) -> dict[str, Tensor]:
         """Read weights from files, or from the shards that HF's FSDP and DeepSpeed write."""
@@ -93,7 +98,8 @@ class WeightsMixin(TrainerParts):
         """Raises `CheckpointMismatch`, naming the keys that the checkpoint lacks, and keys that the
         model does not have. Missing frozen weights are named in a warning.
         """
-        missing, unexpected = load_result.missing_keys, load_result.unexpected_keys
+        missing, unexpected = [*load_result.missing_keys], [*load_result.unexpected_keys]
+        without_extra_keys(self.model, missing, unexpected)
         ignored = getattr(self.model, "_keys_to_ignore_on_save", None)
         if missing and ignored and set(missing) == set(ignored):
             self.model.tie_weights()
@@ -158,26 +164,31 @@ class WeightsMixin(TrainerParts):
         values."""
         if (folder / MANIFEST).is_file():
             stored = CheckpointReader(folder)
-            return OverlayReader(stored, self._weights_beside(stored), kinds=("weights",))
+            return OverlayReader(stored, self._weights_beside(stored), kinds=("weights", "extra"))
         if adapters_in(folder):
             raise ValueError(
                 f"{folder} holds adapters alone, and this driver holds parts of the model on each "
                 "rank: leave save_only_model=False to load the best model at the end"
             )
-        return OverlayReader(None, weights=self._weights_from_files(folder))
+        weights, extra = self._weights_from_files(folder)
+        return OverlayReader(None, weights=weights, state=extra)
 
-    def _weights_from_files(self, folder: Path) -> dict[str, Tensor]:
-        """Return the weights by FQN, read from a folder without a manifest. Weights that its files
-        lack keep their present values, with a warning.
+    def _weights_from_files(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the weights by FQN, and the extra state of modules as a checkpoint stores it, read
+        from a folder without a manifest. Weights that its files lack keep their present values,
+        with a warning.
         """
         now = self._weights_now()
         first = {name: group[0] for group in self.driver_session.engine.tied for name in group}
-        names = {*now, *first}
+        names = {*now, *first, *extra_state(self.model)}
         weights = converted_weights(self.model, self._read_files(folder), names)
         weights = {first.get(name, name): tensor for name, tensor in weights.items()}
-        result = _LoadResult(sorted(now.keys() - weights), sorted(weights.keys() - now))
+        given = extra_state(self.model).keys()
+        lacked = (now.keys() | given) - weights.keys()
+        result = _LoadResult(sorted(lacked), sorted(weights.keys() - now.keys() - given))
         self._issue_warnings_after_load(result)
-        return {**now, **{name: tensor for name, tensor in weights.items() if name in now}}
+        extra = as_stored(self.model, weights)
+        return {**now, **{name: each for name, each in weights.items() if name in now}}, extra
 
     def _weights_beside(self, stored: CheckpointReader) -> dict[str, Tensor]:
         """Return the weights that replace a checkpoint's own: weights that the checkpoint lacks,
