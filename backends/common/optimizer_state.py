@@ -1,7 +1,8 @@
 """Optimizer state in a checkpoint, under the names that all drivers share.
 
 `<fqn>/<key>`
-    An entry of a parameter's state: a tensor, at least float32.
+    An entry of a parameter's state: a tensor, at least float32. `<key>:<dtype>` had another dtype
+    than the parameter.
 `<fqn>/group.<key>`
     An entry of the parameter group that begins with this parameter: what the optimizer itself has
     changed in the group since it was built (a count of steps, an estimate), all but `lr`, which is
@@ -179,6 +180,7 @@ class OptimizerState:
         named = self._names_of
         self.parameters = {name: parameter for parameter, name in named.items()}
         self.shapes = {name: tuple(parameter.shape) for parameter, name in named.items()}
+        self._dtypes = {name: parameter.dtype for parameter, name in named.items()}
         return [[named.get(p) for p in g["params"]] for g in self.optimizer.param_groups]
 
     def look_again(self) -> None:
@@ -226,7 +228,7 @@ class OptimizerState:
             f"{name}/{key}": tensor
             for _, name, state in self._states()
             for entry, value in state.items()
-            for key, tensor in flat(entry, value)
+            for key, tensor in flat(entry, value, self._dtypes[name])
         }
         first = next((n for of_group in self.names for n in of_group if n is not None), "")
         beside = {
@@ -261,8 +263,12 @@ class OptimizerState:
                 tensor = reader.read("optimizer", name) if tensor is None else tensor
                 if key == AVERAGE:
                     averages[fqn] = tensor.to(trained[fqn].device)
-                else:
-                    entries.setdefault(fqn, {})[key] = tensor
+                    continue
+                like = self._dtypes[fqn]
+                has_own = ":" in key or key == "step" or not tensor.is_floating_point()
+                if not has_own and like.is_floating_point:
+                    tensor = tensor.to(like)
+                entries.setdefault(fqn, {})[key] = tensor
         order = enumerate(name for of_group in self.names for name in of_group)
         states = {i: nested(entries[n], f"{n}/") for i, n in order if n in entries}
         # stages of a pipeline have written one each
@@ -271,8 +277,8 @@ class OptimizerState:
         return Stored(states, self.numbers.read(reader), kept, averages)
 
     def load(self, stored: Stored) -> None:
-        """Load the state through the optimizer's own `load_state_dict`, which places and casts each
-        entry. The hyper-parameters stay those of the recipe."""
+        """Load the state through the optimizer's own `load_state_dict`, which places each entry.
+        Entries keep their dtypes. The hyper-parameters stay those of the recipe."""
         packed = self.optimizer.state_dict()
         order = [name for of_group in self.names for name in of_group]
         foreign = {
@@ -288,8 +294,10 @@ class OptimizerState:
         beside = copied(self._built_beside) | stored.beside
         packed |= beside
         if stored.states or packed["state"] or beside:
-            packed["state"] = foreign | copied(self._built) | self._laid_out(stored.states)
+            states = self._laid_out(stored.states)
+            packed["state"] = foreign | copied(self._built) | states
             self.optimizer.load_state_dict(packed)
+            self._restore_dtypes(states)
         self.numbers.load(self.optimizer.param_groups, stored.groups)
         self.averages.of = dict(stored.averages)
 
@@ -301,6 +309,16 @@ class OptimizerState:
             for index, state in stored.items()
         }
 
+    def _restore_dtypes(self, states: Mapping[int, Mapping[str, Any]]) -> None:
+        """Undo the cast of entries to the dtype of their parameter, as torch's `load_state_dict`
+        makes it."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, state in states.items():
+            loaded = self.optimizer.state.get(parameters[index], {})
+            for key, value in state.items():
+                if key in loaded:
+                    loaded[key] = _uncast(value, loaded[key])
+
     def _states(self) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Yields number, name and state of each parameter that has a state."""
         states = self.optimizer.state
@@ -309,6 +327,17 @@ class OptimizerState:
         for index, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             if name is not None and parameter in states:
                 yield index, name, states[parameter]
+
+
+def _uncast(value: Any, loaded: Any) -> Any:
+    """Return what was loaded, with the dtypes of `value`, from which it was made."""
+    if isinstance(value, Tensor) and isinstance(loaded, Tensor):
+        was_cast = value.dtype != loaded.dtype and value.shape == loaded.shape
+        return value.to(loaded.device) if was_cast else loaded
+    pairs = isinstance(value, list | tuple) and isinstance(loaded, list | tuple)
+    if pairs and type(value) is type(loaded) and len(value) == len(loaded):
+        return type(value)(_uncast(a, b) for a, b in zip(value, loaded, strict=True))
+    return loaded
 
 
 def _in_memory_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:

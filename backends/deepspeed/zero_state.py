@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.optimizer_entries import copied, flat, is_state, nested
+from ...checkpoint.optimizer_entries import (
+    copied,
+    dtype_of,
+    flat,
+    is_state,
+    nested,
+    without_dtype,
+)
 from ...kernel.errors import CheckpointMismatch
 from ...kernel.shards import Flat, Piece, Reader
 from ..common import model_state, models
@@ -203,7 +210,8 @@ def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:
     if "step" in entries:
         # DeepSpeed's own count in ints
         entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32)
-    stored = [found for key, value in entries.items() for found in flat(key, value)]
+    like = part.master.dtype
+    stored = [found for key, value in entries.items() for found in flat(key, value, like)]
     for piece in part.slices:
         yield Piece("weights", piece.name, piece.of(part.master), piece.shape, piece.region)
         for key, tensor in stored:
@@ -226,7 +234,7 @@ class _Plan:
     """The entries of a checkpoint for one partition."""
 
     elements: dict[str, torch.dtype] = field(default_factory=dict)
-    """The keys with a value an element."""
+    """The keys with a value an element, and the dtypes."""
     numbers: dict[str, Tensor] = field(default_factory=dict)
     """Numbers with one value for all, read already."""
 
@@ -299,10 +307,9 @@ def _filled(
     existing tensor of the state is reused. A parameter that was never updated gets the values that
     the optimizer begins with."""
     present = optimizer.state[part.master].get(key)
-    if isinstance(present, Tensor) and present.dim():
+    if isinstance(present, Tensor) and present.dim() and present.dtype == dtype:
         tensor = present
     else:
-        dtype = part.master.dtype if dtype.is_floating_point else dtype
         tensor = torch.zeros_like(part.master, dtype=dtype, requires_grad=False)
     for piece in part.slices:
         if name := stored.get(piece.name, {}).get(key):
@@ -326,12 +333,12 @@ def publish(zero: Any) -> None:
 
 
 def _stored_state(reader: Reader) -> dict[str, dict[str, str]]:
-    """Parameter -> key of its state -> name in the checkpoint."""
+    """Parameter -> key of its state, without a dtype -> name in the checkpoint."""
     stored: dict[str, dict[str, str]] = {}
     for name in reader.names("optimizer"):
         parameter, _, key = name.rpartition("/")
         if is_state(key):
-            stored.setdefault(parameter, {})[key] = name
+            stored.setdefault(parameter, {})[without_dtype(key)] = name
     return stored
 
 
@@ -341,7 +348,8 @@ def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Read
         for key, name in stored.get(piece.name, {}).items():
             info = reader.info("optimizer", name)
             if info.shape == piece.shape and (piece.shape or not _is_number(key)):
-                plan.elements[key] = info.dtype
+                like = part.master.dtype if info.dtype.is_floating_point else info.dtype
+                plan.elements[key] = dtype_of(name) or like
                 continue
             if info.shape:
                 raise CheckpointMismatch(
@@ -352,6 +360,7 @@ def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Read
                     "resume.optimizer=fresh"
                 )
             value = reader.read("optimizer", name)
+            value = value.to(dtype_of(name) or value.dtype)
             if not key.endswith((":list", ":tuple")):
                 nested({key: value}, f"{piece.name}/")  # raises unless it is a number
             if bool(plan.numbers.setdefault(key, value) != value):

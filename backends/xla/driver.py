@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.optimizer_entries import AVERAGE
+from ...checkpoint.optimizer_entries import AVERAGE, dtype_of
 from ...data.nested import map_tensors, tensors_of
 from ...data.random_state import seed_generators
 from ...data.ranges import Range, check_ranges
@@ -301,8 +301,8 @@ class XlaEngine:
         value = reader.read("optimizer", name)
         if value.shape != parameter.shape or not value.dim():
             return value
-        if not name.endswith(f"/{AVERAGE}"):
-            value = value.to(parameter.dtype)
+        if value.is_floating_point() and not name.endswith(f"/{AVERAGE}"):
+            value = value.to(dtype_of(name) or parameter.dtype)
         return self.placement.put(value, self.placement.cut_dim(value))
 
     def average(self, weight: float) -> None:

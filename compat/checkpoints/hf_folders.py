@@ -77,9 +77,12 @@ def read_schedule(folder: Path) -> dict[str, Any]:
 
 
 def optimizer_tensors(
-    state: Mapping[str, Any], order: Sequence[Sequence[str | None]]
+    state: Mapping[str, Any],
+    order: Sequence[Sequence[str | None]],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """Return a saved optimizer's state by `<fqn>/<state>`, the names of the kernel's readers.
+    `dtypes`: of this run's weights.
 
     `order`: the names of the parameters in each group of this run; the file numbers parameters in
     this order. Raises `CheckpointMismatch` if the groups differ.
@@ -108,7 +111,8 @@ def optimizer_tensors(
                     "cannot be taken over on this driver: resume on one that keeps whole weights"
                 )
             if value is not None:  # an entry of SGD without momentum
-                tensors |= {f"{name}/{stored}": tensor for stored, tensor in flat(key, value)}
+                entries = flat(key, value, dtypes.get(name))
+                tensors |= {f"{name}/{stored}": tensor for stored, tensor in entries}
     return tensors
 
 

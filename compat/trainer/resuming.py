@@ -308,7 +308,10 @@ class ResumingMixin(WeightsMixin):
         weights, scaler = self._weights_now(), hf_folders.read_scaler(folder)
         if shards is None:
             assert saved is not None
-            tensors: Mapping[str, Tensor] = hf_folders.optimizer_tensors(saved, prepared.order)
+            dtypes = {name: tensor.dtype for name, tensor in weights.items()}
+            tensors: Mapping[str, Tensor] = hf_folders.optimizer_tensors(
+                saved, prepared.order, dtypes
+            )
         else:
             check_names(shards, prepared.order, folder)
             tensors, scaler = shards.optimizer, {**scaler, **shards.scaler}

@@ -3,6 +3,10 @@
 A value that is not a tensor has its type in its name: `<key>:int`, `:float` and `:bool` are 0-d
 (float64, or int64 where that is not exact), `:none` is a 0, and `:list` and `:tuple` hold a length;
 their items are `<key>.0`, `<key>.1` and so on.
+
+A tensor of a parameter's state whose dtype is not the parameter's has its dtype in its name, as in
+`<key>:float32` or `<key>:bfloat16`. Without it, real numbers have the parameter's dtype, whichever
+that is in the run that resumes.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ __all__ = [
     "beside_state",
     "can_be_stored",
     "copied",
+    "dtype_of",
     "flat",
     "is_state",
     "nested",
@@ -30,6 +35,7 @@ __all__ = [
     "settings_of",
     "unsaved",
     "unstorable",
+    "without_dtype",
 ]
 
 
@@ -51,6 +57,23 @@ _NUMBERS: dict[type, str] = {bool: ":bool", int: ":int", float: ":float", type(N
 _SEQUENCES: dict[type, str] = {list: ":list", tuple: ":tuple"}
 
 
+_DTYPES = {
+    f":{str(dtype).removeprefix('torch.')}": dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+}
+
+
+def dtype_of(name: str) -> torch.dtype | None:
+    """Return the dtype that a stored name says its tensor had; None if it says none."""
+    return _DTYPES.get(f":{name.rpartition(':')[2]}") if ":" in name else None
+
+
+def without_dtype(name: str) -> str:
+    """Return a stored name without the dtype of its tensor."""
+    return name if dtype_of(name) is None else name.rpartition(":")[0]
+
+
 def _kind(value: Any, kinds: Iterable[type]) -> type | None:
     """Return the first of these types that the value is an instance of: a bool is an int, too."""
     return next((kind for kind in kinds if isinstance(value, kind)), None)
@@ -63,17 +86,21 @@ def can_be_stored(value: Any) -> bool:
     return isinstance(value, Tensor) or _kind(value, _NUMBERS) is not None
 
 
-def flat(key: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield an entry in its stored form; nothing if it cannot be stored (see `unsaved`)."""
+def flat(key: str, value: Any, like: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield an entry in its stored form; nothing if it cannot be stored (see `unsaved`). `like`:
+    the dtype that a tensor has if its name says none; None: the dtype in which it is stored."""
     if isinstance(value, Tensor):
         narrow = value.is_floating_point() and value.element_size() < 4
-        yield key, value.detach().float() if narrow else value.detach()
+        stored = value.detach().float() if narrow else value.detach()
+        mark = f":{str(value.dtype).removeprefix('torch.')}"
+        plain = mark not in _DTYPES or key == "step" or value.dtype == (like or stored.dtype)
+        yield key if plain else key + mark, stored
     elif not can_be_stored(value):
         return
     elif kind := _kind(value, _SEQUENCES):
         yield key + _SEQUENCES[kind], torch.tensor(len(value), dtype=torch.float64)
         for index, item in enumerate(value):
-            yield from flat(f"{key}.{index}", item)
+            yield from flat(f"{key}.{index}", item, like)
     elif kind := _kind(value, _NUMBERS):
         exact = kind is not int or abs(value) <= 2**53
         dtype = torch.float64 if exact else torch.int64
@@ -95,6 +122,9 @@ def nested(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
                 if not 0 <= length <= len(left):
                     raise CheckpointDamaged(f"optimizer {where + key + mark!r} is {length}")
                 return kind(take(f"{key}.{index}") for index in range(length))
+        for mark, dtype in _DTYPES.items():
+            if key + mark in left:
+                return left.pop(key + mark).to(dtype)
         if key not in left:
             raise CheckpointDamaged(f"optimizer {where + key!r} is missing in the checkpoint")
         tensor = left.pop(key)

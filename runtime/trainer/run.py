@@ -183,8 +183,6 @@ class Run:
             modules=ModuleState(engine, session, lambda note: announce(events.Warned(note))),
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
-        if saves is not None:
-            self.state.modules.begin()
         times = TimeAccounting(clock, session, source, settings)
         level = settings.digests
         if able.static_shapes and level == "weights":
@@ -247,6 +245,8 @@ class Run:
         """Train to the end, or until memory runs out."""
         source, loop, policy = self.state.source, self.loop, self.policy
         self._tidy()
+        if policy.saves is not None:
+            self.state.modules.begin()
         policy.clock.take()  # what came before is known to the observers by their own clocks
         self.announce(
             events.RunStarted(

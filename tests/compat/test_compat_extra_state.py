@@ -172,3 +172,44 @@ def test_a_pretrained_model_with_other_state_is_saved(tmp_path: Path) -> None:
     assert losses(again) == losses(whole)
     again.save_model(str(tmp_path / "model"))
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+class Precise(torch.optim.Optimizer):
+    """Momentum in float32, whatever the dtype of the weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                last = self.state[parameter].get("momentum", torch.zeros_like(parameter).float())
+                self.state[parameter]["momentum"] = 0.9 * last + parameter.grad.float()
+                update = self.state[parameter]["momentum"].to(parameter.dtype)
+                parameter.sub_(update, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("format_of_files", ["drivetrain", "hf"])
+def test_state_of_an_optimizer_keeps_its_dtype(format_of_files: str, tmp_path: Path) -> None:
+    side = ours(tmp_path)
+
+    def trainer(**changes: Any) -> Any:
+        model = Classifier().bfloat16()
+        schedule = torch.optim.lr_scheduler.ConstantLR
+        optimizer = Precise(model.parameters())
+        pair = optimizer, schedule(optimizer, factor=1.0)
+        given = {**STEPS, "checkpoint_format": format_of_files}
+        return side.trainer(lambda: model, **given, optimizers=pair, **changes)
+
+    torch.manual_seed(1)
+    whole = trainer()
+    whole.train()
+    again = trainer()
+    again.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
+    assert losses(again)[-4:] == losses(whole)[-4:]
+    assert_same_weights(again.model, whole.model)
+    states = [list(each.optimizer.state.values()) for each in (whole, again)]
+    for mine, other in zip(*states, strict=True):
+        assert other["momentum"].dtype == torch.float32
+        assert torch.equal(mine["momentum"], other["momentum"])

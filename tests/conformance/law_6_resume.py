@@ -75,6 +75,35 @@ def an_optimizer_that_counts_resumes_exactly(subject: Subject) -> Refused | None
     return None
 
 
+OTHER_DTYPES = "drivetrain.conformance.optimizers.OtherDtypes"
+
+
+@check()
+def state_of_an_optimizer_keeps_its_dtypes(subject: Subject) -> Refused | None:
+    """Require that state in another dtype than the weights is restored in its own, by any driver.
+    torch's `load_state_dict` casts it to the dtype of the weights.
+    """
+    if refused := refuses_optimizer(subject, "OtherDtypes"):
+        return refused
+    problem = problem_for(subject, "dropout")
+    with tempfile.TemporaryDirectory() as folder:
+        how: dict[str, Any] = {"problem": problem, "settings": {"optimizer.name": OTHER_DTYPES}}
+        straight = recorded(subject, **how)
+        source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
+        resumed = record(subject, f"{folder}/resumed", resume=source, **how)
+        stored = read_all(CheckpointReader(source))["optimizer"]
+        ends = {name.rpartition("/")[2] for name in stored}
+        require("half:bfloat16" in ends, f"no 'half:bfloat16' is stored, but {sorted(ends)}")
+        for other in (subject, *subject.peers[:1]):
+            ranks = other.run(restore, problem=problem, source=source, optimizer="OtherDtypes")
+            state = assemble([rank["state"] for rank in ranks])["optimizer"]
+            require_same_bits(f"optimizer, restored by {other}", state, stored)
+    if subject.can("exact_resume"):
+        exact = compare(resumed, straight, last=STEPS - 4)
+        require(exact is None, f"resumed at 4: {exact}")
+    return None
+
+
 @check()
 def resumed_run_of_three_ranks_is_bit_exact(subject: Subject) -> None:
     """Resume on three ranks, since only a sum of three or more numbers depends on their order. Each

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Counting", "Estimating", "optimizer_class"]
+__all__ = ["Counting", "Estimating", "OtherDtypes", "optimizer_class"]
 
 
 class Counting(torch.optim.Optimizer):
@@ -68,7 +68,32 @@ class Estimating(torch.optim.Optimizer):
                     parameter.sub_(parameter.grad, alpha=scale)
 
 
+class OtherDtypes(torch.optim.Optimizer):
+    """Keeps its moments in other dtypes than the weights: one in bfloat16, and the signs of the
+    last gradient, in a list, in bytes.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, grad = self.state[parameter], parameter.grad
+                if not state:
+                    state["half"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    state["signs"] = [torch.zeros_like(parameter, dtype=torch.int8)]
+                state["half"].mul_(0.9).add_(grad.to(torch.bfloat16))
+                moved = state["half"].to(parameter.dtype) + state["signs"][0].to(parameter.dtype)
+                state["signs"] = [grad.sign().to(torch.int8)]
+                parameter.sub_(moved, alpha=0.1 * group["lr"])
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return one of these optimizers, or one of torch's."""
-    own: dict[str, type[torch.optim.Optimizer]] = {"Counting": Counting, "Estimating": Estimating}
-    return own.get(name) or getattr(torch.optim, name)
+    own = {kind.__name__: kind for kind in (Counting, Estimating, OtherDtypes)}
+    found: type[torch.optim.Optimizer] = own.get(name) or getattr(torch.optim, name)
+    return found

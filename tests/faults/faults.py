@@ -708,6 +708,17 @@ class BuffersOfTheLastRank(WrappedEngine):
             yield Piece("weights", name, buffer, tuple(buffer.shape))
 
 
+class MomentsInTheDtypeOfWeights(WrappedEngine):
+    """Casts restored state to the dtype of its weight, as torch's `load_state_dict` does."""
+
+    def restore(self, reader: Reader) -> None:
+        self.inner.restore(reader)
+        for parameter, state in self.inner.optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(parameter.dtype)
+
+
 class OfSomeNames(WeightsAlone):
     """A `Reader` that shows the state of some names only."""
 
@@ -1022,6 +1033,9 @@ FAULTS: dict[str, Fault] = {
     "own part first": Fault("5_predictions-each_sample_once", session=OwnPartFirst),
     "moments dropped": Fault(RESUMED, MomentsDropped),
     "moments rounded": Fault(RESUMED, MomentsRounded),
+    "moments in the dtype of weights": Fault(
+        "6_resume-state_of_an_optimizer_keeps", MomentsInTheDtypeOfWeights
+    ),
     "averages dropped": Fault("6_average", AveragesDropped),
     "averages of the part": Fault("6_average", AveragesOfThePart),
     "averages stay shown": Fault("6_average", AveragesStayShown),
