@@ -1,4 +1,4 @@
-"""Generates anew what is made from the code or from recorded figures, and says what changed.
+"""Regenerates what is made from the code or from recorded figures, and says what changed.
 
     python docs/generate.py              all that takes seconds
     python docs/generate.py NAME ...     these alone, also the long ones

@@ -51,7 +51,7 @@ def main() -> None:
     )
     if found != 1:
         sys.exit(f"{pyproject}: no list `packages`")
-    if text != before:  # uv installs anew what is newer
+    if text != before:  # uv reinstalls what is newer
         pyproject.write_text(text)
 
     folder = ROOT / ".typing" / "drivetrain"

@@ -35,7 +35,7 @@ from .comparing import (
 )
 from .context import ContextPartition
 from .logits import refuse_partitioned_loss
-from .node_names import Mark, name_of
+from .node_names import Mark, marked_inputs, name_of
 from .pipeline import PipelinePartition
 from .shape import Mesh
 
@@ -355,22 +355,10 @@ class GradientAudit:
 
     # --- what is wrong --------------------------------------------------------------------
 
-    @contextmanager
-    def _mark_last_stage(self) -> Iterator[None]:
-        """Mark the graphs of autograd where the last stage begins."""
+    def _mark_last_stage(self) -> AbstractContextManager[None]:
         if self.pipeline is None:
-            yield
-            return
-
-        def mark(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_LastStage.apply(args[0]), *args[1:]) if args else args
-
-        first, _ = self.pipeline.last_stage()
-        hook = first.register_forward_pre_hook(mark)
-        try:
-            yield
-        finally:
-            hook.remove()
+            return nullcontext()
+        return marked_inputs(self.pipeline.last_stage()[0], _LastStage)
 
     def _refuse_what_passes_stages(self, module: nn.Module, loss: Tensor) -> None:
         """Raise `RecipeError`, on all ranks, if the loss uses weights that the last stage does not

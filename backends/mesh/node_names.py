@@ -5,16 +5,18 @@ A check that looks for a name which torch has changed would pass without looking
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...data.private_names import unsupported
 
-__all__ = ["Mark", "name_of", "name_of_leaf", "name_of_sharding"]
+__all__ = ["Mark", "marked_inputs", "name_of", "name_of_leaf", "name_of_sharding"]
 
 _PURPOSE = "the comparison of partitioned layers with whole ones (backend mesh)"
 
@@ -29,6 +31,20 @@ class Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0]
+
+
+@contextmanager
+def marked_inputs(module: nn.Module, mark: type[Mark]) -> Iterator[None]:
+    """Mark the graphs of autograd where a module begins."""
+
+    def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (mark.apply(args[0]), *args[1:]) if args else args
+
+    hook = module.register_forward_pre_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 class _Probe(Mark):

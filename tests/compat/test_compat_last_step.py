@@ -105,7 +105,7 @@ def test_ranks(tmp_path: Path, backend: str, fails: str, ranks: list[int]) -> No
         expected = "KeyError" if fails == "metrics" else "ConnectionError"
         assert error == (expected if rank in ranks else "CollectiveFailed")
         assert kept == ["checkpoint-2", "checkpoint-4"]
-        assert seen[:2] == EVENTS
+        assert [name for name in seen if name != "predict"][:2] == EVENTS
         assert seen.count("save") == 1
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=True)

@@ -1,4 +1,4 @@
-"""One command generates anew what is made from the code, and says what changed."""
+"""One command regenerates what is made from the code, and says what changed."""
 
 from __future__ import annotations
 

@@ -89,6 +89,7 @@ def test_each_test_is_in_one_shard(pytestconfig: pytest.Config) -> None:
         config = SimpleNamespace(
             getoption=lambda _, part=part: (part, 4),
             hook=SimpleNamespace(pytest_deselected=lambda items: None),
+            stash={choose.CHANGED: []},
         )
         choose.pytest_collection_modifyitems(config, items)
         shards.append([item.nodeid for item in items])

@@ -112,7 +112,7 @@ def test_the_order_of_events(tmp_path: Path) -> None:
     assert [type(event) for event in events] == [
         RunStarted,
         *(MemoryCounted, StepEnded, StepEnded, Logged, StepDigests, Evaluated),
-        *(StepEnded, StepEnded, Logged, StepDigests, Evaluated, Saved),
+        *(StepEnded, StepEnded, Logged, StepDigests, Saved, Evaluated),
         *(TimeSpent, RunEnded),
     ]
 
