@@ -26,6 +26,7 @@ class ModuleState:
         self._engine, self._session, self._warn = engine, session, warn
         self._num_steps = 0
         self._before: dict[str, tuple[Tensor, int]] = {}
+        self._watches = False
 
     def begin(self) -> None:
         """Raise `RecipeError`, naming it, for extra state that no checkpoint can hold. From now on
@@ -34,12 +35,13 @@ class ModuleState:
             for key, value in extra_state(module).items():
                 encode(key, value)
             self._before = _not_persistent(module)
+        self._watches = any(self._session.exchange(bool(self._before)))
 
     def after_step(self) -> None:
         """Warn once, after update 1, 2, 4, 8 and so on, about buffers that are not persistent and
         that a forward has written."""
         self._num_steps += 1
-        if not self._before or self._num_steps & (self._num_steps - 1):
+        if not self._watches or self._num_steps & (self._num_steps - 1):
             return
         with self._engine.full_params(()) as module:
             now = _not_persistent(module)
@@ -50,7 +52,7 @@ class ModuleState:
         ]
         found = sorted({name for names in self._session.exchange(here) for name in names})
         if found:
-            self._before = {}
+            self._watches = False
             self._warn(
                 f"a forward has written to {_some(found)}, which no checkpoint holds: the buffer "
                 "is not persistent. A run that is resumed begins with the values of recipe.model. "

@@ -46,6 +46,22 @@ def test_a_step_is_replayed_bit_for_bit(drive: Drive, recipe: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_step_before_a_resume_is_replayed_with_the_settings_that_made_it(
+    drive: Drive, recipe: Path
+) -> None:
+    """More steps stretch the schedule of learning rates; the steps before had the shorter one."""
+    words = ("--set", "log_every=1", "--out", "run")
+    assert drive("train", recipe, *TRAIN, "--steps=6", *words).code == 0
+    longer = ("--steps=10", "--set", "optimizer.lr=0.003", "--resume", "auto")
+    assert drive("train", recipe, *TRAIN, *longer, *words).code == 0
+    for step in (6, 10):
+        ran = drive("replay", "run", "--step", str(step), "--json")
+        assert (ran.code, json.loads(ran.stdout)["equal"]) == (0, True), ran.stdout
+    ran = drive("replay", "run", "--step", "6", "--set", "optimizer.lr=0.003")
+    assert "part at step 5: learning rate" in ran.stdout
+
+
+@pytest.mark.slow
 def test_what_was_changed_is_named(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     """A step is replayed without a checkpoint, from changed data, and from changed weights."""
     drive("train", recipe, *TRAIN, "--set", "log_every=1", "--out", "run")

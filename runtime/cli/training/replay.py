@@ -22,10 +22,10 @@ from ...run.run_folder import Earlier, find_earlier, read_config, records_folder
 from ...run.shown_config import ShownConfig
 from ...trainer.digests import StepDigests
 from ...trainer.fit import fit
-from ...trainer.setting_values import override
+from ...trainer.setting_values import flatten, override
 from ..process.outcomes import rank
 from ..report.parted import Comparison, Side, compare_runs, compare_sides, read_side
-from ..settings.resolve_settings import Resolved
+from ..settings.resolve_settings import COMMAND_LINE, Resolved
 from .run_request import LoadedRun, RunRequest, on_ranks
 from .step_dump import StepDump
 
@@ -121,7 +121,7 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
     checkpoint = _checkpoint_before(run.earlier, target)
     since = 0 if checkpoint is None else step_of(checkpoint) or 0
     collector = _Collector(target.step)
-    settings = run.resolved.settings
+    settings = override(run.resolved.settings, _settings_then(target, run.resolved))
 
     with StepDump(target.step) as dump:
         fit(
@@ -148,6 +148,16 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
         "backend": run.driver.name,
     }
     return _show(request, comparison, about)
+
+
+def _settings_then(target: RecordedStep, resolved: Resolved) -> dict[str, Any]:
+    """Return the settings of the start that made the step, where the command line gives no other:
+    a resumed run may have had new ones."""
+    then, known = target.start.get("settings"), flatten(resolved.settings)
+    if not isinstance(then, Mapping):
+        return {}
+    kept = {key for key, source in resolved.sources.items() if source != COMMAND_LINE}
+    return {key: value for key, value in then.items() if key in kept and key in known}
 
 
 def _config(config: ShownConfig, resolved: Resolved) -> ShownConfig:
