@@ -45,8 +45,9 @@ class IpexOptions:
     level: Literal["O0", "O1"] = "O1"
     """O0 changes nothing."""
     weights_prepack: bool | None = None
-    """Keep weights in the blocked layouts of oneDNN; by default for the optimizers that have a
-    kernel of the extension: others may keep a state that does not fit a blocked weight."""
+    """Keep weights in the blocked layouts of oneDNN; by default where the processor has kernels for
+    the precision (bf16 needs AVX-512), for the optimizers that have a kernel of the extension:
+    others may keep a state that does not fit a blocked weight."""
     fuse_update_step: bool | None = None
     """Step with the extension's own kernel where it has one; by default the level decides."""
     threads: Annotated[int, Range(1, of_machine=True, unit="threads")] | None = None
@@ -102,6 +103,14 @@ class IpexDriver:
             yield HostSession(plan, IpexEngine)
 
 
+def _can_be_blocked(dtype: torch.dtype) -> bool:
+    """True if oneDNN has kernels of this dtype for blocked weights on this processor."""
+    from intel_extension_for_pytorch._C import onednn_has_bf16_support, onednn_has_fp16_support
+
+    supported = {torch.bfloat16: onednn_has_bf16_support, torch.float16: onednn_has_fp16_support}
+    return bool(dtype not in supported or supported[dtype]())
+
+
 class IpexEngine(PlainEngine):
     """The user's own module, optimized in place; some layers are replaced by the extension's."""
 
@@ -129,13 +138,15 @@ class IpexEngine(PlainEngine):
         from intel_extension_for_pytorch.optim import _optimizer_utils as known
 
         prepack = options.weights_prepack
-        if prepack is None and type(self.optimizer) not in known.IPEX_FUSED_OPTIMIZER_LIST_CPU:
+        compute = self.plan.precision.compute
+        low = compute != self.plan.precision.params
+        fused = type(self.optimizer) in known.IPEX_FUSED_OPTIMIZER_LIST_CPU
+        if prepack is None and not (fused and (not low or _can_be_blocked(compute))):
             prepack = False
-        low = self.plan.precision.compute != self.plan.precision.params
         self.own.train()  # it refuses an optimizer in evaluation mode
         ipex.optimize(
             self.own,
-            dtype=self.plan.precision.compute if low else None,
+            dtype=compute if low else None,
             optimizer=self.optimizer,
             level=options.level,
             inplace=True,

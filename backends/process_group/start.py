@@ -38,14 +38,12 @@ def await_server(host: str, port: str, rank: int, seconds: float) -> None:
     """
     if rank == 0 or not served_by_rank_0():
         return  # a launcher serves it before it starts ranks
-    deadline, why = time.monotonic() + seconds, ""
+    deadline, why = time.monotonic() + seconds, None
     while (left := deadline - time.monotonic()) > 0:
-        try:
-            socket.create_connection((host, int(port)), min(left, _MOST_SECONDS)).close()
+        why = _unanswered(host, port, min(left, _MOST_SECONDS))
+        if why is None:
             return
-        except OSError as error:
-            why = str(error)
-            time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS)
     raise RuntimeError(
         f"rank 0, whose process serves the store at {host}:{port}, has not come in {seconds:g} s "
         f"(timeout_seconds): {why}"
@@ -107,11 +105,16 @@ def _is_refused() -> bool:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if host is None or port is None:
         return False
+    return isinstance(_unanswered(host, port, _MOST_SECONDS), ConnectionRefusedError)
+
+
+def _unanswered(host: str, port: str, seconds: float) -> OSError | None:
+    """Return the error of a connection; None if a process listens at the address."""
     try:
-        socket.create_connection((host, int(port)), _MOST_SECONDS).close()
+        socket.create_connection((host, int(port)), seconds).close()
     except OSError as error:
-        return isinstance(error, ConnectionRefusedError)
-    return False
+        return error
+    return None
 
 
 @contextlib.contextmanager

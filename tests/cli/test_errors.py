@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import Drive
 
+from drivetrain.kernel.errors import FailedAfterTraining
+
 
 def refused(drive: Drive, tmp_path: Path, *arguments: object, code: int = 2) -> str:
     ran = drive("train", *arguments, "--out", "new")
@@ -154,26 +156,26 @@ def test_an_error_in_the_user_s_code_is_shown_from_there_on(drive: Drive, recipe
     assert "sanity.py" in drive("train", recipe, "--out", "run2", "--debug").stderr
 
 
-LEAVES = '__import__("sys").exit(3) or'
+LEAVES = '__import__("sys").exit(7) or'
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "code"),
     [
-        ("import torch", "import torch, sys; sys.exit(3)"),
-        ("model=lambda:", f"model=lambda: {LEAVES}"),
-        ("module, batch:", f"module, batch: {LEAVES}"),
-        ('return "a <sample>"', f"return {LEAVES} 0"),
+        ("import torch", "import torch, sys; sys.exit(7)", 1),
+        ("model=lambda:", f"model=lambda: {LEAVES}", 1),
+        ("module, batch:", f"module, batch: {LEAVES}", 1),
+        ('return "a <sample>"', f"return {LEAVES} 0", FailedAfterTraining.exit_code),
     ],
     ids=["loading", "model", "loss", "sample"],
 )
 def test_sys_exit_in_a_recipe_is_an_error(
-    drive: Drive, recipe: Path, before: str, after: str
+    drive: Drive, recipe: Path, before: str, after: str, code: int
 ) -> None:
     recipe.write_text(recipe.read_text().replace(before, after))
     ran = drive("train", recipe, "--out", "run")
-    assert ran.code == 1
-    assert "error: sys.exit(3) was called" in ran.stderr
+    assert ran.code == code
+    assert "sys.exit(7) was called" in ran.stderr and "error: " in ran.stderr
     assert 'small.py", line' in ran.stderr
 
 

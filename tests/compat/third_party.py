@@ -224,6 +224,28 @@ def grpo(folder: str, extra: dict[str, Any]) -> Any:
     )
 
 
+def orpo(folder: str, extra: dict[str, Any]) -> Any:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    return _of_pairs(ORPOTrainer, ORPOConfig, folder, extra)
+
+
+def cpo(folder: str, extra: dict[str, Any]) -> Any:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    return _of_pairs(CPOTrainer, CPOConfig, folder, extra)
+
+
+def _of_pairs(trainer: Any, config: Any, folder: str, extra: dict[str, Any]) -> Any:
+    return trainer(
+        model=llama(),
+        args=config(**common(folder, max_length=16, **extra)),
+        train_dataset=preferences(),
+        eval_dataset=preferences().select(range(8)),
+        processing_class=tokenizer(),
+    )
+
+
 def kto(folder: str, extra: dict[str, Any]) -> Any:
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
@@ -370,6 +392,8 @@ SCENARIOS = {
         sentences,
         grpo,
         kto,
+        orpo,
+        cpo,
         question_answering,
         masked_language,
         images,
