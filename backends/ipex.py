@@ -47,7 +47,8 @@ class IpexOptions:
     weights_prepack: bool | None = None
     """Keep weights in the blocked layouts of oneDNN; by default where the processor has kernels for
     the precision (bf16 needs AVX-512), for the optimizers that have a kernel of the extension:
-    others may keep a state that does not fit a blocked weight."""
+    others may keep a state that does not fit a blocked weight. Not for models with transposed
+    convolutions, which do not take their weights from a checkpoint then."""
     fuse_update_step: bool | None = None
     """Step with the extension's own kernel where it has one; by default the level decides."""
     threads: Annotated[int, Range(1, of_machine=True, unit="threads")] | None = None
@@ -111,6 +112,9 @@ def _can_be_blocked(dtype: torch.dtype) -> bool:
     return bool(dtype not in supported or supported[dtype]())
 
 
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
 class IpexEngine(PlainEngine):
     """The user's own module, optimized in place; some layers are replaced by the extension's."""
 
@@ -122,7 +126,7 @@ class IpexEngine(PlainEngine):
         self._shapes = {name: t.shape for name, t in model_state.named_state(self.own).items()}
         self.state = _IpexState(self.optimizer, self.own)
         self._optimize(plan.options or IpexOptions())
-        _extra_state_apart(self.own)
+        _mend_state_dict(self.own)
         for name in recomputed:
             if "forward" not in vars(self.own.get_submodule(name)):  # the layer was replaced
                 models.recompute_activations(self.own, name)
@@ -140,8 +144,18 @@ class IpexEngine(PlainEngine):
         prepack = options.weights_prepack
         compute = self.plan.precision.compute
         low = compute != self.plan.precision.params
+        transposed = any(isinstance(part, _TRANSPOSED) for part in self.own.modules())
+        if prepack and transposed:
+            raise CapabilityRefused(
+                "backend.weights_prepack=true",
+                "ipex",
+                "transposed convolutions in blocks do not take weights from a checkpoint; leave it "
+                "out",
+            )
         fused = type(self.optimizer) in known.IPEX_FUSED_OPTIMIZER_LIST_CPU
-        if prepack is None and not (fused and (not low or _can_be_blocked(compute))):
+        if prepack is None and not (
+            fused and not transposed and (not low or _can_be_blocked(compute))
+        ):
             prepack = False
         self.own.train()  # it refuses an optimizer in evaluation mode
         ipex.optimize(
@@ -216,16 +230,20 @@ class IpexEngine(PlainEngine):
     def _load(self, weights: Mapping[str, Tensor]) -> None:
         """Load weights and buffers; other state of modules stays."""
         extra = extra_state(self.own, self._names)
+        held = [(parameter, parameter.data) for parameter in self.own.parameters()]
         self.own.load_state_dict({**weights, **extra})
+        # blocked layers compute with the memory of their bias, which loading replaces
+        for parameter, memory in held:
+            parameter.data = memory.copy_(parameter.data)
 
     def _plain_weights(self) -> dict[str, Tensor]:
         weights = self.own.state_dict()
         return {name: weights[name].detach() for name in self.state.trained}
 
 
-def _extra_state_apart(module: nn.Module) -> None:
-    """Keep what is no tensor from the extension's `state_dict`, which asks all entries for their
-    addresses."""
+def _mend_state_dict(module: nn.Module) -> None:
+    """Let the extension's `state_dict` take `keep_vars`, which blocked layers refuse (entries are
+    copies of theirs), and what is no tensor: it asks all entries for their addresses."""
     patched: Any = module
     if (plain := getattr(module, "_original_state_dict", None)) is None:
         return
@@ -239,7 +257,7 @@ def _extra_state_apart(module: nn.Module) -> None:
 
     def whole(*args: Any, **kwargs: Any) -> dict[str, Any]:
         apart.clear()
-        packed: dict[str, Any] = casting(*args, **kwargs)
+        packed: dict[str, Any] = casting(*args, **kwargs | {"keep_vars": False})
         packed.update(apart)
         return packed
 
