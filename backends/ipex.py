@@ -104,14 +104,6 @@ class IpexDriver:
             yield HostSession(plan, IpexEngine)
 
 
-def _can_be_blocked(dtype: torch.dtype) -> bool:
-    """True if oneDNN has kernels of this dtype for blocked weights on this processor."""
-    from intel_extension_for_pytorch._C import onednn_has_bf16_support, onednn_has_fp16_support
-
-    supported = {torch.bfloat16: onednn_has_bf16_support, torch.float16: onednn_has_fp16_support}
-    return bool(dtype not in supported or supported[dtype]())
-
-
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -139,6 +131,7 @@ class IpexEngine(PlainEngine):
 
     def _optimize(self, options: IpexOptions) -> None:
         import intel_extension_for_pytorch as ipex
+        from intel_extension_for_pytorch._C import onednn_has_bf16_support
         from intel_extension_for_pytorch.optim import _optimizer_utils as known
 
         prepack = options.weights_prepack
@@ -153,9 +146,7 @@ class IpexEngine(PlainEngine):
                 "out",
             )
         fused = type(self.optimizer) in known.IPEX_FUSED_OPTIMIZER_LIST_CPU
-        if prepack is None and not (
-            fused and not transposed and (not low or _can_be_blocked(compute))
-        ):
+        if prepack is None and (not fused or transposed or (low and not onednn_has_bf16_support())):
             prepack = False
         self.own.train()  # it refuses an optimizer in evaluation mode
         ipex.optimize(

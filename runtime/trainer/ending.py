@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..data.user_frames import last_line, user_frames
+from ..data.user_frames import user_frames
 from ..kernel.contract import Session
 from ..kernel.errors import CollectiveFailed, FailedAfterTraining
 from ..kernel.paths import Place
 from .announce import Announcer
-from .recipe_checks import exit_called, output_is_gone
+from .recipe_checks import in_words, output_is_gone
 from .saves import Saves
 
 __all__ = ["Ending", "sentences"]
@@ -50,7 +50,7 @@ class Ending:
             if output_is_gone(error):
                 raise
             if isinstance(error, CollectiveFailed) or not self.all_failed(error):
-                raise self._failed(f"{what} failed: {_in_words(error)}") from error
+                raise self._failed(f"{what} failed: {in_words(error)}") from error
             if self.error is None:
                 self.error, self._what = error, what
             return None
@@ -64,7 +64,7 @@ class Ending:
             error, what = self.announce.error, self.announce.failed
         if preempted:
             self.announce.raise_errors()
-        mine = "" if error is None else f"{what} failed: {_in_words(error)}"
+        mine = "" if error is None else f"{what} failed: {in_words(error)}"
         reports = self.session.exchange([mine, "" if error is None else user_frames(error)])
         failed = [rank for rank, (report, _) in enumerate(reports) if report]
         if failed and error is not None:
@@ -76,10 +76,6 @@ class Ending:
 
     def _failed(self, why: str) -> FailedAfterTraining:
         return FailedAfterTraining(f"{self.saved}; then {why}. {self.remedy}", self.checkpoint)
-
-
-def _in_words(error: BaseException) -> str:
-    return exit_called(error) if isinstance(error, SystemExit) else last_line(error)
 
 
 def sentences(

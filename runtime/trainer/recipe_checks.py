@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.indexed import length_of
+from ..data.user_frames import last_line
 from ..kernel.contract import ChecksModels
 from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
 from ..kernel.plan import Plan
@@ -26,7 +27,7 @@ __all__ = [
     "check_observers",
     "check_optimization",
     "check_recipe",
-    "exit_called",
+    "in_words",
     "output_is_gone",
     "report_exits",
 ]
@@ -176,7 +177,7 @@ def report_exits() -> Iterator[None]:
     except SystemExit as error:
         if output_is_gone(error):
             raise
-        raise RecipeFailed(exit_called(error)) from error
+        raise RecipeFailed(in_words(error)) from error
 
 
 def output_is_gone(error: BaseException) -> bool:
@@ -184,6 +185,8 @@ def output_is_gone(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
 
 
-def exit_called(error: SystemExit) -> str:
-    """Describe a call of `sys.exit`."""
-    return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"
+def in_words(error: BaseException) -> str:
+    """Return the error's type and message; of a call of `sys.exit`, what it means."""
+    if isinstance(error, SystemExit):
+        return f"sys.exit({error.code!r}) was called, which is not how a run ends: raise an error"
+    return last_line(error)

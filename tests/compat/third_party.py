@@ -169,13 +169,8 @@ def dpo(folder: str, extra: dict[str, Any]) -> Any:
 def reward(folder: str, extra: dict[str, Any]) -> Any:
     from trl import RewardConfig, RewardTrainer
 
-    return RewardTrainer(
-        model=llama("LlamaForSequenceClassification", num_labels=1),
-        args=RewardConfig(**common(folder, max_length=16, **extra)),
-        train_dataset=preferences(),
-        eval_dataset=preferences().select(range(8)),
-        processing_class=tokenizer(),
-    )
+    model = llama("LlamaForSequenceClassification", num_labels=1)
+    return _of_pairs(RewardTrainer, RewardConfig, folder, extra, model)
 
 
 def sentences(folder: str, extra: dict[str, Any]) -> Any:
@@ -227,18 +222,18 @@ def grpo(folder: str, extra: dict[str, Any]) -> Any:
 def orpo(folder: str, extra: dict[str, Any]) -> Any:
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    return _of_pairs(ORPOTrainer, ORPOConfig, folder, extra)
+    return _of_pairs(ORPOTrainer, ORPOConfig, folder, extra, llama())
 
 
 def cpo(folder: str, extra: dict[str, Any]) -> Any:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    return _of_pairs(CPOTrainer, CPOConfig, folder, extra)
+    return _of_pairs(CPOTrainer, CPOConfig, folder, extra, llama())
 
 
-def _of_pairs(trainer: Any, config: Any, folder: str, extra: dict[str, Any]) -> Any:
+def _of_pairs(trainer: Any, config: Any, folder: str, extra: dict[str, Any], model: Any) -> Any:
     return trainer(
-        model=llama(),
+        model=model,
         args=config(**common(folder, max_length=16, **extra)),
         train_dataset=preferences(),
         eval_dataset=preferences().select(range(8)),

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from ...data.user_frames import last_line, user_frames
+from ...data.user_frames import user_frames
 from ...kernel.errors import (
     DataFailed,
     DrivetrainError,
@@ -18,7 +18,7 @@ from ...kernel.errors import (
     RecipeFailed,
 )
 from ...run.quoted import say
-from ...trainer.recipe_checks import exit_called
+from ...trainer.recipe_checks import in_words
 from .outcomes import RESTARTS, note_outcome, rank, world_size
 from .stopping import StoppedEarly
 
@@ -65,10 +65,4 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     frames = user_frames(error) or "--debug shows the traceback"
-    return f"{_title(error)}\n{frames}"
-
-
-def _title(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return exit_called(error)
-    return last_line(error)
+    return f"{in_words(error)}\n{frames}"
