@@ -129,6 +129,10 @@ def test_two_ranks(folder, subtests):
     theirs = launch(folder, "hf", (*ALL, *OTHERS), 2)
     # HF multiplies it by the ranks for a model that takes any keywords
     theirs["summarisation"]["eval_loss"] /= 2
+    # HF's second rank generates for the same samples again: ours gives one row a sample
+    generated = theirs["summarisation"]["generated"]
+    assert generated[8:] == generated[:8]
+    theirs["summarisation"]["generated"] = generated[:8]
     for driver, asked in DRIVERS.items():
         found = launch(folder / driver, "drivetrain", (*ALL, *OTHERS), 2, asked)
         for scenario, ours in found.items():
