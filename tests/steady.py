@@ -2,7 +2,7 @@
 
     python tests/steady.py --runs 6                        the quick part
     python tests/steady.py --runs 3 --busy 4               beside four processes that compute
-    python tests/steady.py --runs 1 -- -m slow --shard 0/8
+    python tests/steady.py --runs 1 -- -m slow --shard 0/12
 
 What follows `--` is for pytest. The tables are Markdown. The load is the number of processes that
 want to run: its median and its maximum, sampled each five seconds.

@@ -1,4 +1,4 @@
-"""Check that the loss calls the module that a driver wraps."""
+"""Check how a loss uses the module that a driver wraps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 from torch import nn
 
 from ...kernel.errors import RecipeError
+from .second_derivatives import refuse_second_derivatives
 
 __all__ = ["Entered"]
 
 
 class Entered:
-    """Notes the forwards of `module`. A gradient that is computed without one is refused."""
+    """Notes the forwards of `module`. A gradient that is computed without one is refused.
+    `driver`: the name of one that prepares weights for one backward a forward, and so refuses
+    second derivatives, too.
+    """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, driver: str = "") -> None:
+        if driver:
+            refuse_second_derivatives(driver, module)
         self._entered = True
         module.register_forward_pre_hook(self._note)
 

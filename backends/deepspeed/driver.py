@@ -201,7 +201,7 @@ class ZeroEngine:
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
-        self._frozen, self._entered = Frozen(self.own), Entered(self.module)
+        self._frozen, self._entered = Frozen(self.own), Entered(self.module, "deepspeed")
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
         self._is_closed = False
         self._registered, self._base = Registered(self.own), base

@@ -108,7 +108,7 @@ class FsdpEngine:
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
-        self._entered = Entered(self.module)
+        self._entered = Entered(self.module, name)
         watch = hooks.watch_gathered(self.module, self.units)
         self._watch = Writes("fsdp and mesh", self.module, watch, plan.compile, world.size)
         self._registered = Registered(self.module)

@@ -182,10 +182,13 @@ class DdpEngine(PlainEngine):
         no gradient in their buckets.
         """
         if names:
+            remedy = "set backend.find_unused_parameters=true"
+            if self.options.finds_unused:  # and DDP looks from the output, not from the loss
+                remedy = "the model's output depends on them: add zero times the output to the loss"
             raise RecipeError(
                 f"rank {self.world.rank}: no gradient reached {', '.join(names)} in the last "
-                "microbatch of a step: set backend.find_unused_parameters=true, or freeze them "
-                "(requires_grad=False), or leave them out of the model"
+                f"microbatch of a step: {remedy}, or freeze them (requires_grad=False), or leave "
+                "them out of the model"
             )
 
     def shards(self) -> Iterator[Piece]:

@@ -15,12 +15,13 @@ from torch import Tensor
 from ..data.open_dataset import Source, once
 from ..kernel.contract import Engine, Session
 from ..kernel.errors import ran_out
-from ..kernel.evaluate import evaluate, summarise
+from ..kernel.evaluate import summarise
 from ..kernel.events import Evaluated, Event
 from ..kernel.recipe import Recipe
 from .left_out import LeftOut
 from .metric_names import metrics_by_name
 from .out_of_memory import OutOfMemoryPolicy
+from .own_gradients import evaluate
 
 __all__ = ["Evaluations"]
 

@@ -17,11 +17,11 @@ from ..checkpoint.averages import averaged_reader, has_averages
 from ..data.open_dataset import once, open_dataset
 from ..kernel.batches import Group
 from ..kernel.contract import Engine, Session
-from ..kernel.evaluate import evaluate as measure
 from ..kernel.paths import Place, Url
 from ..kernel.recipe import Recipe
 from ..registry import refuse_unpromised, usable_driver
 from .late_ranks import propagate_errors
+from .own_gradients import evaluate as measure
 from .recipe_checks import report_exits
 from .resume import find_checkpoint
 from .setting_values import override

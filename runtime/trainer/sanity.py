@@ -23,9 +23,9 @@ from ..data.stream import ReadAgain
 from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.contract import Engine, Session
 from ..kernel.errors import CollectiveFailed, RecipeError, SettingError, ran_out
-from ..kernel.evaluate import evaluate
 from ..kernel.recipe import Batch, Recipe
 from .inference import prepared
+from .own_gradients import evaluate
 from .settings import CheckpointSettings, Settings
 
 __all__ = ["SanityCheck", "check_sanity_alone", "skipped_without_memory"]

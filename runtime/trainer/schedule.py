@@ -8,6 +8,7 @@ the clock and resuming needs no scheduler state.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,9 +79,12 @@ _SHAPES: dict[str, Callable[[float, _Options], float]] = {
     "warmup_stable_decay": _warmup_stable_decay,
 }
 
-_WITHOUT_END = ("constant", "inverse_sqrt")
+_IN_STEPS = {"step": "step_size", "multistep": "milestones"}
+"""Schedules that fall by a factor at certain steps, and the setting that has the steps."""
 
-SCHEDULES: tuple[str, ...] = (*sorted((*_SHAPES, "inverse_sqrt")),)
+_WITHOUT_END = ("constant", "inverse_sqrt", *_IN_STEPS)
+
+SCHEDULES: tuple[str, ...] = (*sorted((*_SHAPES, "inverse_sqrt", *_IN_STEPS)),)
 """The names that `build_schedule` knows."""
 
 
@@ -93,9 +97,12 @@ def build_schedule(
     decay: float = 0.2,
     power: float = 1.0,
     cycles: int = 1,
+    step_size: float | None = None,
+    milestones: Sequence[float] = (),
+    gamma: float = 0.1,
 ) -> Schedule:
-    """Build a schedule over `total_steps` updates. None: the number is unknown, which only constant
-    and inverse_sqrt allow.
+    """Build a schedule over `total_steps` updates. None: the number is unknown, which only
+    constant and inverse_sqrt allow, and step and multistep with whole steps.
 
     `warmup`: linear from near 0 to 1; a number of steps if at least 1, else a share of
     `total_steps`. `final`: the factor at the end, of all but constant and inverse_sqrt. `decay`:
@@ -103,10 +110,14 @@ def build_schedule(
     `cycles`: of cosine_with_restarts. `one_cycle` rises by half a cosine, from 1/25, over `warmup`,
     and falls by half a cosine (Smith and Topin, https://arxiv.org/abs/1708.07120). `inverse_sqrt`
     falls with the square root of the step from the end of the warmup on (Vaswani et al.,
-    https://arxiv.org/abs/1706.03762). Raises `SettingError`.
+    https://arxiv.org/abs/1706.03762). `step` is multiplied by `gamma` each `step_size` steps after
+    the warmup, and `multistep` at each of `milestones`, which count from the first step of the run,
+    as torch.optim.lr_scheduler.StepLR and MultiStepLR do; below 1, these are shares of
+    `total_steps`. Raises `SettingError`.
     """
     if name not in SCHEDULES:
         raise SettingError(f"schedule.name is {name!r}; it must be one of {', '.join(SCHEDULES)}")
+    _check_steps(name, step_size, milestones, gamma)
     if warmup < 0:
         raise SettingError(f"schedule.warmup is {warmup}; it must be 0 or more")
     if not 0.0 < decay <= 1.0:
@@ -119,29 +130,66 @@ def build_schedule(
     if name == "exponential" and not final > 0:
         raise SettingError("schedule.final is 0, which an exponential never reaches: set 0.01, say")
     if total_steps is None:
-        if name not in _WITHOUT_END or 0 < warmup < 1:
+        lengths = (warmup, step_size or 0, *milestones)
+        if name not in _WITHOUT_END or any(0 < length < 1 for length in lengths):
             raise SettingError(
                 f"schedule.name is {name!r} with warmup {warmup}, which needs to know the number "
                 "of steps, and the data has no length: set steps; or one of "
-                f"{', '.join(_WITHOUT_END)} with a warmup of whole steps"
+                f"{', '.join(_WITHOUT_END)} with whole steps in place of shares of them"
             )
         total_steps = 0
-    warmup_steps = round(warmup) if warmup >= 1 else round(warmup * total_steps)
-    rest = max(1, total_steps - warmup_steps)
-    shape = _SHAPES.get(name)
-    timescale = max(1, warmup_steps)
-    options = _Options(final, decay, power, cycles)
+    warmup_steps = _in_steps(warmup, total_steps)
     if name == "one_cycle" and warmup_steps:
         return _one_cycle(warmup_steps, total_steps, final)
+    rest = max(1, total_steps - warmup_steps)
+    options = _Options(final, decay, power, cycles)
+    timescale = max(1, warmup_steps)
+    between = max(1, _in_steps(step_size or 0, total_steps))
+    falls = sorted(_in_steps(at, total_steps) for at in milestones)
 
     def factor(applied: int) -> float:
         if applied < warmup_steps:
             return (applied + 1) / warmup_steps
-        if shape is None:
+        if name == "inverse_sqrt":
             return math.sqrt(timescale / max(timescale, applied + 1))
-        return shape(min(1.0, (applied - warmup_steps) / rest), options)
+        if name == "step":
+            return math.pow(gamma, (applied - warmup_steps) // between)
+        if name == "multistep":
+            return math.pow(gamma, bisect_right(falls, applied))
+        return _SHAPES[name](min(1.0, (applied - warmup_steps) / rest), options)
 
     return factor
+
+
+def _check_steps(
+    name: str, step_size: float | None, milestones: Sequence[float], gamma: float
+) -> None:
+    """Raise `SettingError` where the steps of `step` or `multistep` are missing, set for another
+    schedule, or not positive.
+    """
+    for schedule, setting, steps in (
+        ("step", "step_size", () if step_size is None else (step_size,)),
+        ("multistep", "milestones", tuple(milestones)),
+    ):
+        shown = f"schedule.{setting} is {', '.join(f'{at:g}' for at in steps) or 'not set'}"
+        if name == schedule and not steps:
+            raise SettingError(
+                f"schedule.name is {name!r}, and {shown}: set the steps at which the learning rate "
+                f"falls, such as {setting}=1000, or shares of them, such as {setting}=0.5"
+            )
+        if name != schedule and steps:
+            raise SettingError(
+                f"{shown}, which only schedule.name={schedule} uses, and schedule.name is {name!r}"
+            )
+        if not all(0 < at < math.inf for at in steps):
+            raise SettingError(f"{shown}; it must be above 0, and finite")
+    if not 0 <= gamma <= 1:
+        raise SettingError(f"schedule.gamma is {gamma}; it must be from 0 to 1")
+
+
+def _in_steps(length: float, total_steps: int) -> int:
+    """Return a number of steps; below 1, it is a share of all."""
+    return round(length) if length >= 1 else round(length * total_steps)
 
 
 def _one_cycle(warmup_steps: int, total_steps: int, final: float) -> Schedule:

@@ -65,13 +65,23 @@ class ScheduleSettings:
     warmup: Annotated[float, Range(0, unit="steps, or a share of them below 1")] = 0.0
     """Steps over which the rate rises at first; below 1, a share of all steps."""
     final: Annotated[float, Range(0)] = 0.1
-    """The share of the rate that is left at the end. constant and inverse_sqrt ignore it."""
+    """The share of the rate that is left at the end. constant, inverse_sqrt, step and multistep
+    ignore it."""
     decay: Annotated[float, Range(above=0, most=1)] = 0.2
     """The share of the steps after the warmup in which warmup_stable_decay falls."""
     power: Annotated[float, Range(above=0)] = 1.0
     """Exponent of polynomial."""
     cycles: Count = 1
     """Number of falls of cosine_with_restarts."""
+    step_size: Annotated[float, Range(above=0, unit="steps, or a share of them below 1")] | None = (
+        None
+    )
+    """Steps between two falls of step, after the warmup."""
+    milestones: tuple[float, ...] = ()
+    """Steps at which multistep falls, from the first step of the run on; below 1, shares of all
+    steps."""
+    gamma: Annotated[float, Range(0, most=1)] = 0.1
+    """What step and multistep multiply the rate by at each fall."""
 
 
 @dataclass(frozen=True)

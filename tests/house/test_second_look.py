@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import second_look
+from house_rules import ROOT
+from scratch_suites import OPTIONS, environment, last_line, run, write
 
 PASSES = "def test_passes(): pass\n"
 UNSTABLE = """
@@ -48,18 +48,6 @@ def test_with_a_server(server): pass
 """
 
 
-COMMAND = (sys.executable, "-m", "pytest")
-OPTIONS = ("-n=2", "--dist=loadfile", "-p", "no:cacheprovider")
-
-
-def write(folder: Path, suite: dict[str, str]) -> None:
-    (folder / "conftest.py").write_text('pytest_plugins = ["second_look"]\n')
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    for name, text in suite.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-
-
 def git(folder: Path, *command: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     return subprocess.check_output(["git", *who, *command], cwd=folder, text=True).strip()
@@ -72,31 +60,6 @@ def commit(folder: Path, suite: dict[str, str]) -> str:
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "--message=base")
     return git(folder, "rev-parse", "HEAD")
-
-
-def run(folder: Path, suite: dict[str, str], *options: str) -> tuple[int, str]:
-    """Write a suite, run it by two workers, and return its exit status and what it printed."""
-    write(folder, suite)
-    done = subprocess.run(
-        [*COMMAND, *OPTIONS, *options],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def environment() -> dict[str, str]:
-    """Return this process' environment with no plugin but the one that starts workers."""
-    kept = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
-    kept["PYTHONPATH"] = str(Path(second_look.__file__).parent)
-    return kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin"}
-
-
-def last_line(printed: str) -> str:
-    return re.sub(r" in [\d.]+s.*", "", printed.splitlines()[-1]).strip("= ")
 
 
 def test_an_unstable_test_is_reported_and_does_not_fail_the_run(tmp_path: Path) -> None:
@@ -181,7 +144,7 @@ def test_a_run_without_workers_has_no_second_look(tmp_path: Path) -> None:
 def test_runs_are_repeated_and_what_failed_is_counted(tmp_path: Path) -> None:
     """`steady.py` runs a suite twice, beside a busy process: an unstable test fails once."""
     write(tmp_path, {"test_a.py": UNSTABLE, "test_b.py": BROKEN, "test_c.py": PASSES})
-    steady = [sys.executable, str(Path(second_look.__file__).with_name("steady.py"))]
+    steady = [sys.executable, str(ROOT / "tests" / "steady.py")]
     done = subprocess.run(
         [*steady, "--runs=2", "--busy=1", "--", *OPTIONS],
         cwd=tmp_path,

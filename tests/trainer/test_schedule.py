@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, StepLR
 
 from drivetrain.kernel.errors import SettingError
 from drivetrain.trainer.schedule import SCHEDULES, build_schedule
@@ -64,6 +69,41 @@ def test_restarts_powers_and_exponentials() -> None:
     assert [exponential(step) for step in (0, 1, 2)] == pytest.approx([1.0, 0.1, 0.01])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "of_torch"),
+    [
+        (
+            {"name": "step", "step_size": 3, "gamma": 0.5},
+            partial(StepLR, step_size=3, gamma=0.5),
+        ),
+        (
+            {"name": "multistep", "milestones": (8, 0.2)},  # of 20 steps: 8 and 4
+            partial(MultiStepLR, milestones=[4, 8], gamma=0.1),
+        ),
+    ],
+)
+def test_falls_at_certain_steps_are_those_of_torch(
+    arguments: dict[str, Any], of_torch: Callable[[Optimizer], LRScheduler]
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(())], lr=1.0)
+    theirs = of_torch(optimizer)
+    ours = build_schedule(total_steps=20, **arguments)
+    for step in range(20):
+        assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+
+
+def test_after_a_warmup_steps_are_counted_from_there_and_milestones_from_the_first() -> None:
+    falls = {"step": {"step_size": 4}, "multistep": {"milestones": (4, 8)}}
+    for name, steps in falls.items():
+        factor = build_schedule(name, total_steps=None, warmup=2, gamma=0.5, **steps)
+        first = 6 if name == "step" else 4
+        assert [factor(step) for step in (0, 1, first - 1, first, first + 4)] == [
+            *(0.5, 1.0, 1.0, 0.5, 0.25)
+        ]
+
+
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(1, 500),
@@ -74,7 +114,9 @@ def test_restarts_powers_and_exponentials() -> None:
 def test_factors_stay_between_zero_and_one(
     name: str, total: int, warmup: float, final: float, decay: float
 ) -> None:
-    factor = build_schedule(name, total_steps=total, warmup=warmup, final=final, decay=decay)
+    steps: dict[str, Any] = {"step": {"step_size": decay}, "multistep": {"milestones": (decay,)}}
+    settings = {"warmup": warmup, "final": final, "decay": decay, **steps.get(name, {})}
+    factor = build_schedule(name, total_steps=total, **settings)
     values = [factor(step) for step in range(total + 2)]
     assert all(0.0 <= value <= 1.0 + 1e-12 for value in values)
 
@@ -88,6 +130,13 @@ def test_factors_stay_between_zero_and_one(
         ({"name": "polynomial", "power": 0.0}, "schedule.power is 0.0"),
         ({"name": "cosine_with_restarts", "cycles": 0}, "schedule.cycles 0"),
         ({"name": "exponential", "final": 0.0}, "schedule.final is 0"),
+        ({"name": "step"}, "'step', and schedule.step_size is not set: set the steps at which"),
+        ({"name": "multistep", "milestones": ()}, "schedule.milestones is not set"),
+        ({"name": "multistep", "milestones": (4, -1)}, "milestones is 4, -1; it must be above 0"),
+        ({"name": "step", "step_size": math.inf}, "schedule.step_size is inf; it must be above 0"),
+        ({"name": "multistep", "milestones": (4,), "step_size": 2}, "only schedule.name=step uses"),
+        ({"name": "cosine", "milestones": (4,)}, "only schedule.name=multistep uses"),
+        ({"name": "step", "step_size": 2, "gamma": 1.5}, "schedule.gamma is 1.5"),
     ],
 )
 def test_nonsense_is_refused_by_name(arguments: dict[str, object], words: str) -> None:

@@ -1,0 +1,47 @@
+"""A test begins once the run's own processes leave room for it, in scratch suites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scratch_suites import last_line, run
+
+COMPUTES = """
+import os, subprocess, sys, time
+from pathlib import Path
+import load_limit
+
+def test_computes():
+    command = [sys.executable, "-c", "while True: pass"]
+    loops = [subprocess.Popen(command) for _ in range(load_limit.MOST + 2)]
+    while load_limit.runnable_below(os.getppid()) <= load_limit.MOST:
+        time.sleep(0.01)
+    Path("busy").touch()
+    time.sleep(1)
+    Path("busy").unlink()
+    for loop in loops:
+        loop.kill()
+        loop.wait()
+"""
+COMES_LATER = """
+import time
+from pathlib import Path
+
+def test_begins_beside_the_other():
+    while not Path("busy").exists():
+        time.sleep(0.01)
+
+def test_begins_when_there_is_room():
+    assert not Path("busy").exists()
+"""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "outcome"), [("load_limit", "3 passed"), ("second_look", "2 passed, 1 unstable")]
+)
+def test_a_test_waits_until_others_have_computed(tmp_path: Path, plugin: str, outcome: str) -> None:
+    """Without the limit the test fails beside the other, and passes alone."""
+    suite = {"test_a.py": COMPUTES, "test_b.py": COMES_LATER}
+    _, printed = run(tmp_path, suite, plugin=plugin)
+    assert last_line(printed) == outcome, printed
