@@ -6,6 +6,7 @@ updates groups with equal settings one after the other, and inspects each parame
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 
-__all__ = ["take_step"]
+__all__ = ["draws_nothing", "take_step"]
 
 
 def _code_of_wrapper() -> Any:
@@ -127,6 +128,19 @@ def _joined(optimizer: Optimizer) -> list[dict[str, Any]]:
     if any({**group, "params": None} != settings for group in groups[1:]):
         return groups
     return [{**first, "params": [p for group in groups for p in group["params"]]}]
+
+
+def draws_nothing(optimizer: Optimizer) -> bool:
+    """Return True for an optimizer of torch's own, without hooks: none of them draws random
+    numbers."""
+    kind: Any = type(optimizer)
+    return _is_torchs(kind) and _has_plain_step(optimizer)
+
+
+@functools.cache
+def _is_torchs(kind: Any) -> bool:
+    names = kind.__module__, getattr(kind.step, "__module__", "")
+    return all(name.startswith("torch.optim.") for name in names)
 
 
 def _has_plain_step(optimizer: Optimizer) -> bool:

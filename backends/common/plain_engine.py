@@ -16,6 +16,7 @@ from . import attached, model_state, models, stepping
 from .extra_state import ExtraState
 from .optimizer_state import OptimizerState
 from .registered import Registered
+from .update_random import UpdateRandom, of_device
 
 
 class PlainEngine:
@@ -33,6 +34,8 @@ class PlainEngine:
         self.optimizer = models.build_optimizer(recipe, self.own)
         attached.refuse_inexact_hooks(dict(self.own.named_parameters()), plan, world)
         self.state = OptimizerState(self.optimizer, self.own)
+        self.draws = UpdateRandom(plan.seed, of_device(world.device))
+        self.number_update = self.draws.begin
         self.autocast = models.autocast(plan, world.device)
         self.loss_scale = stepping.LossScale(world.device) if plan.precision.loss_scaling else None
         if plan.compile:
@@ -71,14 +74,15 @@ class PlainEngine:
 
     def update(self) -> Outcome:
         plan = self.plan
-        return stepping.update(
-            self.optimizer,
-            self.parameters,
-            plan.max_grad_norm,
-            self.loss_scale,
-            plan.max_grad_value,
-            None if self._observer is None else self._show_update,
-        )
+        with self.draws.update(self.optimizer):
+            return stepping.update(
+                self.optimizer,
+                self.parameters,
+                plan.max_grad_norm,
+                self.loss_scale,
+                plan.max_grad_value,
+                None if self._observer is None else self._show_update,
+            )
 
     runs_all_modules = True
     _observer: Any = None

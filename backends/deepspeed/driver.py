@@ -31,6 +31,7 @@ from ..common.frozen import Frozen
 from ..common.optimizer_state import GroupNumbers
 from ..common.registered import Registered
 from ..common.unwrapping import unwrapped
+from ..common.update_random import UpdateRandom, of_device
 from ..common.writes import Writes, each_of
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
@@ -205,6 +206,8 @@ class ZeroEngine:
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
         self._is_closed = False
         self._registered, self._base = Registered(self.own), base
+        self.draws = UpdateRandom(plan.seed, of_device(world.device), world.rank)
+        self.number_update = self.draws.begin
         initialize.refuse_added_groups(base)
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
         in_groups = [self._trained.intersection(of_group) for of_group in self.numbers.names]
@@ -284,7 +287,7 @@ class ZeroEngine:
             shown = zero_shown.shown(self.zero, self.own, reached, observer)
         if absent:
             left = zero_absent.left_alone(self.zero, self.own, absent)
-        with self._named("updating the weights"), shown, left:
+        with self._named("updating the weights"), shown, left, self.draws.update(self._base):
             self.module.step()
         stepping.forget_gradients(self._others)
         self._writes.updated()

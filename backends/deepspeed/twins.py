@@ -55,6 +55,8 @@ def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.d
         whole = _tried(optimizer, device, numbers.reshape(4, 6))
         cut = torch.cat([_tried(optimizer, device, part) for part in (numbers[:10], numbers[10:])])
         same = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
+        if not same and not torch.equal(whole, _tried(optimizer, device, numbers.reshape(4, 6))):
+            reason = f"it draws random numbers: {reason}"
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         same, reason = False, f"it fails on flat tensors ({error})"
     if not same:

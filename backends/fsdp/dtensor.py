@@ -256,38 +256,6 @@ def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor
 # --- stepping on whole tensors --------------------------------------------------------------
 
 
-class StepByKind:
-    """Steps an elementwise optimizer on what is cut over one mesh after the other, and on what
-    every rank holds whole: torch's kernels take tensors of one kind at a time."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._stepped = False
-        self.meshes: list[Any] = []
-        """The meshes of parameters, each once; None stands for parameters that ranks hold whole."""
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if (mesh := getattr(parameter, "device_mesh", None)) not in self.meshes:
-                self.meshes.append(mesh)
-
-    def step(self) -> None:
-        """Update the parameters, each kind in its own way."""
-        all_of_it = [(group, group["params"]) for group in self.optimizer.param_groups]
-        try:
-            for mesh in self.meshes:
-                for group, parameters in all_of_it:
-                    group["params"] = [
-                        p for p in parameters if getattr(p, "device_mesh", None) == mesh
-                    ]
-                if self._stepped:
-                    self.optimizer.step()
-                else:
-                    first_step(self.optimizer, "parts")
-                self._stepped = True
-        finally:
-            for group, parameters in all_of_it:
-                group["params"] = parameters
-
-
 class WholeStep:
     """Steps an optimizer to which a tensor is more than its elements, on whole tensors.
 

@@ -102,16 +102,16 @@ class FsdpEngine:
         self.optimizer = models.build_optimizer(recipe, self.module)
         self.state = OptimizerState(self.optimizer, self.module, Averages(dtensor.own_part))
         self.state.elsewhere = self.elsewhere.keys()
-        self.stepper = step_strategy.choose(
-            self.optimizer, options.optimizer_step, self.module, world.device
+        self.stepper, self.draws = step_strategy.choose(
+            self.optimizer, plan, self.module, world.device, self.peers
         )
+        self.number_update = self.draws.begin
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
-        self._entered = Entered(self.module, name)
+        self._entered, self._registered = Entered(self.module, name), Registered(self.module)
         watch = hooks.watch_gathered(self.module, self.units)
         self._watch = Writes("fsdp and mesh", self.module, watch, plan.compile, world.size)
-        self._registered = Registered(self.module)
         self.copies = Copies(lambda: dtensor.held(self.module, self.elsewhere), world)
         self.loss_hooks: list[Callable[[Tensor], None]] = []
         """Called with the loss of each microbatch before its backward."""
@@ -238,7 +238,7 @@ class FsdpEngine:
             self._show_update()
         with self._named("adding up the gradient norm"):
             norm = norms.global_norm(parameters, self.replicas, self.home)
-        with self._named("updating the weights"):
+        with self._named("updating the weights"), self.draws.update(self.optimizer):
             plan = self.plan
             outcome = stepping.step_if_finite(
                 self.stepper, parts, norm, plan.max_grad_norm, self.loss_scale, plan.max_grad_value

@@ -8,8 +8,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ...kernel.plan import Plan
 from ..common import models
-from . import dtensor
+from ..common.update_random import UpdateRandom, of_device
+from ..process_group.peers import Peers
+from . import dtensor, sharding
+from .kind_step import StepByKind
 from .owner_step import OwnerStep, kept_of
 
 __all__ = ["choose"]
@@ -18,21 +22,31 @@ _LOG = logging.getLogger(__name__)
 
 
 def choose(
-    optimizer: torch.optim.Optimizer, how: str, module: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return the optimizer that steps `optimizer` over the parameters of `module`. Several in one
-    are each stepped in their own way. `how`: see `ShardingOptions.optimizer_step`.
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    module: nn.Module,
+    device: torch.device,
+    peers: Peers,
+) -> tuple[torch.optim.Optimizer, UpdateRandom]:
+    """Return the optimizer that steps `optimizer` over the parameters of `module`, and the random
+    numbers of its updates. Several optimizers in one are each stepped in their own way.
     """
+    how = sharding.options_of(plan).optimizer_step
+    draws = UpdateRandom(plan.seed, of_device(device), peers.first)
     several: Any = optimizer
     if len(kinds := models.kinds_of(several)) == 1:
-        return _choose(kinds[0], how, module, device)
+        return _choose(kinds[0], how, module, device, draws), draws
     for name, kind in several.optimizers.items():
-        several.step_by[name] = _choose(kind, how, module, device).step
-    return cast(torch.optim.Optimizer, several)
+        several.step_by[name] = _choose(kind, how, module, device, draws).step
+    return cast(torch.optim.Optimizer, several), draws
 
 
 def _choose(
-    optimizer: torch.optim.Optimizer, how: str, module: nn.Module, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    how: str,
+    module: nn.Module,
+    device: torch.device,
+    draws: UpdateRandom,
 ) -> torch.optim.Optimizer:
     if how == "auto" and dtensor.steps_parts(optimizer):
         how = "parts"
@@ -46,9 +60,8 @@ def _choose(
             type(optimizer).__name__,
         )
     if how == "parts":
-        by_kind = dtensor.StepByKind(optimizer)
-        several = len(by_kind.meshes) > 1
-        return cast(torch.optim.Optimizer, by_kind) if several else optimizer
+        by_kind = StepByKind(optimizer, draws)
+        return cast(torch.optim.Optimizer, by_kind) if by_kind.is_needed else optimizer
     cut_once = all(map(dtensor.is_cut_once, module.parameters()))
     if how == "tensors" and kept_of(optimizer) is not None and cut_once:
         return cast(torch.optim.Optimizer, OwnerStep(optimizer, device))

@@ -39,6 +39,7 @@ from ..common.extra_state import ExtraState
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
 from ..common.single_process import SingleProcess
+from ..common.update_random import UpdateRandom
 from . import placing
 
 __all__ = ["driver"]
@@ -197,6 +198,8 @@ class XlaEngine:
                 group["fused"] = False  # torch has no such kernel here, and XLA fuses all of it
         self.state = OptimizerState(self.optimizer, self.module)
         self.extra = ExtraState(self.module, placement.device)
+        self.draws = UpdateRandom(plan.seed, [placing.random_source()])
+        self.number_update = self.draws.begin
         self.registered = Registered(self.module)
         self.autocast = models.autocast(plan, placement.device)
         self._pending_outcome: placing.ConditionalUpdate | None = None
@@ -242,7 +245,8 @@ class XlaEngine:
             # they take are one program to torch_xla 2.8, given the same tensors each time.
             placing.cut_graph()
         held = self._pending_outcome = placing.ConditionalUpdate(self.optimizer, norm)
-        self.optimizer.step()
+        with self.draws.update(self.optimizer):
+            self.optimizer.step()
         stepping.forget_gradients(self.parameters)
         held.choose()
         for parameter in self.parameters:

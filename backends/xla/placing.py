@@ -20,6 +20,7 @@ from ...kernel.errors import BackendUnavailable, SettingError
 from ...kernel.shards import Box, Piece
 from ..common import attached
 from ..common.buffers import write_unseen
+from ..common.update_random import Source
 
 _INSTANCE_NORMS: Any = private_name(
     "torch.nn.modules.instancenorm",
@@ -150,6 +151,13 @@ class Placement:
             for shard in XLAShardedTensor(tensor).local_shards
             if shard.unpadded_data.numel()
         ]
+
+
+def random_source() -> Source:
+    """Return the generator of this device."""
+    import torch_xla.core.xla_model as xm
+
+    return Source(xm.get_rng_state, xm.set_rng_state, xm.set_rng_state)
 
 
 def cut_graph() -> None:

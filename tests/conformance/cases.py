@@ -30,6 +30,7 @@ LAWS = (
     "law_6_extra_state",
     "law_6_files",
     "law_6_memory",
+    "law_6_random_updates",
     "law_6_streams",
     "law_7_capabilities",
     "contract_session",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Counting", "Estimating", "OtherDtypes", "optimizer_class"]
+__all__ = ["Counting", "Estimating", "Noisy", "OtherDtypes", "optimizer_class"]
 
 
 class Counting(torch.optim.Optimizer):
@@ -92,8 +93,37 @@ class OtherDtypes(torch.optim.Optimizer):
                 parameter.sub_(moved, alpha=0.1 * group["lr"])
 
 
+class Noisy(torch.optim.Optimizer):
+    """Adds noise to each element, as Langevin dynamics does. It draws from the generators of the
+    weights' device and of Python, from one of its own, and from one of its groups. `pull` is the
+    factor of the gradient.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.0, pull: float = 1.0) -> None:
+        self.generator = torch.Generator()
+        self.generator.seed()
+        super().__init__(params, {"lr": lr, "pull": pull, "dice": random.Random()})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part, grad = _local(parameter), _local(parameter.grad)
+                    factor = (0.5 + random.random()) * (0.5 + group["dice"].random())
+                    noise = factor * torch.rand(part.shape, generator=self.generator)
+                    noise = noise.to(part) * torch.randn_like(part)
+                    part.add_(noise - group["pull"] * grad, alpha=group["lr"])
+
+
+def _local(tensor: Any) -> Tensor:
+    """Return this rank's part of a tensor."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return one of these optimizers, or one of torch's."""
-    own = {kind.__name__: kind for kind in (Counting, Estimating, OtherDtypes)}
+    own = {kind.__name__: kind for kind in (Counting, Estimating, Noisy, OtherDtypes)}
     found: type[torch.optim.Optimizer] = own.get(name) or getattr(torch.optim, name)
     return found

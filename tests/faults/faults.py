@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -69,6 +69,9 @@ class WrappedEngine(Wrapped):
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self.inner.change_weights(change)
+
+    def number_update(self, number: int) -> None:
+        self.inner.number_update(number)
 
 
 T = TypeVar("T")
@@ -612,6 +615,24 @@ class ChangesTwice(WrappedEngine):
         self.inner.change_weights(change)
 
 
+class EachRankDraws(WrappedEngine):
+    """Lets the optimizer draw from the rank's own generators, and compares no copies."""
+
+    def __init__(self, inner: Any, plan: Plan) -> None:
+        super().__init__(inner, plan)
+        inner.draws.update = lambda optimizer: nullcontext()
+
+    def audit(self) -> None:
+        pass
+
+
+class EachUpdateDrawsTheSame(WrappedEngine):
+    """Seeds the generators of each update alike."""
+
+    def number_update(self, number: int) -> None:
+        self.inner.number_update(1)
+
+
 class GroupsForgotten(WrappedEngine):
     """Leaves the counts that an optimizer keeps in its groups out of a save."""
 
@@ -1043,6 +1064,10 @@ FAULTS: dict[str, Fault] = {
     "changes of a copy": Fault("6_after_update", ChangesOfACopy),
     "changes on one rank": Fault("6_after_update", ChangesOnOneRank),
     "changes twice": Fault("6_after_update", ChangesTwice),
+    "each rank draws": Fault("6_random_updates-copies_draw_alike", EachRankDraws),
+    "each update draws the same": Fault(
+        "6_random_updates-copies_draw_alike", EachUpdateDrawsTheSame
+    ),
     "groups forgotten": Fault("6_resume-an_optimizer_that_counts", GroupsForgotten),
     "weights first": Fault("6_resume-another_optimizer_is_refused", WeightsFirst),
     "weights before damage": Fault("6_resume-a_damaged_optimizer_state", WeightsFirst),
