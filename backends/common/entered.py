@@ -11,9 +11,13 @@ from .second_derivatives import refuse_second_derivatives
 
 __all__ = ["Entered"]
 
+_NOT_PREPARED = ("setStorage", "mark a variable ready only once")
+"""What FSDP and DDP say in a backward that does not begin at the outputs of a module."""
+
 
 class Entered:
-    """Notes the forwards of `module`. A gradient that is computed without one is refused.
+    """Notes the forwards of `module`, and is the context of a backward. A gradient that is computed
+    without a forward, or past its output, is refused.
     `driver`: the name of one that prepares weights for one backward a forward, and so refuses
     second derivatives, too.
     """
@@ -31,8 +35,8 @@ class Entered:
         """Note that a microbatch begins."""
         self._entered = False
 
-    def require(self) -> None:
-        """Raise `RecipeError` unless the module was called in this microbatch."""
+    def __enter__(self) -> None:
+        """Begin a backward. Raise `RecipeError` unless the module was called in this microbatch."""
         if not self._entered:
             raise RecipeError(
                 "a loss was computed without calling the module that recipe.loss is given: weights "
@@ -41,3 +45,15 @@ class Entered:
                 "module(...), and let its forward choose what is computed, by an argument or as "
                 "drivetrain.Models does"
             )
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        """End the backward. Raise `RecipeError` for an error by which a library says that it had
+        not prepared the weights for it.
+        """
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_PREPARED):
+            raise RecipeError(
+                "the loss depends on a part of the model by something other than its output, such "
+                "as an attribute that a forward sets, or what a hook has kept, and the weights of "
+                "that part were not prepared for its backward. Return it from the forwards on the "
+                "way to the loss, or take the backend cpu"
+            ) from error

@@ -255,8 +255,7 @@ class ZeroEngine:
         return self._named("gathering weights in a forward", self._autocast())
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        self._entered.require()
-        with self._named("gathering weights or summing gradients in a backward"):
+        with self._entered, self._named("gathering weights or summing gradients in a backward"):
             self._order.begin()
             self.module.backward(loss * weight, scale_wrt_gas=False)
             self._order.end()

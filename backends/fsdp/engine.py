@@ -214,8 +214,7 @@ class FsdpEngine:
             scale = None if self.loss_scale is None else self.loss_scale.scale
             self.deferred_backward(loss, weight if scale is None else weight * scale)
             return
-        self._entered.require()
-        with self._named("gathering weights or averaging gradients in a backward"):
+        with self._entered, self._named("gathering weights or averaging gradients in a backward"):
             self.layers.backward(self._last is not False or self.options.sync_each_microbatch)
             stepping.backward(loss, weight, self.loss_scale)
 

@@ -150,11 +150,10 @@ class DdpEngine(PlainEngine):
             raise CapabilityRefused(asked, "ddp", f"{why}. Leave it out{or_else}")
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        self._entered.require()
         # autograd runs the operations of the host in this thread, and those of a device elsewhere
         on_host = self.world.device.type == "cpu"
         call = "averaging gradients in a backward"
-        with naming_collectives(call, self.world.rank, counts_idle=on_host):
+        with self._entered, naming_collectives(call, self.world.rank, counts_idle=on_host):
             super().backward(loss, weight)
 
     def unused(self) -> Sequence[str]:

@@ -81,7 +81,7 @@ class ScheduleSettings:
     """Steps at which multistep falls, from the first step of the run on; below 1, shares of all
     steps."""
     gamma: Annotated[float, Range(0, most=1)] = 0.1
-    """What step and multistep multiply the rate by at each fall."""
+    """Factor of the rate at each fall of step and multistep."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,81 @@
+"""Losses that depend on a part of the model by something other than the model's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.subject import Subject
+from drivetrain.kernel.errors import RecipeError
+from drivetrain.kernel.recipe import Recipe
+
+ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    """A layer with a gate, whose balance is kept in an attribute, or returned as well."""
+
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        self.main, self.gate, self.returns = nn.Linear(4, 4), nn.Linear(4, 4), returns
+
+    def forward(self, x: Tensor) -> Any:
+        self.balance = self.gate(x).softmax(-1).square().sum()
+        made = x + self.main(x)
+        return (made, self.balance) if self.returns else made
+
+
+class Net(nn.Module):
+    def __init__(self, returns: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.returns = nn.ModuleList([Block(returns), Block(returns)]), returns
+
+    def forward(self, x: Tensor) -> Any:
+        balances = []
+        for block in self.blocks:
+            x = block(x)
+            if self.returns:
+                x, balance = x
+                balances.append(balance)
+        return (x, sum(balances)) if self.returns else x
+
+
+def balance_alone(module: nn.Module, x: Tensor) -> Any:
+    made = module(x)
+    own: Any = getattr(module, "module", module)
+    return made[1] if isinstance(made, tuple) else sum(block.balance for block in own.blocks)
+
+
+def trained(bench: Bench, *, returns: bool) -> dict[str, Tensor] | str:
+    """A job: return the final weights, or the message of the refusal."""
+    recipe = Recipe(lambda: Net(returns), balance_alone, ROWS)
+    settings = {"steps": 4, "global_batch": 4, "data.shuffle": False, "optimizer.lr": 0.02}
+    try:
+        run = bench.fit(
+            recipe,
+            {**settings, "optimizer.weight_decay": 0.0, "schedule.name": "constant"},
+            finish=lambda m: {name: p.detach().clone() for name, p in m.named_parameters()},
+        )
+    except RecipeError as error:
+        return str(error)
+    kept: dict[str, Tensor] = run.finish
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"), [("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
+)
+def test_what_is_kept_in_an_attribute_alone_is_refused_and_what_is_returned_is_right(
+    backend: str, options: dict[str, Any]
+) -> None:
+    subject = Subject(backend, 2, options)
+    for refused in subject.run(trained, returns=False):
+        assert "by something other than its output, such as an attribute" in refused
+    (alone,) = Subject("cpu").run(trained, returns=True)
+    for found in subject.run(trained, returns=True):
+        torch.testing.assert_close(found, alone)
