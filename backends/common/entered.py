@@ -12,7 +12,7 @@ from .second_derivatives import refuse_second_derivatives
 __all__ = ["Entered"]
 
 _NOT_PREPARED = ("setStorage", "mark a variable ready only once")
-"""What FSDP and DDP say in a backward that does not begin at the outputs of a module."""
+"""Words of FSDP and DDP in a backward that does not begin at the outputs of a module."""
 
 
 class Entered:

@@ -20,7 +20,7 @@ from ...kernel.step import StepResult
 from ...trainer.after_update import AfterUpdate
 from ...trainer.module_state import ModuleState
 from ...trainer.step_clock import UPDATE
-from ...trainer.update_numbers import number_next_update
+from ...trainer.update_numbers import numbering
 from ..callbacks.base import has_listener
 from ..common.debugging import print_xla_metrics
 from ..optim.schedules import follow_groups, follows_a_metric
@@ -66,6 +66,7 @@ class TrainerPolicy:
         """Gradients of the last update, for a custom schedule that reads them."""
         prepared = trainer.driver_session.wrapped()
         self._engine, self._scales_loss = prepared.engine, prepared.plan.precision.loss_scaling
+        self._number_next_update = numbering(self._engine)
         self._scheduler: Any = None
         self._follows_a_metric = self._reads_gradients = False
         self._hooks: list[RemovableHandle] = []
@@ -210,7 +211,7 @@ class TrainerPolicy:
         self.learning_rate = trainer._get_learning_rate()
         for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # if a driver has its own groups
-        number_next_update(loop)
+        self._number_next_update(loop)
         self.mark(UPDATE)
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:

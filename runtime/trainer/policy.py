@@ -26,7 +26,6 @@ from .settings import CheckpointSettings
 from .start_checks import on_rank_0
 from .step_clock import COMPUTE, EVALUATION, SAVING, STARTING, UPDATE
 from .time_accounting import TimeAccounting
-from .update_numbers import number_next_update
 
 __all__ = ["SettingsPolicy"]
 
@@ -88,7 +87,7 @@ class SettingsPolicy:
             group["lr"] = rate
         if (statistics := self.state.statistics) is not None:
             statistics.before_update(loop.progress.step + 1)
-        number_next_update(loop)
+        self.state.number_next_update(loop)
         self.clock.mark(UPDATE)
 
     def after_step(self, loop: TrainLoop, group: Group, result: StepResult) -> NextAction:

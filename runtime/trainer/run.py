@@ -60,6 +60,7 @@ from .statistics import Statistics
 from .step_clock import DATA, OBSERVERS, StepClock
 from .time_accounting import TimeAccounting
 from .turn_losses import TurnLosses
+from .update_numbers import numbering
 from .weight_averages import WeightAverages
 
 __all__ = ["Run"]
@@ -181,6 +182,7 @@ class Run:
             statistics=Statistics.of(settings, engine, session, driver.name),
             left_out=left_out,
             modules=ModuleState(engine, session, lambda note: announce(events.Warned(note))),
+            number_next_update=numbering(engine),
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,7 @@ class RunState:
     statistics: Statistics | None
     left_out: LeftOut
     modules: ModuleState
+    number_next_update: Callable[[TrainLoop], None]
     loss: float = math.nan
     """The last loss that was logged."""
 

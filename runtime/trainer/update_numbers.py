@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from ..kernel.contract import Engine
 from ..kernel.loop import TrainLoop
 
-__all__ = ["NumbersUpdates", "number_next_update"]
+__all__ = ["NumbersUpdates", "numbering"]
 
 
 @runtime_checkable
@@ -20,9 +22,14 @@ class NumbersUpdates(Protocol):
         """Give the next `update` its number in the run; the first is 1. Called by all ranks."""
 
 
-def number_next_update(loop: TrainLoop) -> None:
-    """Give the engine the number of the loop's next update, if it wants one."""
-    # each step asks, and a protocol takes longer to compare than the update of a small model
-    number_update = getattr(loop.engine, "number_update", None)
-    if number_update is not None:
+def numbering(engine: Engine) -> Callable[[TrainLoop], None]:
+    """Return a function that gives the engine the number of a loop's next update, if it wants
+    one."""
+    if not isinstance(engine, NumbersUpdates):
+        return lambda loop: None
+    number_update = engine.number_update
+
+    def number_next_update(loop: TrainLoop) -> None:
         number_update(loop.progress.step + 1)
+
+    return number_next_update
