@@ -1,24 +1,20 @@
 """Writes to weights in a forward, which drivers that gather or copy weights would drop.
 
-A weight that is written to counts it in its version, except by way of `weight.data`. That is seen
-by giving the weight another class for a while. Nothing is computed, and no device is waited for.
+A weight that is written to counts it in its version, except by way of `weight.data`, for which see
+`noting_data`. Nothing is computed, and no device is waited for.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
+from .data_writes import DataWrites, noting_data
 
 __all__ = ["Writes", "each_of", "refuse_renormalising"]
-
-_LIBRARIES = ("deepspeed", "torch.distributed", "torch.autograd", "torch.nn.parallel", __package__)
 
 
 def each_of(module: nn.Module) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
@@ -64,7 +60,8 @@ class Writes:
         refuse_renormalising(module, num_ranks)
         self._driver, self._module, self._begin = driver, module, begin
         self._compiled, self._updates = compiled, 0
-        self._watched: dict[int, tuple[str, Any, int]] = {}
+        self._watched: dict[int, tuple[str, Tensor, int]] = {}
+        self._data: DataWrites | None = None
         self._found: dict[str, None] = {}
 
     def updated(self) -> None:
@@ -79,13 +76,27 @@ class Writes:
         return nullcontext()
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
-        end = self._begin(self._watch)
+    def leaving_out(self) -> Iterator[None]:
+        """Within the block user's code may write to weights: it is no forward."""
+        self._compare()
         try:
             yield
         finally:
+            kept = dict(self._found)
+            self._compare()
+            self._found = kept
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        end = self._begin(self._watch)
+        try:
+            with noting_data() as self._data:
+                yield
+        finally:
             end()
-            found = self._end()
+            self._compare()
+            found, self._found, self._data = list(self._found), {}, None
+            self._watched.clear()
         if found:
             raise RecipeError(
                 f"{', '.join(found[:10])}: these weights were written to in a forward or in "
@@ -96,102 +107,19 @@ class Writes:
             )
 
     def _watch(self, name: str, parameter: Tensor) -> None:
-        if id(parameter) in self._watched:
-            return
-        self._watched[id(parameter)] = name, parameter, parameter._version
-        if type(parameter) is nn.Parameter:
-            watched: Any = parameter
-            watched.__class__ = _Watched
-            watched._note_write = lambda: self._found.setdefault(name)
+        self._watched.setdefault(id(parameter), (name, parameter, parameter._version))
 
-    def _end(self) -> list[str]:
-        for name, parameter, version in self._watched.values():
-            if type(parameter) is _Watched:
-                plain: Any = parameter
-                plain.__class__ = nn.Parameter
-                del plain._note_write
-            if parameter._version != version:
+    def _compare(self) -> None:
+        """Note which weights were written to, and compare with their present state from now on."""
+        if self._data is None:
+            return
+        written = self._data.take()
+        for key, (name, parameter, version) in self._watched.items():
+            if key in written or parameter._version != version:
                 self._found.setdefault(name)
-        self._watched.clear()
-        found, self._found = list(self._found), {}
-        return found
+                self._watched[key] = name, parameter, parameter._version
 
 
 def _is_compiled(part: nn.Module) -> bool:
     """True for a module that the recipe compiles, which would be compiled again."""
     return getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
-
-
-class _Watched(nn.Parameter):
-    """A parameter whose `data` notes who writes to it."""
-
-    _note_write: Callable[[], object]
-
-    @property
-    def data(self) -> Tensor:
-        found: Tensor = _DATA.__get__(self)
-        if _is_library(sys._getframe(1)):
-            return found
-        shown = found.as_subclass(_Data)
-        shown._note_write = self._note_write
-        return shown
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if not _is_library(sys._getframe(1)):
-            self._note_write()
-        _DATA.__set__(self, _plain(value))
-
-
-class _Data(Tensor):
-    """The elements of a parameter, as `weight.data` gives them."""
-
-    _note_write: Callable[[], object]
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            name = getattr(function, "__name__", "")
-            written = args[:1] if _writes(name) else ()
-            for target in (*written, kwargs.get("out")):
-                for each in target if isinstance(target, (list, tuple)) else (target,):
-                    if isinstance(each, _Data) and hasattr(each, "_note_write"):
-                        each._note_write()
-            made = function(*args, **kwargs)
-        first = next((a for a in args if isinstance(a, _Data) and hasattr(a, "_note_write")), None)
-        if first is not None and _is_view(made, first):
-            made = made.as_subclass(_Data)  # what is written to it is written to the parameter
-            made._note_write = first._note_write
-        return made
-
-
-def _is_view(made: Any, of: Tensor) -> bool:
-    return (
-        type(made) is Tensor
-        and made._base is not None
-        and made.untyped_storage()._cdata == of.untyped_storage()._cdata
-    )
-
-
-_DATA: Any = Tensor.data
-_IN_PLACE = {"__setitem__"} | {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
-_NO_WRITES = {"requires_grad_", "detach_", "share_memory_", "retain_grad_"}
-
-
-def _writes(name: str) -> bool:
-    in_place = name.endswith("_") and not name.endswith("__")
-    return name in _IN_PLACE or (in_place and name not in _NO_WRITES)
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.as_subclass(Tensor) if isinstance(tensor, _Data) else tensor
-
-
-def _is_library(frame: Any) -> bool:
-    return str(frame.f_globals.get("__name__")).startswith(_LIBRARIES)

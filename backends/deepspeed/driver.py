@@ -30,7 +30,6 @@ from ..common.entered import Entered
 from ..common.frozen import Frozen
 from ..common.optimizer_state import GroupNumbers
 from ..common.registered import Registered
-from ..common.unwrapping import unwrapped
 from ..common.update_random import UpdateRandom, of_device
 from ..common.writes import Writes, each_of
 from ..process_group.buffers import Buffers
@@ -58,9 +57,10 @@ from . import (
 from .gradient_order import GradientOrder, note_gathered_weights
 from .limit_values import limit_values
 from .options import DeepspeedOptions
-from .original import LIBRARIES, OriginalModule
+from .original import OriginalModule, without_hooks
 from .updated_parameters import UpdatedParameters
 from .zero_averages import ZeroAverages
+from .zero_writes import WeightWrites
 
 __all__ = ["driver"]
 
@@ -204,6 +204,7 @@ class ZeroEngine:
         self._others = [p for name, p in named.items() if name not in self._trained]
         self._frozen, self._entered = Frozen(self.own), Entered(self.module, "deepspeed")
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
+        self._changed = WeightWrites(self.zero, self.own, config, self._writes)
         self._is_closed = False
         self._registered, self._base = Registered(self.own), base
         self.draws = UpdateRandom(plan.seed, of_device(world.device), world.rank)
@@ -286,7 +287,8 @@ class ZeroEngine:
             shown = zero_shown.shown(self.zero, self.own, reached, observer)
         if absent:
             left = zero_absent.left_alone(self.zero, self.own, absent)
-        with self._named("updating the weights"), shown, left, self.draws.update(self._base):
+        draws = self.draws.update(self._base)
+        with self._named("updating the weights"), shown, left, draws, self._changed.updating():
             self.module.step()
         stepping.forget_gradients(self._others)
         self._writes.updated()
@@ -343,6 +345,10 @@ class ZeroEngine:
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         zero_change.change_weights(self.zero, self.own, change)
 
+    def open_to_writes(self, where: str) -> AbstractContextManager[None]:
+        """See `KeepsWrites`."""
+        return self._changed.open(where)
+
     def averaged(self) -> AbstractContextManager[None]:
         return self.averages.shown()
 
@@ -357,18 +363,8 @@ class ZeroEngine:
         with self.buffers.of_rank_0(), ExitStack() as stack:
             with self._named("gathering whole weights"):
                 stack.enter_context(GatheredParameters(chosen))
-            stack.enter_context(self._local())
+            stack.enter_context(without_hooks(self.own, self._local_forward))
             yield self.own
-
-    @contextmanager
-    def _local(self) -> Iterator[None]:
-        """Remove DeepSpeed's hooks, which fetch and free weights with all ranks, in the block."""
-        forward, self.own.forward = self.own.forward, self._local_forward
-        try:
-            with unwrapped(self.own, LIBRARIES):
-                yield
-        finally:
-            self.own.forward = forward
 
     def _named(
         self, call: str, inside: AbstractContextManager[Any] = models.NO_CONTEXT

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..common import attached
-from ..common.unwrapping import unwrap
+from ..common.unwrapping import unwrap, unwrapped
 
-__all__ = ["LIBRARIES", "OriginalModule"]
+__all__ = ["LIBRARIES", "OriginalModule", "without_hooks"]
 
 LIBRARIES = ("deepspeed",)
 """Python modules whose hooks are no user's."""
@@ -68,6 +69,18 @@ class OriginalModule:
         for buffer in self.module.buffers():
             buffer.data = buffer.data.cpu()
         unwrap(self.module, LIBRARIES)
+
+
+@contextmanager
+def without_hooks(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Remove DeepSpeed's hooks, which fetch and free weights with all ranks, in the block, and let
+    the module have this forward."""
+    before, module.forward = module.forward, forward
+    try:
+        with unwrapped(module, LIBRARIES):
+            yield
+    finally:
+        module.forward = before
 
 
 def _own_of(parameter: Tensor) -> tuple[set[str], set[int]]:

@@ -32,6 +32,8 @@ from ..process_group.replicated_parameters import ReplicatedParameters
 from ..process_group.used_layers import UsedLayers
 from . import dtensor, hooks, meta_init, norms, sharding, step_strategy, whole, wrap_units
 from .partition import Partition
+from .shard_writes import open_to_writes
+from .shown import show_update
 
 __all__ = ["FsdpEngine"]
 
@@ -234,7 +236,8 @@ class FsdpEngine:
         if self.loss_scale is not None:
             self.loss_scale.unscale(parts)
         if self._observer is not None:
-            self._show_update()
+            show_update(self, self._observer)
+            self._observer = None
         with self._named("adding up the gradient norm"):
             norm = norms.global_norm(parameters, self.replicas, self.home)
         with self._named("updating the weights"), self.draws.update(self.optimizer):
@@ -254,13 +257,6 @@ class FsdpEngine:
     def show_update(self, observer: Any) -> None:
         """See `ShowsUpdates`."""
         self._observer = observer
-
-    def _show_update(self) -> None:
-        observer, self._observer = self._observer, None
-        named, parts = dict(self.module.named_parameters()), self.own_parts()
-        observer.weights({name: parts.get(name, (torch.empty(0), ())) for name in named})
-        grads = {name: p.grad for name, p in named.items() if p.grad is not None}
-        observer.gradients({name: dtensor.own_part(grad) for name, grad in grads.items()})
 
     def complete_gradients(self) -> None:
         """Average gradients that no library averages, after the last backward of an update."""
@@ -336,6 +332,10 @@ class FsdpEngine:
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self._reshard()
         change(self.own_parts())
+
+    def open_to_writes(self, where: str) -> AbstractContextManager[None]:
+        """See `KeepsWrites`."""
+        return open_to_writes(self, where)
 
     def own_parts(self) -> Mapping[str, Any]:
         """Return this rank's part of each parameter, and which elements these are."""

@@ -19,6 +19,7 @@ from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...registry import usable_driver
 from ...trainer.late_ranks import abort_ranks
+from ...trainer.weight_writes import end_forwards, open_to_writes
 from .backend import chosen, planned
 
 __all__ = ["DriverSession", "Prepared", "session_of", "take_back"]
@@ -201,6 +202,19 @@ class DriverSession:
         if precision.compute == precision.params:
             return nullcontext()
         return torch.autocast(self.world.device.type, precision.compute)
+
+    def open_to_writes(self, callback: Any, event: str) -> AbstractContextManager[Any]:
+        """Return a context manager around an event of a callback; see `KeepsWrites`. A model that
+        is not wrapped keeps each write."""
+        return open_to_writes(self._engine, callback, f"{type(callback).__name__}.{event}")
+
+    def end_forwards(self) -> None:
+        """See `end_forwards`."""
+        end_forwards(self._engine)
+
+    @property
+    def _engine(self) -> Engine | None:
+        return None if self.prepared is None else self.prepared.engine
 
     def close(self, gives_back: bool = False) -> None:
         """Leave the process group, together with the other ranks; before that call `give_back` if

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from .state import TrainerControl, TrainerState
@@ -25,6 +25,9 @@ __all__ = ["CallbackHandler", "TrainerCallback", "has_listener"]
 
 _log = logging.getLogger(__name__)
 
+_LIBRARIES = ("drivetrain.", "transformers.")
+"""Packages whose callbacks write to no weight."""
+_NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
 _FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 Answer = TrainerControl | Mapping[str, bool] | None
@@ -176,6 +179,8 @@ class CallbackHandler(TrainerCallback):
         self.eval_dataloader: Any = None
         self.clock: StepClock | None = None
         """Clock of the training, if the time of callbacks is measured."""
+        self.open_to_writes: Callable[[Any, str], AbstractContextManager[Any]] = _unwrapped
+        """Encloses an event of a callback, which may write to the model's weights."""
         if not any(_is_default_flow(callback) for callback in self.callbacks):
             _log.warning(
                 "without a DefaultFlowCallback nothing is logged, evaluated, saved or stopped; "
@@ -208,7 +213,7 @@ class CallbackHandler(TrainerCallback):
             react = getattr(callback, event)
             if getattr(react, "__func__", None) in _NO_REACTIONS:
                 continue  # the usual case, several times a step
-            with self.clock.observing(callback) if self.clock else nullcontext():
+            with self._around(callback, event):
                 answer = react(
                     args,
                     state,
@@ -224,6 +229,16 @@ class CallbackHandler(TrainerCallback):
             if answer is not None and answer is not control:
                 control = _obey(answer, control, f"{type(callback).__name__}.{event}")
         return control
+
+    def _around(self, callback: Any, event: str) -> AbstractContextManager[Any]:
+        """Return what encloses an event of a callback."""
+        timed = self.clock.observing(callback) if self.clock else _NO_CONTEXT
+        if type(callback).__module__.startswith(_LIBRARIES):
+            return timed
+        stack = ExitStack()
+        stack.enter_context(timed)
+        stack.enter_context(self.open_to_writes(callback, event))
+        return stack
 
     @property
     def callback_list(self) -> str:
@@ -260,6 +275,11 @@ class CallbackHandler(TrainerCallback):
         """
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{callback!r} is not among the callbacks:\n{self.callback_list}")
+
+
+def _unwrapped(callback: Any, event: str) -> AbstractContextManager[Any]:
+    """Enclose an event before a driver has wrapped the model: each write is kept."""
+    return _NO_CONTEXT
 
 
 def _is_default_flow(callback: Any) -> bool:

@@ -85,6 +85,7 @@ class PreparationMixin(OptimizationMixin, NeftuneMixin):
         handler = self.callback_handler
         handler.model, handler.optimizer = self.model, self.optimizer
         handler.lr_scheduler, handler.train_dataloader = self.lr_scheduler, train_dataloader
+        handler.open_to_writes = self.driver_session.open_to_writes
         return self.model_wrapped, train_dataloader
 
     def _forget_optimizer_of_others(self) -> None:

@@ -14,6 +14,7 @@ from ..kernel.loop import TrainLoop
 from ..kernel.paths import Place
 from .recipe_checks import output_is_gone
 from .step_clock import OBSERVERS, STARTING, StepClock
+from .weight_writes import KeepsWrites, open_to_writes
 
 __all__ = ["Announcer", "log_of", "never_finite", "unused_note"]
 
@@ -26,6 +27,8 @@ class Announcer:
         self.observers, self.requests, self.clock = observers, requests, clock
         self._one_at_a_time = threading.RLock()
         self._kept: list[BaseException] | None = None
+        self.engine: KeepsWrites | None = None
+        """The engine of the steps, if observers may write to weights and it must know of that."""
         self.failed = ""
         """The observer and the event of the first error that was kept."""
 
@@ -48,26 +51,38 @@ class Announcer:
 
     def __call__(self, event: Event) -> None:
         with self._one_at_a_time:
-            if threading.get_ident() != self.clock.thread or self.clock.part == STARTING:
+            if threading.get_ident() != self.clock.thread:
                 for observer in self.observers:
                     self._send(observer, event)
                 return
+            if self.clock.part == STARTING:
+                for observer in self.observers:
+                    self._send(observer, event, self.engine)
+                return
             before, since = self.clock.mark(OBSERVERS), time.perf_counter()
             for observer in self.observers:
-                self._send(observer, event)
+                self._send(observer, event, self.engine)
                 since = self.clock.observed(observer, since)
             self.clock.mark(before)
 
-    def _send(self, observer: Observer, event: Event) -> None:
+    def _send(self, observer: Observer, event: Event, engine: KeepsWrites | None = None) -> None:
         try:
-            self.requests.ask(observer(event))
+            if engine is None:
+                self.requests.ask(observer(event))
+                return
+            with open_to_writes(engine, observer, _described(observer, event)):
+                self.requests.ask(observer(event))
         except (Exception, SystemExit) as error:
             if self._kept is None or output_is_gone(error):
                 raise
             if not self._kept:
-                name = getattr(observer, "__name__", type(observer).__name__)
-                self.failed = f"the observer {name} (at {type(event).__name__})"
+                self.failed = _described(observer, event)
             self._kept.append(error)
+
+
+def _described(observer: Observer, event: Event) -> str:
+    name = getattr(observer, "__name__", type(observer).__name__)
+    return f"the observer {name} (at {type(event).__name__})"
 
 
 def log_of(

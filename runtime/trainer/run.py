@@ -62,6 +62,7 @@ from .time_accounting import TimeAccounting
 from .turn_losses import TurnLosses
 from .update_numbers import numbering
 from .weight_averages import WeightAverages
+from .weight_writes import KeepsWrites
 
 __all__ = ["Run"]
 
@@ -249,6 +250,8 @@ class Run:
         self._tidy()
         if policy.saves is not None:
             self.state.modules.begin()
+        if isinstance(loop.engine, KeepsWrites):
+            self.announce.engine = loop.engine
         policy.clock.take()  # what came before is known to the observers by their own clocks
         self.announce(
             events.RunStarted(
@@ -283,6 +286,7 @@ class Run:
         finished = None
         if finish is not None and not preempted:
             finished = ending.attempt("`finish`", partial(self._call, finish))
+        self.announce.engine = None
         self.model.give_back(loop.engine)
         best = None
         if self.recipe.eval_data:

@@ -109,3 +109,88 @@ def test_zero_updates_as_one_process_or_refuses(stage: int, tmp_path: Path) -> N
 def test_ddp_takes_sparse_gradients() -> None:
     (alone,) = Subject("cpu").run(trained, sparse=True)
     near(Subject("ddp", 2).run(trained, sparse=True)[0], alone)
+
+
+class Branches(nn.Module):
+    """A model of which one branch is used in the third update alone."""
+
+    def __init__(self, forwards: int) -> None:
+        """`forwards`: their number in each update."""
+        super().__init__()
+        torch.manual_seed(3)
+        self.head, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.forwards, self.made = forwards, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        update, self.made = self.made // self.forwards, self.made + self.training
+        made: Tensor = self.head(x)
+        return made + self.branch(x) if update == 2 else made
+
+
+class Signs(torch.optim.Optimizer):
+    """A user's optimizer: weight decay, and the sign of an average that does not begin at zero."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    average = state.setdefault("average", torch.ones_like(parameter))
+                    average.lerp_(parameter.grad, 0.1)
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(average.sign(), alpha=-group["lr"])
+
+
+KINDS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, weight_decay=0.1, centered=True),
+    "own": Signs,
+}
+
+
+def branched(
+    bench: Bench, *, kind: str, steps: int, forwards: int = 1, precision: str = "fp32"
+) -> dict[str, Tensor]:
+    """A job: return the final weights."""
+    recipe = Recipe(
+        lambda: Branches(forwards),
+        lambda module, x: (module(x) - x[:, :1]).square().sum(),
+        list(torch.randn(48, 4, generator=torch.Generator().manual_seed(0))),
+        optimizer=lambda named: KINDS[kind]([parameter for _, parameter in named]),
+    )
+    settings = {**SETTINGS, "global_batch": 8, "steps": steps, "precision": precision}
+    settings |= {"max_grad_norm": None, "max_grad_value": None}
+    if forwards > 1:
+        settings["micro_batch"] = 8 // forwards // (1 if bench.backend == "cpu" else 2)
+    kept: dict[str, Tensor] = bench.fit(
+        recipe,
+        settings,
+        finish=lambda m: {name: p.detach().clone() for name, p in m.named_parameters()},
+    ).finish
+    return kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_leaves_an_unused_branch_as_it_is(kind: str, stage: int) -> None:
+    """Neither weight decay nor an average changes it, before its first use and after it."""
+    built = {"construct": "whole"} if stage == 3 else {}  # with the numbers of one process
+    zero = Subject("deepspeed", 2, {"stage": stage, **built})
+    initial = dict(Branches(1).named_parameters())
+    for forwards, precision in ((1, "fp32"), (2, "fp32"), (1, "bf16")):
+        given: dict[str, Any] = {"kind": kind, "forwards": forwards, "precision": precision}
+        before, used, after = (zero.run(branched, steps=n, **given)[0] for n in (2, 3, 5))
+        for name in ("branch.weight", "branch.bias"):
+            assert torch.equal(before[name], initial[name])
+            assert not torch.equal(used[name], before[name])
+            assert torch.equal(after[name], used[name])
+    if kind != "adamw":  # whose count of steps is that of its group: see the warning
+        (alone,) = Subject("cpu").run(branched, kind=kind, steps=5)
+        near(zero.run(branched, kind=kind, steps=5)[0], alone)
