@@ -19,7 +19,7 @@ from ..kernel.recipe import Batch, Recipe
 __all__ = ["evaluate"]
 
 _LACKS_GRADIENTS = "does not require grad"
-"""What torch says where a gradient is taken of something that has none."""
+"""Words of torch where a gradient is taken of something that has none."""
 
 
 def evaluate(
