@@ -265,7 +265,13 @@ class _IpexState(OptimizerState):
             yield index, cast(str, order[index]), entries
 
     def look_again(self) -> None:
-        """Keep the names of the parameters that the extension has replaced."""
+        """Keep the names of the parameters that the extension has replaced, and take over groups
+        that were added."""
+        groups = self.optimizer.param_groups
+        if len(groups) > len(self.names):
+            now = {p: name for name, p in self.module.named_parameters()}
+            self.names += [[now.get(p) for p in g["params"]] for g in groups[len(self.names) :]]
+            self.numbers.renamed(self.names, groups)
 
 
 driver = IpexDriver()

@@ -290,6 +290,7 @@ class ZeroEngine:
         draws = self.draws.update(self._base)
         with self._named("updating the weights"), shown, left, draws, self._changed.updating():
             self.module.step()
+        zero_absent.forget_gradients(self.zero)
         stepping.forget_gradients(self._others)
         self._writes.updated()
         norm = torch.as_tensor(self.module.get_global_grad_norm(), dtype=torch.float32)

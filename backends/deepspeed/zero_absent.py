@@ -1,4 +1,5 @@
-"""Keep an update of ZeRO from changing parameters that have no gradient on any rank."""
+"""Parameters without a gradient: an update of ZeRO neither changes them, nor counts what DeepSpeed
+keeps of their earlier gradients."""
 
 from __future__ import annotations
 
@@ -36,6 +37,14 @@ def left_alone(zero: Any, module: nn.Module, names: Collection[str]) -> Iterator
             if part.index in counts:
                 _count_again(state, counts[part.index])
     publish(zero)
+
+
+def forget_gradients(zero: Any) -> None:
+    """Clear what stage 3 keeps of the gradients of an update that has ended. DeepSpeed overwrites
+    them in the first microbatch of the next update. It would count those of a parameter that is no
+    longer used in the norm, and add to those of one that is first used in a later microbatch."""
+    if (kept := getattr(zero, "grad_partitions_flat_buffer", None)) is not None:
+        kept.zero_()
 
 
 def _counts(zero: Any, module: nn.Module, names: Collection[str]) -> dict[int, dict[str, Any]]:

@@ -112,19 +112,23 @@ def test_ddp_takes_sparse_gradients() -> None:
 
 
 class Branches(nn.Module):
-    """A model of which one branch is used in the third update alone."""
+    """A model of which one branch is used in the third update alone, or, if `late`, in the last
+    forward of each update.
+    """
 
-    def __init__(self, forwards: int) -> None:
+    def __init__(self, forwards: int, late: bool = False) -> None:
         """`forwards`: their number in each update."""
         super().__init__()
         torch.manual_seed(3)
         self.head, self.branch = nn.Linear(4, 1), nn.Linear(4, 1)
-        self.forwards, self.made = forwards, 0
+        self.forwards, self.late, self.made = forwards, late, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        update, self.made = self.made // self.forwards, self.made + self.training
+        update, forward = divmod(self.made, self.forwards)
+        self.made += self.training
         made: Tensor = self.head(x)
-        return made + self.branch(x) if update == 2 else made
+        used = forward == self.forwards - 1 if self.late else update == 2
+        return made + self.branch(x) if used else made
 
 
 class Signs(torch.optim.Optimizer):
@@ -155,17 +159,24 @@ KINDS: dict[str, Any] = {
 
 
 def branched(
-    bench: Bench, *, kind: str, steps: int, forwards: int = 1, precision: str = "fp32"
+    bench: Bench,
+    *,
+    kind: str,
+    steps: int,
+    forwards: int = 1,
+    precision: str = "fp32",
+    late: bool = False,
+    max_grad_norm: float | None = None,
 ) -> dict[str, Tensor]:
     """A job: return the final weights."""
     recipe = Recipe(
-        lambda: Branches(forwards),
+        lambda: Branches(forwards, late),
         lambda module, x: (module(x) - x[:, :1]).square().sum(),
         list(torch.randn(48, 4, generator=torch.Generator().manual_seed(0))),
         optimizer=lambda named: KINDS[kind]([parameter for _, parameter in named]),
     )
     settings = {**SETTINGS, "global_batch": 8, "steps": steps, "precision": precision}
-    settings |= {"max_grad_norm": None, "max_grad_value": None}
+    settings |= {"max_grad_norm": max_grad_norm, "max_grad_value": None}
     if forwards > 1:
         settings["micro_batch"] = 8 // forwards // (1 if bench.backend == "cpu" else 2)
     kept: dict[str, Tensor] = bench.fit(
@@ -194,3 +205,29 @@ def test_zero_leaves_an_unused_branch_as_it_is(kind: str, stage: int) -> None:
     if kind != "adamw":  # whose count of steps is that of its group: see the warning
         (alone,) = Subject("cpu").run(branched, kind=kind, steps=5)
         near(zero.run(branched, kind=kind, steps=5)[0], alone)
+
+
+OFFLOADED = {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"stage": 1}, marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, marks=pytest.mark.slow),
+        {"stage": 3},
+        pytest.param({"stage": 3, **OFFLOADED}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_zero_forgets_the_gradients_of_earlier_updates(options: dict[str, Any]) -> None:
+    """The norm is without a branch that is no longer used, and the first gradient of an update is
+    added to none, in whichever microbatch it comes.
+    """
+    built = {"construct": "whole"} if options["stage"] == 3 else {}
+    zero = Subject("deepspeed", 2, {**options, **built})
+    plain = Subject("ddp", 2, {"find_unused_parameters": True})  # the same samples use the branch
+    for late in (False, True):
+        given: dict[str, Any] = {"kind": "sgd", "steps": 5, "forwards": 2, "late": late}
+        found, expected = (each.run(branched, max_grad_norm=0.5, **given) for each in (zero, plain))
+        near(found[0], expected[0])

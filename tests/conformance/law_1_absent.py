@@ -102,13 +102,21 @@ def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int
     ranks = subject.run(train, problem=problem, updates=updates, microbatch=microbatch)
     if refused := refusal(ranks):
         return refused
-    weights = [
-        assemble(parts)["weights"] for parts in zip(*(r["states"] for r in ranks), strict=True)
-    ]
-    expected = in_plain_torch(problem, weights[0], ranks[0]["feeders"], updates, microbatch)
-    for name, tensor in expected.items():
-        off = float((weights[-1][name].double() - tensor).norm() / tensor.norm())
-        require(off < 1e-6, f"{name}: off by {off:.2g} of its length where ranks had no gradient")
+    require_plain_torch(problem, ranks, updates, microbatch, "where ranks had no gradient")
+    return None
+
+
+@check(microbatch=(0, 1))
+def gradients_of_earlier_updates_are_forgotten(subject: Subject, microbatch: int) -> Refused | None:
+    """Compare with plain PyTorch, where a gradient is added to none of an earlier update, in
+    whichever microbatch it comes first.
+    """
+    updates = ("all", "all", "none", "all")
+    problem = problem_for(subject, "regression")
+    ranks = subject.run(train, problem=problem, updates=updates, microbatch=microbatch)
+    if refused := refusal(ranks):
+        return refused
+    require_plain_torch(problem, ranks, updates, microbatch, "after an update that used it")
     return None
 
 
@@ -147,6 +155,23 @@ def refusal(ranks: Sequence[Mapping[str, Any]]) -> Refused | None:
             f"refused without their names: {words!r}",
         )
     return Refused(reported[0]) if reported else None
+
+
+def require_plain_torch(
+    problem: str,
+    ranks: Sequence[Mapping[str, Any]],
+    updates: Sequence[str],
+    microbatch: int,
+    where: str,
+) -> None:
+    """Require the last weights to be those of the same updates by hand."""
+    weights = [
+        assemble(parts)["weights"] for parts in zip(*(r["states"] for r in ranks), strict=True)
+    ]
+    expected = in_plain_torch(problem, weights[0], ranks[0]["feeders"], updates, microbatch)
+    for name, tensor in expected.items():
+        off = float((weights[-1][name].double() - tensor).norm() / tensor.norm())
+        require(off < 1e-6, f"{name}: off by {off:.2g} of its length {where}")
 
 
 def in_plain_torch(
