@@ -17,26 +17,28 @@ import pytest
 
 MOST = 3 * (os.cpu_count() or 1)
 """Processes of the run that may want to compute when a test begins."""
+LOAD = Path("/proc/loadavg")
+CHANCE = random.Random()  # not the generator of the process, which tests may have seeded
 LONGEST_WAIT_SECONDS = 60.0
 """A test begins after these seconds, whatever else is computing."""
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest-timeout starts its clock
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait for room, where several workers run tests."""
-    if hasattr(item.config, "workerinput"):
+    """Wait for room, where several workers run tests, and the system shows what computes."""
+    if hasattr(item.config, "workerinput") and LOAD.exists():
         deadline = time.monotonic() + LONGEST_WAIT_SECONDS
         # first all of the machine, which takes reading a line
         while runnable() > MOST and runnable_below(os.getppid()) > MOST:
             if time.monotonic() > deadline:
                 break
-            time.sleep(random.uniform(0.1, 0.5))  # workers would otherwise begin together
+            time.sleep(CHANCE.uniform(0.1, 0.5))  # workers would otherwise begin together
     return (yield)
 
 
 def runnable() -> int:
     """Return the number of threads of this machine that compute or could."""
-    return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    return int(LOAD.read_text().split()[3].partition("/")[0])
 
 
 def runnable_below(ancestor: int) -> int:
