@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = 3 * (os.cpu_count() or 1)
+MOST = 2 * (os.cpu_count() or 1)
 """Processes of the run that may want to compute when a test begins."""
 LOAD = Path("/proc/loadavg")
 CHANCE = random.Random()  # not the generator of the process, which tests may have seeded

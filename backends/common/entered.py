@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...kernel.errors import RecipeError
-from .second_derivatives import refuse_second_derivatives
+from .loss_gradients import refuse_gradients, refuse_second_derivatives
 
 __all__ = ["Entered"]
 
@@ -19,13 +19,15 @@ class Entered:
     """Notes the forwards of `module`, and is the context of a backward. A gradient that is computed
     without a forward, or past its output, is refused.
     `driver`: the name of one that prepares weights for one backward a forward, and so refuses
-    second derivatives, too.
+    second derivatives, too; with `only_backward` all gradients that are taken elsewhere.
     """
 
-    def __init__(self, module: nn.Module, driver: str = "") -> None:
-        if driver:
+    def __init__(self, module: nn.Module, driver: str = "", only_backward: bool = False) -> None:
+        self._entered, self._in_backward = True, False
+        if only_backward:
+            refuse_gradients(driver, module, lambda: not self._in_backward)
+        elif driver:
             refuse_second_derivatives(driver, module)
-        self._entered = True
         module.register_forward_pre_hook(self._note)
 
     def _note(self, module: nn.Module, args: Any) -> None:
@@ -45,11 +47,13 @@ class Entered:
                 "module(...), and let its forward choose what is computed, by an argument or as "
                 "drivetrain.Models does"
             )
+        self._in_backward = True
 
     def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
         """End the backward. Raise `RecipeError` for an error by which a library says that it had
         not prepared the weights for it.
         """
+        self._in_backward = False
         if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _NOT_PREPARED):
             raise RecipeError(
                 "the loss depends on a part of the model by something other than its output, such "

@@ -202,7 +202,8 @@ class ZeroEngine:
         named = dict(self.own.named_parameters())
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
-        self._frozen, self._entered = Frozen(self.own), Entered(self.module, "deepspeed")
+        self._frozen = Frozen(self.own)
+        self._entered = Entered(self.module, "deepspeed", only_backward=True)
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
         self._changed = WeightWrites(self.zero, self.own, config, self._writes)
         self._is_closed = False

@@ -19,7 +19,7 @@ from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...registry import usable_driver
 from ...trainer.late_ranks import abort_ranks
-from ...trainer.weight_writes import end_forwards, open_to_writes
+from ...trainer.weight_writes import open_to_writes
 from .backend import chosen, planned
 
 __all__ = ["DriverSession", "Prepared", "session_of", "take_back"]
@@ -207,10 +207,6 @@ class DriverSession:
         """Return a context manager around an event of a callback; see `KeepsWrites`. A model that
         is not wrapped keeps each write."""
         return open_to_writes(self._engine, callback, f"{type(callback).__name__}.{event}")
-
-    def end_forwards(self) -> None:
-        """See `end_forwards`."""
-        end_forwards(self._engine)
 
     @property
     def _engine(self) -> Engine | None:

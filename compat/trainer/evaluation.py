@@ -196,7 +196,6 @@ class EvaluationMixin(PreparationMixin, PredictionStepMixin, ReportingMixin):
                 elif args.eval_accumulation_steps and step % args.eval_accumulation_steps == 0:
                     for container in kept:
                         container.to_cpu_and_numpy()
-        self.driver_session.end_forwards()
         self.gather_function = self.accelerator.gather_for_metrics
         whole = _Batch(*(container.get_arrays() for container in kept))
         if not by_batch and self._can_measure(whole):

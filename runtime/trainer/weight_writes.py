@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["KeepsWrites", "end_forwards", "open_to_writes"]
+__all__ = ["KeepsWrites", "open_to_writes"]
 
 _LIBRARIES = ("drivetrain", "transformers")
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
@@ -33,10 +33,3 @@ def open_to_writes(
     if module.partition(".")[0] in _LIBRARIES or not isinstance(engine, KeepsWrites):
         return _NO_CONTEXT
     return engine.open_to_writes(where)
-
-
-def end_forwards(engine: object) -> None:
-    """Leave the module as user's code may write to it: an evaluation may have gathered weights."""
-    if isinstance(engine, KeepsWrites):
-        with engine.open_to_writes("the end of an evaluation"):
-            pass

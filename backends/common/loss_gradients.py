@@ -1,4 +1,4 @@
-"""Refusal of losses that need second derivatives, on drivers that prepare weights for one backward.
+"""Refusal of losses that take gradients, on drivers that prepare weights for one backward.
 
 A gradient penalty, or forces that are the gradient of an energy, put a gradient of the model's
 output into the loss (`torch.autograd.grad(..., create_graph=True)`). That is a backward of its own,
@@ -8,7 +8,7 @@ update for complete, before the backward of the loss begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,20 +16,21 @@ from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
 
-__all__ = ["refuse_second_derivatives"]
+__all__ = ["refuse_gradients", "refuse_second_derivatives"]
 
 
-def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
-    """Raise `RecipeError`, from now on, in a backward from the outputs of `module` that is recorded
-    for another one.
+def refuse_gradients(
+    driver: str, module: nn.Module, refused: Callable[[], bool], words: str = "torch.autograd.grad"
+) -> None:
+    """Raise `RecipeError`, from now on, in a backward from the outputs of `module` in which
+    `refused()` is true. `words`: how user's code asks for such a backward.
     """
 
     def refuse(grad: Tensor) -> None:
-        if torch.is_grad_enabled():  # which is so in a recorded backward alone
+        if refused():
             raise RecipeError(
-                "recipe.loss takes a gradient of the model's output (create_graph=True, as a "
-                f"gradient penalty does), and {driver} prepares its weights for one backward of "
-                "a forward. Take the backend cpu or ddp"
+                f"recipe.loss takes a gradient of the model's output by {words}, and {driver} "
+                "prepares its weights for one backward of a forward. Take the backend cpu or ddp"
             )
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
@@ -37,6 +38,12 @@ def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
             _register(refuse, output)
 
     module.register_forward_hook(watch)
+
+
+def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
+    """Refuse a backward that is recorded for another one, in which alone gradients are enabled."""
+    words = "torch.autograd.grad(..., create_graph=True), as a gradient penalty does"
+    refuse_gradients(driver, module, torch.is_grad_enabled, words)
 
 
 def _register(hook: Any, output: Any) -> None:

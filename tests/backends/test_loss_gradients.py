@@ -1,4 +1,4 @@
-"""Losses that take a gradient of the model's output: a gradient penalty, and forces."""
+"""Losses that take a gradient of the model's output: a gradient penalty, forces, moved inputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,16 @@ def forces_and_output(module: nn.Module, x: Tensor) -> Tensor:
     return (slope - x.cos()).square().sum() + 0.0 * energy.sum()
 
 
-LOSSES = {each.__name__: each for each in (penalty, forces, forces_and_output)}
+def adversarial(module: nn.Module, x: Tensor) -> Tensor:
+    """A first derivative alone, which the loss takes for a number."""
+    moved = x.clone().requires_grad_(True)
+    (slope,) = torch.autograd.grad(module(moved)["energy"].square().sum(), moved)
+    loss: Tensor = (module(x + 0.1 * slope.sign())["energy"] - x[:, :1]).square().sum()
+    return loss
+
+
+SECOND = (penalty, forces, forces_and_output)
+LOSSES = {each.__name__: each for each in (*SECOND, adversarial)}
 
 
 def forces_measured(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
@@ -111,10 +120,17 @@ def test_one_process_trains_and_evaluates_as_plain_torch(loss: str, measured: bo
     torch.testing.assert_close(found, by_hand(loss, measured))
 
 
-@pytest.mark.parametrize("loss", ["penalty", "forces_and_output"])
+@pytest.mark.parametrize("loss", ["penalty", "forces_and_output", "adversarial"])
 def test_ddp_trains_and_evaluates_as_plain_torch(loss: str) -> None:
     for found in Subject("ddp", 2).run(trained, loss=loss, micro_batch=1):
         torch.testing.assert_close(found, by_hand(loss, False))
+
+
+def test_fsdp_trains_with_first_derivatives_and_deepspeed_refuses_them() -> None:
+    for found in Subject("fsdp", 2).run(trained, loss="adversarial"):
+        torch.testing.assert_close(found, by_hand("adversarial", False))
+    for refused in Subject("deepspeed", 2, {"stage": 2}).run(trained, loss="adversarial"):
+        assert "takes a gradient of the model's output by torch.autograd.grad, and" in refused
 
 
 @pytest.mark.parametrize(
