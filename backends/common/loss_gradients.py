@@ -16,7 +16,20 @@ from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
 
-__all__ = ["refuse_gradients", "refuse_second_derivatives"]
+__all__ = ["refuse_gradients", "refuse_second_derivatives", "watch_outputs"]
+
+
+def watch_outputs(
+    module: nn.Module, arrived: Callable[[Tensor], None], returned: Callable[[], None] | None = None
+) -> None:
+    """Call `arrived` with each gradient of an output of `module`, from now on, and `returned` after
+    a forward with an output that can have one."""
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and _register(arrived, output) and returned is not None:
+            returned()
+
+    module.register_forward_hook(watch)
 
 
 def refuse_gradients(
@@ -33,11 +46,7 @@ def refuse_gradients(
                 "prepares its weights for one backward of a forward. Take the backend cpu or ddp"
             )
 
-    def watch(module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            _register(refuse, output)
-
-    module.register_forward_hook(watch)
+    watch_outputs(module, refuse)
 
 
 def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
@@ -46,14 +55,14 @@ def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
     refuse_gradients(driver, module, torch.is_grad_enabled, words)
 
 
-def _register(hook: Any, output: Any) -> None:
-    """Register a hook on each tensor of an output that has a gradient."""
+def _register(hook: Any, output: Any) -> bool:
+    """Register a hook on each tensor of an output that has a gradient; False if none has."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            _register(hook, value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
-            _register(hook, value)
+        return output.requires_grad
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return any([_register(hook, value) for value in output])
+    return False

@@ -44,11 +44,15 @@ _run_backward = getattr(graph, "_engine_run_backward", None)
 """The function that `torch.autograd.backward` calls in the end."""
 
 
+def scaled(weight: Tensor, loss_scale: LossScale | None) -> Tensor:
+    """Return the weight of a loss, multiplied by the loss scale if there is one."""
+    return weight if loss_scale is None else weight * loss_scale.scale
+
+
 def backward(loss: Tensor, weight: Tensor, loss_scale: LossScale | None = None) -> None:
     """Add the gradient of `weight * loss`, multiplied by the loss scale if there is one. Both are
     of one shape and dtype."""
-    if loss_scale is not None:
-        weight = weight * loss_scale.scale
+    weight = scaled(weight, loss_scale)
     # it starts with the weight: a product would be two operations more
     if type(loss) is Tensor and _run_backward is not None:
         # torch would first make sure of both shapes, which takes as long as a layer of a small one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 from torch import nn
@@ -27,15 +28,19 @@ def unwrap(
     module: nn.Module, libraries: tuple[str, ...], wrapper: type | None = None
 ) -> Callable[[], None]:
     """Take away the class `wrapper` that a library mixed into those of the parts, its notes on
-    them, and hooks that are defined in Python modules of the `libraries` or of a driver. What is
-    left can be copied. Returns what undoes it.
+    them and methods of one part alone, and hooks that are defined in Python modules of the
+    `libraries` or of a driver. What is left can be copied. Returns what undoes it.
     """
     parts = list(module.modules())
     classes = [type(part) for part in parts]
     registries: list[Any] = [getattr(part, name) for part in parts for name in HOOK_TABLES]
     before = [dict(hooks) for hooks in registries]
     notes = [
-        {name: part.__dict__.pop(name) for name in [*part.__dict__] if name.startswith(_NOTES)}
+        {
+            name: part.__dict__.pop(name)
+            for name, value in [*part.__dict__.items()]
+            if name.startswith(_NOTES) or _is_method_of(libraries, value)
+        }
         for part in parts
     ]
     for part in parts:
@@ -57,6 +62,13 @@ def unwrap(
             hooks.update({**kept, **added})  # those that a first call has left to stay, say
 
     return undo
+
+
+def _is_method_of(libraries: tuple[str, ...], value: object) -> bool:
+    """True for a method whose function is defined in one of these packages."""
+    if not isinstance(value, MethodType) or not isinstance(value.__func__, FunctionType):
+        return False
+    return str(value.__func__.__globals__.get("__name__")).startswith(libraries)
 
 
 @contextmanager

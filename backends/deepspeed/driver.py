@@ -257,7 +257,8 @@ class ZeroEngine:
         return self._named("gathering weights in a forward", self._autocast())
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
-        with self._entered, self._named("gathering weights or summing gradients in a backward"):
+        call = "gathering weights or summing gradients in a backward"
+        with self._entered.backward(loss), self._named(call):
             self._order.begin()
             self.module.backward(loss * weight, scale_wrt_gas=False)
             self._order.end()

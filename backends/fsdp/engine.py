@@ -185,10 +185,11 @@ class FsdpEngine:
     @contextmanager
     def microbatch(self, last: bool) -> Iterator[None]:
         self._registered.refuse(self.driver_name)
-        self._entered.begin()
+        sends = last or self.options.sync_each_microbatch
+        self._entered.begin(sends and self.world.size > 1)
         if last is not self._last:  # each of these walks over all modules
             self._last, root = last, self.units[-1]
-            root.set_requires_gradient_sync(last or self.options.sync_each_microbatch)
+            root.set_requires_gradient_sync(sends)
             root.set_reshard_after_backward(last or self.options.reshard_after_backward)
             root.set_is_last_backward(last)
         with self._watch.watching(), ExitStack() as stack:
@@ -213,10 +214,10 @@ class FsdpEngine:
         for hook in self.loss_hooks:
             hook(loss)
         if self.deferred_backward is not None:
-            scale = None if self.loss_scale is None else self.loss_scale.scale
-            self.deferred_backward(loss, weight if scale is None else weight * scale)
+            self.deferred_backward(loss, stepping.scaled(weight, self.loss_scale))
             return
-        with self._entered, self._named("gathering weights or averaging gradients in a backward"):
+        call = "gathering weights or averaging gradients in a backward"
+        with self._entered.backward(loss), self._named(call):
             self.layers.backward(self._last is not False or self.options.sync_each_microbatch)
             stepping.backward(loss, weight, self.loss_scale)
 

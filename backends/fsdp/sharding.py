@@ -175,6 +175,7 @@ def shard(
         MixedPrecisionPolicy,
         OffloadPolicy,
         fully_shard,
+        register_fsdp_forward_method,
     )
 
     options = options_of(plan)
@@ -202,6 +203,9 @@ def shard(
     assert isinstance(unit, FSDPModule)
     # gloo in torch 2.8 silently takes AVG for SUM; delete when 2.8 is no longer supported
     unit.set_force_sum_reduction_for_comms(True)
+    if hasattr(unit, "generate"):
+        # a wrapper's calls the model inside, such as PEFT's, and not the forward that gathers
+        register_fsdp_forward_method(unit, "generate")
     return unit
 
 

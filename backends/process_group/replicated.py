@@ -111,7 +111,7 @@ class DdpEngine(PlainEngine):
         )
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
-        self._entered.begin()
+        self._entered.begin(sends=last and self.world.size > 1)
         alone = super().microbatch(last)
         if not last:
             self._refuse_accumulation()
@@ -153,7 +153,7 @@ class DdpEngine(PlainEngine):
         # autograd runs the operations of the host in this thread, and those of a device elsewhere
         on_host = self.world.device.type == "cpu"
         call = "averaging gradients in a backward"
-        with self._entered, naming_collectives(call, self.world.rank, counts_idle=on_host):
+        with self._entered.backward(loss), naming_collectives(call, self.world.rank, counts_idle=on_host):
             super().backward(loss, weight)
 
     def unused(self) -> Sequence[str]:

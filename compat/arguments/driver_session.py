@@ -203,10 +203,10 @@ class DriverSession:
             return nullcontext()
         return torch.autocast(self.world.device.type, precision.compute)
 
-    def open_to_writes(self, callback: Any, event: str) -> AbstractContextManager[Any]:
-        """Return a context manager around an event of a callback; see `KeepsWrites`. A model that
-        is not wrapped keeps each write."""
-        return open_to_writes(self._engine, callback, f"{type(callback).__name__}.{event}")
+    def open_to_writes(self, code: Any, where: str) -> AbstractContextManager[Any]:
+        """Return a context manager around a call of user's code; see `KeepsWrites`. A model that is
+        not wrapped keeps each write."""
+        return open_to_writes(self._engine, code, where)
 
     @property
     def _engine(self) -> Engine | None:

@@ -180,7 +180,7 @@ class CallbackHandler(TrainerCallback):
         self.clock: StepClock | None = None
         """Clock of the training, if the time of callbacks is measured."""
         self.open_to_writes: Callable[[Any, str], AbstractContextManager[Any]] = _unwrapped
-        """Encloses an event of a callback, which may write to the model's weights."""
+        """Encloses an event of a callback, by its name, in which it may write to weights."""
         if not any(_is_default_flow(callback) for callback in self.callbacks):
             _log.warning(
                 "without a DefaultFlowCallback nothing is logged, evaluated, saved or stopped; "
@@ -237,7 +237,8 @@ class CallbackHandler(TrainerCallback):
             return timed
         stack = ExitStack()
         stack.enter_context(timed)
-        stack.enter_context(self.open_to_writes(callback, event))
+        where = f"{type(callback).__name__}.{event}"
+        stack.enter_context(self.open_to_writes(callback, where))
         return stack
 
     @property

@@ -79,7 +79,8 @@ class BetweenStepsMixin(KeepingMixin):
         self.store_flos()
         if self._times is not None and self._training is not None:
             logs |= self._times.logs(self._training.progress)
-        self.log(logs, start_time)
+        with self._open_to_writes("log"):
+            self.log(logs, start_time)
 
     def _mean_over_ranks(self, losses: Tensor) -> float:
         """Return the sum of the losses since the last log, averaged over ranks."""
@@ -92,7 +93,8 @@ class BetweenStepsMixin(KeepingMixin):
     ) -> dict[str, float]:
         """Evaluate, report to a search, and step a schedule that follows a metric."""
         try:
-            metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            with self._open_to_writes("evaluate", "evaluation_loop"):
+                metrics: dict[str, float] = self.evaluate(ignore_keys=ignore_keys_for_eval)
         except RuntimeError as error:
             if not ran_out(error):
                 raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,23 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
         self._times.saves += part == SAVING
         return self._times.clock.within(part)
 
+    def _open_to_writes(self, *methods: str) -> AbstractContextManager[Any]:
+        """Return a context manager around a call of these methods, in which a subclass that
+        overrides one may write to the model's weights; see `KeepsWrites`."""
+        stack = ExitStack()
+        for name in methods:
+            where = f"{type(self).__name__}.{name}"
+            code = getattr(self, name)
+            stack.enter_context(self.driver_session.open_to_writes(code, where))
+        return stack
+
     def _try_to_save(self, model: nn.Module, trial: Any) -> bool:
         """Save a checkpoint, and return whether it was saved. A failure is logged, and training
         continues."""
         best = self.state.best_model_checkpoint
         try:
-            self._save_checkpoint(model, trial)
+            with self._open_to_writes("_save_checkpoint", "save_model", "_save"):
+                self._save_checkpoint(model, trial)
         except SaveFailed as error:
             self.state.best_model_checkpoint = best
             self._save_error = error

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError
 from drivetrain.kernel.recipe import Recipe
@@ -79,3 +80,25 @@ def test_what_is_kept_in_an_attribute_alone_is_refused_and_what_is_returned_is_r
     (alone,) = Subject("cpu").run(trained, returns=True)
     for found in subject.run(trained, returns=True):
         torch.testing.assert_close(found, alone)
+
+
+def without_output(module: nn.Module, batch: Tensor) -> Tensor:
+    """The loss that rank 1 returns for its third batch, which has no targets."""
+    output, total = module(batch), torch.zeros((), requires_grad=True)
+    if not torch.equal(batch, ROWS[10:12]):
+        total = total + output.square().sum()
+    return total / 1
+
+
+def trains(bench: Bench) -> None:
+    """A job: train with a loss that on one rank does not depend on the model."""
+    recipe = Recipe(lambda: nn.Linear(4, 4), without_output, ROWS)
+    bench.fit(recipe, {"steps": 4, "global_batch": 4, "data.shuffle": False})
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp"])
+def test_a_loss_that_leaves_out_the_output_on_one_rank_is_refused_and_nobody_waits(
+    backend: str,
+) -> None:
+    with pytest.raises(WorkerFailure, match="loss that does not depend on its\\s+output, while"):
+        Subject(backend, 2).run(trains)

@@ -1,5 +1,5 @@
-"""Callbacks that write to weights: each write is kept, or refused by name at that moment.
-Averages can be swapped in and out.
+"""Callbacks, and methods of a subclass, that write to weights: each write is kept, or refused by
+name at that moment. Averages can be swapped in and out.
 """
 
 from __future__ import annotations
@@ -96,6 +96,56 @@ class Nothing(compat.TrainerCallback):
     """Writes nothing."""
 
 
+class HalvesInMethod(compat.Trainer):
+    """Halves all weights once, after the third step, in each method that is run between steps."""
+
+    method = ""
+
+    def halve(self, method: str) -> None:
+        if method == self.method and self.state.global_step >= 3:
+            self.method = ""
+            with torch.no_grad():
+                for weight in self.model.parameters():
+                    weight.mul_(0.5)
+
+    def evaluate(self, *given: Any, **named: Any) -> Any:
+        metrics = super().evaluate(*given, **named)
+        self.halve("evaluate")
+        return metrics
+
+    def evaluation_loop(self, *given: Any, **named: Any) -> Any:
+        made = super().evaluation_loop(*given, **named)
+        self.halve("evaluation_loop")
+        return made
+
+    def save_model(self, *given: Any, **named: Any) -> None:
+        super().save_model(*given, **named)
+        self.halve("save_model")
+
+    def log(self, *given: Any, **named: Any) -> None:
+        super().log(*given, **named)
+        self.halve("log")
+
+
+class SwapsInMethod(compat.Trainer):
+    """Averages the weights at each evaluation, and evaluates the averages."""
+
+    averages: dict[str, Tensor] | None = None
+
+    @torch.no_grad()
+    def evaluate(self, *given: Any, **named: Any) -> Any:
+        weights = dict(self.model.named_parameters())
+        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+        self.averages = self.averages or kept
+        for name, average in self.averages.items():
+            average.lerp_(kept[name], 0.3)
+        self.model.load_state_dict(self.averages)
+        metrics = super().evaluate(*given, **named)
+        self.model.load_state_dict(kept)
+        return metrics
+
+
+METHODS = ("evaluate", "evaluation_loop", "save_model", "log")
 CALLBACKS = {kind.__name__: kind for kind in (Averages, Whole, Nothing)}
 
 
@@ -117,11 +167,16 @@ def trained(bench: Bench, *, folder: str, batch: int, what: str) -> dict[str, An
         backend=bench.backend,
         backend_options={**bench.options, **options},
     )
-    callback = CALLBACKS[what]() if what in CALLBACKS else Halves(what)
+    kind: type[compat.Trainer] = compat.Trainer
+    callbacks: list[compat.TrainerCallback] = []
+    if what in METHODS:
+        kind = type("Halving", (HalvesInMethod,), {"method": what})
+    elif what == SwapsInMethod.__name__:
+        kind = SwapsInMethod
+    else:
+        callbacks.append(CALLBACKS[what]() if what in CALLBACKS else Halves(what))
     rows = samples(24)
-    trainer = compat.Trainer(
-        model(), args, train_dataset=rows, eval_dataset=rows, callbacks=[callback]
-    )
+    trainer = kind(model(), args, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
     try:
         trainer.train()
     except DrivetrainError as error:
@@ -149,7 +204,7 @@ SUBJECTS = {
     "zero-3": Subject("deepspeed", 2, {"stage": 3}),
 }
 IN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
-QUICK = (("fsdp", "on_evaluate"), ("zero-2", "on_save"))
+QUICK = (("fsdp", "on_evaluate"), ("zero-2", "on_save"), ("zero-2", "evaluate"))
 
 
 @pytest.mark.parametrize(
@@ -157,10 +212,10 @@ QUICK = (("fsdp", "on_evaluate"), ("zero-2", "on_save"))
     [
         pytest.param(name, event, marks=() if (name, event) in QUICK else pytest.mark.slow)
         for name in SUBJECTS
-        for event in EVENTS
+        for event in (*EVENTS, *METHODS)
     ],
 )
-def test_what_a_callback_writes_is_kept_or_refused(driver: str, event: str, tmp_path: Path) -> None:
+def test_what_is_written_is_kept_or_refused(driver: str, event: str, tmp_path: Path) -> None:
     found = SUBJECTS[driver].run(trained, folder=str(tmp_path / "two"), batch=4, what=event)
     for each in found if driver.startswith("zero") else ():
         if event in IN_UPDATE:
@@ -169,7 +224,8 @@ def test_what_a_callback_writes_is_kept_or_refused(driver: str, event: str, tmp_
             assert "within an update of deepspeed" in each
             return
         if isinstance(each, str) and driver == "zero-3":
-            assert each.startswith(f"Halves.{event} wrote to inner.bias, inner.weight, outer.bias")
+            name = "Halving" if event in METHODS else "Halves"
+            assert each.startswith(f"{name}.{event} wrote to inner.bias, inner.weight, outer.bias")
             assert "GatheredParameters([weight], modifier_rank=0)" in each
             return
     (alone,) = ONE.run(trained, folder=str(tmp_path / "one"), batch=8, what=event)
@@ -178,15 +234,21 @@ def test_what_a_callback_writes_is_kept_or_refused(driver: str, event: str, tmp_
 
 
 @pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=() if n == "fsdp" else pytest.mark.slow) for n in SUBJECTS]
+    ("driver", "how"),
+    [
+        pytest.param(name, how, marks=() if name == "fsdp" else pytest.mark.slow)
+        for name in SUBJECTS
+        for how in ("Averages", "SwapsInMethod")
+        if (name, how) != ("zero-3", "SwapsInMethod")  # between updates the weights have no elements
+    ],
 )
-def test_averages_are_swapped_in_and_out(driver: str, tmp_path: Path) -> None:
+def test_averages_are_swapped_in_and_out(driver: str, how: str, tmp_path: Path) -> None:
     def run(subject: Subject, what: str) -> Any:
         batch = 8 if subject is ONE else 4
         return subject.run(trained, folder=str(tmp_path / what), batch=batch, what=what)[0]
 
-    swapped = run(SUBJECTS[driver], "Averages")
-    near(swapped, run(ONE, "Averages"))
+    swapped = run(SUBJECTS[driver], how)
+    near(swapped, run(ONE, how))
     for name, weight in run(SUBJECTS[driver], "Nothing")["weights"].items():
         assert torch.equal(swapped["weights"][name], weight), name
 
