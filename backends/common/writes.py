@@ -7,12 +7,14 @@ A weight that is written to counts it in its version, except by way of `weight.d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
 from .data_writes import DataWrites, noting_data
+from .models import NO_CONTEXT
 
 __all__ = ["Writes", "each_of", "refuse_renormalising"]
 
@@ -68,12 +70,15 @@ class Writes:
         """Count an update."""
         self._updates += 1
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Enclose a microbatch. Raises `RecipeError`, naming the weights that were written to."""
+    def watching(
+        self, inside: AbstractContextManager[Any] = NO_CONTEXT
+    ) -> AbstractContextManager[Any]:
+        """Enclose a microbatch, and enter `inside`. Raises `RecipeError`, naming the weights that
+        were written to."""
         due = not (self._updates + 1) & self._updates
         if due and not self._compiled and not any(map(_is_compiled, self._module.modules())):
-            return self._watching()
-        return nullcontext()
+            return self._watching(inside)
+        return inside
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -87,10 +92,10 @@ class Writes:
             self._found = kept
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
         end = self._begin(self._watch)
         try:
-            with noting_data() as self._data:
+            with noting_data() as self._data, inside:
                 yield
         finally:
             end()

@@ -191,7 +191,7 @@ class FsdpEngine:
             root.set_requires_gradient_sync(last or self.options.sync_each_microbatch)
             root.set_reshard_after_backward(last or self.options.reshard_after_backward)
             root.set_is_last_backward(last)
-        with self._watch.watching(), ExitStack() as stack:
+        with self._watch.watching(self.given.of_modules.watching(last)), ExitStack() as stack:
             for partition in self.partitions:
                 stack.enter_context(partition.microbatch())
             yield

@@ -12,6 +12,7 @@ from ...kernel.contract import World
 from ...kernel.errors import RecipeError
 from ...kernel.plan import Plan
 from ..common import attached
+from ..common.module_hooks import ModuleHooks
 from . import wrap_units
 
 __all__ = ["UserHooks", "watch_gathered"]
@@ -25,6 +26,7 @@ class UserHooks:
         named = dict(module.named_parameters())
         attached.refuse_inexact_hooks(named, plan, world, takes_gradients=True)
         self._attributes = {name: attached.attributes_of(p) for name, p in named.items()}
+        self.of_modules = ModuleHooks(module, plan, world)
         self._hooks = {name: found for name, p in named.items() if (found := attached.hooks_of(p))}
 
     def refuse_cut(self, module: nn.Module) -> None:

@@ -112,10 +112,16 @@ class DdpEngine(PlainEngine):
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         self._entered.begin()
-        alone = super().microbatch(last)
-        if not last:
-            self._refuse_accumulation()
-        return alone if last else self.module.no_sync()
+        watched = super().microbatch(last)
+        if last:
+            return watched
+        self._refuse_accumulation()
+        return self._not_sent(watched)
+
+    @contextmanager
+    def _not_sent(self, watched: AbstractContextManager[Any]) -> Iterator[None]:
+        with watched, self.module.no_sync():
+            yield
 
     def without_update(self) -> AbstractContextManager[Any]:
         return self.module.no_sync()
