@@ -6,17 +6,18 @@ A weight that is written to counts it in its version, except by way of `weight.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...kernel.errors import RecipeError
 from .data_writes import DataWrites, noting_data
 from .models import NO_CONTEXT
 
-__all__ = ["Writes", "each_of", "refuse_renormalising"]
+__all__ = ["Writes", "each_of", "lost_writes", "refuse_renormalising"]
 
 
 def each_of(module: nn.Module) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
@@ -41,6 +42,16 @@ def refuse_renormalising(module: nn.Module, num_ranks: int) -> None:
                 "rank. Leave max_norm out and divide by the norm in the forward "
                 "(torch.nn.functional.normalize), or train in one process (backend cpu)"
             )
+
+
+def lost_writes(names: Sequence[str], driver: str) -> RecipeError:
+    """Return the refusal of writes to these weights in a forward."""
+    return RecipeError(
+        f"{', '.join(names[:10])}: these weights were written to in a forward or in recipe.loss, "
+        f"which is lost on {driver}: a rank computes with a copy of what it holds. Change weights "
+        "in Recipe.after_update (averages of a teacher, clipping, projections; compat: "
+        "Trainer.after_update), and keep what a forward counts in buffers"
+    )
 
 
 class Writes:
@@ -95,7 +106,7 @@ class Writes:
     def _watching(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
         end = self._begin(self._watch)
         try:
-            with noting_data() as self._data, inside:
+            with noting_data() as self._data, noting_data(DTensor), inside:
                 yield
         finally:
             end()
@@ -103,13 +114,7 @@ class Writes:
             found, self._found, self._data = list(self._found), {}, None
             self._watched.clear()
         if found:
-            raise RecipeError(
-                f"{', '.join(found[:10])}: these weights were written to in a forward or in "
-                f"recipe.loss, which is lost on {self._driver}: a rank computes with a copy of "
-                "what it holds. Change weights in Recipe.after_update (averages of a teacher, "
-                "clipping, projections; compat: Trainer.after_update), and keep what a forward "
-                "counts in buffers"
-            )
+            raise lost_writes(found, self._driver)
 
     def _watch(self, name: str, parameter: Tensor) -> None:
         self._watched.setdefault(id(parameter), (name, parameter, parameter._version))

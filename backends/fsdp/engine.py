@@ -32,7 +32,7 @@ from ..process_group.replicated_parameters import ReplicatedParameters
 from ..process_group.used_layers import UsedLayers
 from . import dtensor, hooks, meta_init, norms, sharding, step_strategy, whole, wrap_units
 from .partition import Partition
-from .shard_writes import open_to_writes
+from .shard_writes import open_to_writes, refusing_writes
 from .shown import show_update
 
 __all__ = ["FsdpEngine"]
@@ -191,7 +191,8 @@ class FsdpEngine:
             root.set_requires_gradient_sync(last or self.options.sync_each_microbatch)
             root.set_reshard_after_backward(last or self.options.reshard_after_backward)
             root.set_is_last_backward(last)
-        with self._watch.watching(self.given.of_modules.watching(last)), ExitStack() as stack:
+        watching = self._watch.watching(self.given.of_modules.watching(last))
+        with refusing_writes(self.module, "fsdp and mesh"), watching, ExitStack() as stack:
             for partition in self.partitions:
                 stack.enter_context(partition.microbatch())
             yield
