@@ -17,21 +17,23 @@ from torch import Tensor, nn
 from ...kernel.contract import World
 from ...kernel.errors import RecipeError
 from ...kernel.plan import Plan
+from .tried_gradients import Like, is_linear
 
 __all__ = [
+    "NOT_LINEAR",
     "attributes_of",
     "carry_hooks",
+    "describe_hook",
     "hooks_of",
     "in_place_of",
     "refuse_inexact_hooks",
     "set_attributes",
+    "sums_parts",
 ]
 
 Hook = Callable[[Tensor], Any]
 
-_SCALES = (1e-4, 1.0, 1e4)
-"""Sizes of the gradients that a hook is tried on: a clamp shows at one of them."""
-
+NOT_LINEAR = "it is not linear: what it returns of a sum is not the sum of what it returns"
 
 _NOTES = ("_is_param", "is_external_param", "nvme_swapper")
 """Attributes that torch sets on a DTensor, and DeepSpeed on what it shards."""
@@ -91,15 +93,12 @@ def refuse_inexact_hooks(
     gradients, unless the gradient that it gets is that of the whole update: in one process, with
     one microbatch an update, without loss scaling.
     """
-    parts = (
-        world.num_feeders > 1
-        or (plan.micro_batch or plan.global_batch) * world.num_readers < plan.global_batch
-    )
+    parts = sums_parts(plan, world)
     for name, parameter in named.items():
         after = _after_accumulation(parameter)
         if after and (parts or takes_gradients):
             raise RecipeError(
-                f"{_describe_hook(after[0])} is registered on parameter {name!r} by "
+                f"{describe_hook(after[0])} is registered on parameter {name!r} by "
                 "register_post_accumulate_grad_hook: it would be called for each microbatch and "
                 "rank, with a gradient that is not yet that of the update. Change gradients by a "
                 "linear Tensor.register_hook, weights by Recipe.after_update; or train in one "
@@ -110,16 +109,29 @@ def refuse_inexact_hooks(
                 _refuse_unless_linear(hook, name, parameter)
 
 
+def sums_parts(plan: Plan, world: World) -> bool:
+    """Return True if the gradient of an update is a sum over microbatches or feeders."""
+    num_samples = (plan.micro_batch or plan.global_batch) * world.num_readers
+    return world.num_feeders > 1 or num_samples < plan.global_batch
+
+
 def _refuse_unless_linear(hook: Hook, name: str, parameter: Tensor) -> None:
     shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+    is_meta = parameter.device.type == "meta"
+    device = torch.device("cpu") if is_meta else parameter.device
+
+    def change(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        (gradient,) = gradients
+        made = hook(gradient)
+        return [gradient if made is None else made]
+
     try:
-        linear = _is_linear(hook, shape, parameter.dtype, parameter.device)
-        why = "it is not linear: what it returns of a sum is not the sum of what it returns"
+        linear, why = is_linear(change, [Like(shape, parameter.dtype, device)]), NOT_LINEAR
     except Exception as error:  # the user's code, on a gradient that it may not expect
         linear, why = False, f"it cannot be tried on a gradient ({type(error).__name__}: {error})"
     if not linear:
         raise RecipeError(
-            f"{_describe_hook(hook)} is registered on parameter {name!r} by Tensor.register_hook, "
+            f"{describe_hook(hook)} is registered on parameter {name!r} by Tensor.register_hook, "
             f"and {why}. Each rank calls it with the gradient of its own microbatch, and the "
             "results are added up, so it would train on other numbers than one process. A hook may "
             "scale or mask a gradient. To clip, set max_grad_norm or max_grad_value; or train in "
@@ -127,36 +139,6 @@ def _refuse_unless_linear(hook: Hook, name: str, parameter: Tensor) -> None:
         )
 
 
-@torch.no_grad()
-def _is_linear(
-    hook: Hook, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> bool:
-    device = torch.device("cpu") if device.type == "meta" else device
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn() -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    def called(gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()  # some change it in place
-        made = hook(gradient)
-        return (gradient if made is None else made).detach().cpu().double()
-
-    devices = [] if device.type in ("cpu", "xla") else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        first, second = drawn(), drawn()
-        expected = called(first)
-        for scale in _SCALES:
-            if not _near(called(first * scale), expected * scale, dtype):
-                return False
-        return _near(called(first + second), expected + called(second), dtype)
-
-
-def _near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
-    most = float(expected.abs().max()) if expected.numel() else 0.0
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * most)
-
-
-def _describe_hook(hook: Any) -> str:
+def describe_hook(hook: Any) -> str:
+    """Return the words for a hook in a message."""
     return f"the hook {getattr(hook, '__qualname__', None) or type(hook).__name__!r}"

@@ -55,14 +55,14 @@ def refuse_second_derivatives(driver: str, module: nn.Module) -> None:
     refuse_gradients(driver, module, torch.is_grad_enabled, words)
 
 
-def _register(hook: Any, output: Any) -> bool:
-    """Register a hook on each tensor of an output that has a gradient; False if none has."""
+def _register(hook: Any, output: Any) -> int:
+    """Register a hook on each tensor of an output that has a gradient; return their number."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             output.register_hook(hook)  # type: ignore[no-untyped-call]
-        return output.requires_grad
+        return int(output.requires_grad)
     if isinstance(output, Mapping):
         output = tuple(output.values())
     if isinstance(output, (tuple, list)):
-        return any([_register(hook, value) for value in output])
-    return False
+        return sum(_register(hook, value) for value in output)
+    return 0

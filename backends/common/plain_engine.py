@@ -14,6 +14,7 @@ from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from . import attached, model_state, models, stepping
 from .extra_state import ExtraState
+from .module_hooks import ModuleHooks
 from .optimizer_state import OptimizerState
 from .registered import Registered
 from .update_random import UpdateRandom, of_device
@@ -33,6 +34,7 @@ class PlainEngine:
         self.parameters = list(self.own.parameters())  # frozen ones may be thawed later
         self.optimizer = models.build_optimizer(recipe, self.own)
         attached.refuse_inexact_hooks(dict(self.own.named_parameters()), plan, world)
+        self.module_hooks = ModuleHooks(self.own, plan, world)
         self.state = OptimizerState(self.optimizer, self.own)
         self.draws = UpdateRandom(plan.seed, of_device(world.device))
         self.number_update = self.draws.begin
@@ -54,7 +56,7 @@ class PlainEngine:
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         if self.registered.new:
             self.follow(self.registered.take())
-        return models.NO_CONTEXT
+        return self.module_hooks.watching(last)
 
     def follow(self, registered: Mapping[str, nn.Parameter]) -> None:
         """Parameters were registered since the last microbatch: others, or the same by new names.

@@ -6,15 +6,21 @@ A weight that is written to counts it in its version, except by way of `weight.d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...kernel.errors import RecipeError
 from .data_writes import DataWrites, noting_data
+from .models import NO_CONTEXT
 
-__all__ = ["Writes", "each_of", "refuse_renormalising"]
+__all__ = ["AFTER_UPDATE", "Writes", "each_of", "lost_writes", "refuse_renormalising"]
+
+AFTER_UPDATE = "Recipe.after_update (compat: Trainer.after_update)"
+"""The place for changes of weights after each update."""
 
 
 def each_of(module: nn.Module) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
@@ -39,6 +45,16 @@ def refuse_renormalising(module: nn.Module, num_ranks: int) -> None:
                 "rank. Leave max_norm out and divide by the norm in the forward "
                 "(torch.nn.functional.normalize), or train in one process (backend cpu)"
             )
+
+
+def lost_writes(names: Sequence[str], driver: str) -> RecipeError:
+    """Return the refusal of writes to these weights in a forward."""
+    return RecipeError(
+        f"{', '.join(names[:10])}: these weights were written to in a forward or in recipe.loss, "
+        f"which is lost on {driver}: a rank computes with a copy of what it holds. Change weights "
+        f"in {AFTER_UPDATE}: averages of a teacher, clipping, projections. Keep what a forward "
+        "counts in buffers"
+    )
 
 
 class Writes:
@@ -68,12 +84,15 @@ class Writes:
         """Count an update."""
         self._updates += 1
 
-    def watching(self) -> AbstractContextManager[None]:
-        """Enclose a microbatch. Raises `RecipeError`, naming the weights that were written to."""
+    def watching(
+        self, inside: AbstractContextManager[Any] = NO_CONTEXT
+    ) -> AbstractContextManager[Any]:
+        """Enclose a microbatch, and enter `inside`. Raises `RecipeError`, naming the weights that
+        were written to."""
         due = not (self._updates + 1) & self._updates
         if due and not self._compiled and not any(map(_is_compiled, self._module.modules())):
-            return self._watching()
-        return nullcontext()
+            return self._watching(inside)
+        return inside
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -87,10 +106,10 @@ class Writes:
             self._found = kept
 
     @contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watching(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
         end = self._begin(self._watch)
         try:
-            with noting_data() as self._data:
+            with noting_data() as self._data, noting_data(DTensor), inside:
                 yield
         finally:
             end()
@@ -98,13 +117,7 @@ class Writes:
             found, self._found, self._data = list(self._found), {}, None
             self._watched.clear()
         if found:
-            raise RecipeError(
-                f"{', '.join(found[:10])}: these weights were written to in a forward or in "
-                f"recipe.loss, which is lost on {self._driver}: a rank computes with a copy of "
-                "what it holds. Change weights in Recipe.after_update (averages of a teacher, "
-                "clipping, projections; compat: Trainer.after_update), and keep what a forward "
-                "counts in buffers"
-            )
+            raise lost_writes(found, self._driver)
 
     def _watch(self, name: str, parameter: Tensor) -> None:
         self._watched.setdefault(id(parameter), (name, parameter, parameter._version))

@@ -28,6 +28,7 @@ from ...launched import world_size
 from ..common import attached, layouts, model_state, models, stepping
 from ..common.entered import Entered
 from ..common.frozen import Frozen
+from ..common.module_hooks import ModuleHooks
 from ..common.optimizer_state import GroupNumbers
 from ..common.registered import Registered
 from ..common.update_random import UpdateRandom, of_device
@@ -205,6 +206,7 @@ class ZeroEngine:
         self._frozen = Frozen(self.own)
         self._entered = Entered(self.module, "deepspeed", only_backward=True)
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
+        self._module_hooks = ModuleHooks(self.own, plan, world)
         self._changed = WeightWrites(self.zero, self.own, config, self._writes)
         self._is_closed = False
         self._registered, self._base = Registered(self.own), base
@@ -251,7 +253,7 @@ class ZeroEngine:
         self._registered.refuse("deepspeed")
         self._frozen.refuse_thawed("deepspeed")
         self._entered.begin()
-        return self._writes.watching()
+        return self._writes.watching(self._module_hooks.watching(last))
 
     def autocast(self) -> AbstractContextManager[Any]:
         return self._named("gathering weights in a forward", self._autocast())

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
 from ..common.data_writes import DataWrites, noting_data
-from ..common.writes import Writes
+from ..common.writes import AFTER_UPDATE, Writes
 from .zero_config import swaps
 from .zero_state import Slice, cuts_weights, own_range, partitions
 
 __all__ = ["WeightWrites"]
 
-_ADVICE = "Changes after each update belong in Recipe.after_update (compat: Trainer.after_update)"
+_ADVICE = f"Changes after each update belong in {AFTER_UPDATE}"
 
 
 class WeightWrites:

@@ -23,7 +23,6 @@ from ..common.entered import Entered
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
 from ..common.unwrapping import unwrapped
-from ..common.writes import Writes
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
 from ..process_group.copies import Copies
@@ -32,7 +31,7 @@ from ..process_group.replicated_parameters import ReplicatedParameters
 from ..process_group.used_layers import UsedLayers
 from . import dtensor, hooks, meta_init, norms, sharding, step_strategy, whole, wrap_units
 from .partition import Partition
-from .shard_writes import open_to_writes
+from .shard_writes import open_to_writes, refusing_writes
 from .shown import show_update
 
 __all__ = ["FsdpEngine"]
@@ -112,8 +111,7 @@ class FsdpEngine:
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
         self._entered, self._registered = Entered(self.module, name), Registered(self.module)
-        watch = hooks.watch_gathered(self.module, self.units)
-        self._watch = Writes("fsdp and mesh", self.module, watch, plan.compile, world.size)
+        self._watch = hooks.watched_writes(self.module, self.units, plan, world)
         self.copies = Copies(lambda: dtensor.held(self.module, self.elsewhere), world)
         self.loss_hooks: list[Callable[[Tensor], None]] = []
         """Called with the loss of each microbatch before its backward."""
@@ -192,7 +190,8 @@ class FsdpEngine:
             root.set_requires_gradient_sync(sends)
             root.set_reshard_after_backward(last or self.options.reshard_after_backward)
             root.set_is_last_backward(last)
-        with self._watch.watching(), ExitStack() as stack:
+        watching = self._watch.watching(self.given.of_modules.watching(last))
+        with refusing_writes(self.module, "fsdp and mesh"), watching, ExitStack() as stack:
             for partition in self.partitions:
                 stack.enter_context(partition.microbatch())
             yield

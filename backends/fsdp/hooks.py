@@ -12,9 +12,11 @@ from ...kernel.contract import World
 from ...kernel.errors import RecipeError
 from ...kernel.plan import Plan
 from ..common import attached
+from ..common.module_hooks import ModuleHooks
+from ..common.writes import Writes
 from . import wrap_units
 
-__all__ = ["UserHooks", "watch_gathered"]
+__all__ = ["UserHooks", "watched_writes"]
 
 
 class UserHooks:
@@ -25,6 +27,7 @@ class UserHooks:
         named = dict(module.named_parameters())
         attached.refuse_inexact_hooks(named, plan, world, takes_gradients=True)
         self._attributes = {name: attached.attributes_of(p) for name, p in named.items()}
+        self.of_modules = ModuleHooks(module, plan, world)
         self._hooks = {name: found for name, p in named.items() if (found := attached.hooks_of(p))}
 
     def refuse_cut(self, module: nn.Module) -> None:
@@ -74,7 +77,15 @@ def _register_when_gathered(
     unit.register_forward_pre_hook(register)
 
 
-def watch_gathered(
+def watched_writes(
+    module: nn.Module, units: Sequence[nn.Module], plan: Plan, world: World
+) -> Writes:
+    """Watch the weights of sharded units for writes in a forward."""
+    begin = _watch_gathered(module, units)
+    return Writes("fsdp and mesh", module, begin, plan.compile, world.size)
+
+
+def _watch_gathered(
     module: nn.Module, units: Sequence[nn.Module]
 ) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
     """Return a `begin` for `Writes` that watches each weight when its unit is gathered: a write to

@@ -6,14 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...kernel.errors import RecipeError
 from ..common.data_writes import noting_data
+from ..common.writes import AFTER_UPDATE, lost_writes
+from .written_line import written_in
 
-__all__ = ["open_to_writes"]
+__all__ = ["open_to_writes", "refusing_writes"]
 
 _MIXED = "mixed torch.Tensor and DTensor"
+_SIGNS = (
+    _MIXED,
+    "on inputs with different meshes",
+    "more than one element of the written-to tensor",  # a placeholder of another stage's weight
+)
+"""Words of torch about a write to a weight that no rank holds whole."""
 
 
 @contextmanager
@@ -49,5 +58,17 @@ def _mixed(where: str, driver: str) -> RecipeError:
         "({name: p.detach().clone() for name, p in model.named_parameters()}, made once training "
         "has begun): they are sharded alike. A whole tensor of another source becomes one by "
         "torch.distributed.tensor.distribute_tensor(value, weight.device_mesh, weight.placements). "
-        "Changes after each update belong in Recipe.after_update (compat: Trainer.after_update)"
+        f"Changes after each update belong in {AFTER_UPDATE}"
     )
+
+
+@contextmanager
+def refusing_writes(module: nn.Module, driver: str) -> Iterator[None]:
+    """Enclose a forward. Raises `RecipeError` in place of torch's errors about a write to a weight
+    of the module by what is not sharded alike."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(sign in str(error) for sign in _SIGNS) and (name := written_in(error, module)):
+            raise lost_writes([name], driver) from error
+        raise

@@ -270,8 +270,8 @@ class GradientAudit:
     def _partitioned_gradients(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the partitioned model, and this rank's part of its gradient."""
         engine = self.engine
-        with engine.microbatch(last=True):
-            with engine.autocast(), self._in_float32(), explain_mixed_tensors():
+        with explain_mixed_tensors(), engine.microbatch(last=True):
+            with engine.autocast(), self._in_float32():
                 loss = self.loss(engine.module, batch)
             refuse_partitioned_loss(loss)
             check_loss(loss)

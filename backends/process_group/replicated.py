@@ -112,10 +112,16 @@ class DdpEngine(PlainEngine):
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:
         self._entered.begin(sends=last and self.world.size > 1)
-        alone = super().microbatch(last)
-        if not last:
-            self._refuse_accumulation()
-        return alone if last else self.module.no_sync()
+        watched = super().microbatch(last)
+        if last:
+            return watched
+        self._refuse_accumulation()
+        return self._not_sent(watched)
+
+    @contextmanager
+    def _not_sent(self, watched: AbstractContextManager[Any]) -> Iterator[None]:
+        with watched, self.module.no_sync():
+            yield
 
     def without_update(self) -> AbstractContextManager[Any]:
         return self.module.no_sync()
@@ -152,8 +158,9 @@ class DdpEngine(PlainEngine):
     def backward(self, loss: Tensor, weight: Tensor) -> None:
         # autograd runs the operations of the host in this thread, and those of a device elsewhere
         on_host = self.world.device.type == "cpu"
-        call = "averaging gradients in a backward"
-        with self._entered.backward(loss), naming_collectives(call, self.world.rank, counts_idle=on_host):
+        call, rank = "averaging gradients in a backward", self.world.rank
+        named = naming_collectives(call, rank, counts_idle=on_host)
+        with self._entered.backward(loss), named:
             super().backward(loss, weight)
 
     def unused(self) -> Sequence[str]:

@@ -36,6 +36,7 @@ from ...kernel.recipe import Batch, Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import attached, fork_gc, layouts, model_state, models, random_state, stepping
 from ..common.extra_state import ExtraState
+from ..common.module_hooks import ModuleHooks
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
 from ..common.single_process import SingleProcess
@@ -188,6 +189,7 @@ class XlaEngine:
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         world = World(0, 1, placement.device, feeder_index=0, num_feeders=1)
         attached.refuse_inexact_hooks(dict(self.module.named_parameters()), plan, world)
+        self.module_hooks = ModuleHooks(self.module, plan, world)
         placing.move(self.module, placement)
         placing.count_variances_as_torch(self.module)
         for pattern in plan.activation_checkpointing:
@@ -218,7 +220,8 @@ class XlaEngine:
     def microbatch(self, last: bool) -> Iterator[None]:
         self.registered.refuse("xla")
         placing.cut_graph()
-        yield
+        with self.module_hooks.watching(last):
+            yield
         for parameter in self.parameters:
             if parameter.grad is not None:
                 self.placement.keep(parameter.grad, self.placement.cut_dim(parameter))

@@ -33,6 +33,8 @@ AROUND: Any = dict.fromkeys(("embed", "place", "head"), "vocabulary")
 IN_SEQUENCE = dataclasses.replace(
     PARALLEL, tensor={**PARALLEL.tensor, **AROUND, "*norm": "sequence"}
 )
+CONVOLVED = {"convolved": 1.0, "convolved a little": 1e-3}
+"""Factors of convolutions over positions, by the kinds of blocks that have one."""
 
 
 class Block(nn.Module):
@@ -47,7 +49,7 @@ class Block(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
         self.gain = nn.Parameter(torch.ones(()))
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if kind == "convolved" else None
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if kind in CONVOLVED else None
         self.kept: Any = 0.0
         for last in (self.out, self.down):
             nn.init.zeros_(last.weight)
@@ -58,7 +60,8 @@ class Block(nn.Module):
         if self.kind == "centred":
             normed = normed - normed.mean(1, keepdim=True)
         if self.conv is not None:
-            normed = normed + self.conv(normed.transpose(1, 2)).transpose(1, 2)
+            convolved = self.conv(normed.transpose(1, 2)).transpose(1, 2)
+            normed = normed + CONVOLVED[self.kind] * convolved
         self.kept = normed.square().mean() * len(normed)
         x = x + self.out(self._mixed(self.qkv(normed)))
         hidden = F.gelu(self.up(self.norm(x)))
@@ -171,6 +174,7 @@ RECIPES: Mapping[str, Callable[[], Recipe]] = {
     "attention by hand": lambda: _recipe("by hand", PARALLEL),
     "a mean over positions": lambda: _recipe("centred", PARALLEL),
     "a convolution over positions": lambda: _recipe("convolved", PARALLEL),
+    "a convolution that adds little": lambda: _recipe("convolved a little", PARALLEL),
     "kept for the loss, from step 6 on": lambda: _recipe("", IN_SEQUENCE, Later(6)),
     "kept for the loss, counting nothing": lambda: _recipe("", IN_SEQUENCE, Later(99, 0.0)),
 }

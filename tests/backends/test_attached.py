@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -266,96 +265,6 @@ def test_a_loss_that_goes_past_the_wrapper_is_refused(
         request.getfixturevalue("environment_of_all")
     for said in DRIVERS[driver].run(past_the_wrapper):
         assert "without calling the module that recipe.loss is given" in said
-
-
-class Momentum(Blocks):
-    """A network with a frozen layer that each forward moves towards the last layer, as momentum
-    encoders do.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for slow, fast in zip(self.teacher.parameters(), self.last.parameters(), strict=True):
-            slow.data = slow.data * 0.9 + fast.data * 0.1
-        return super().forward(x) + self.teacher(x)
-
-
-class InPlace(Momentum):
-    @torch.no_grad()
-    def _follow(self) -> None:
-        self.teacher.weight.lerp_(self.last.weight, 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self._follow()
-        return Blocks.forward(self, x) + self.teacher(x)
-
-
-class Renormalised(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(3, 4, max_norm=0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.rows((x[:, 0] > 0).long())
-
-
-def clipping(module: nn.Module, batch: Tensor) -> Tensor:
-    """Clip the weights in the loss, as WGANs do with their critic."""
-    for parameter in module.parameters():
-        parameter.data.clamp_(-0.2, 0.2)
-    loss: Tensor = (module(batch) - batch.roll(1, 1)).square().sum()
-    return loss
-
-
-def written(bench: Bench, *, names: Sequence[str]) -> dict[str, Any]:
-    """A job: return, for each name, the trained weights, or the message that refuses the write."""
-    reported: dict[str, Any] = {}
-    for name in names:
-        kept = recipe(Blocks if name == "clipping" else globals()[name])
-        if name == "clipping":
-            kept = dataclasses.replace(kept, loss=clipping)
-        try:
-            reported[name] = bench.fit(kept, SETTINGS, finish=copied).finish
-        except RecipeError as error:
-            reported[name] = str(error)
-    return reported
-
-
-WRITTEN = {
-    "Momentum": "teacher.weight",
-    "InPlace": "teacher.weight",
-    "clipping": "first.weight",
-    "Renormalised": "rows is an embedding with max_norm",
-}
-
-
-@pytest.mark.parametrize(
-    "driver",
-    ["ddp", "fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zero-2", "zero-3"))],
-)
-def test_weights_that_a_forward_writes_are_kept_or_refused(
-    driver: str, request: pytest.FixtureRequest
-) -> None:
-    """Require that `ddp` and `fsdp` keep weights written between forwards, as one process does, and
-    that all other writes are refused.
-    """
-    subject = DRIVERS[driver]
-    if subject.python:
-        request.getfixturevalue("environment_of_all")
-    stays = ("clipping",) if driver in ("ddp", "fsdp") else ()
-    names = [*stays, "Renormalised"] if driver == "ddp" else [*WRITTEN]
-    (alone,) = Subject("cpu").run(written, names=stays)
-    for reported in subject.run(written, names=names):
-        for name in names:
-            if name in stays:
-                for key, expected in alone[name].items():
-                    assert torch.allclose(reported[name][key], expected, atol=1e-6), key
-            else:
-                assert reported[name].startswith(WRITTEN[name])
-                assert "max_norm" in reported[name] or "Recipe.after_update" in reported[name]
 
 
 def normalised() -> Blocks:

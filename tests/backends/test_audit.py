@@ -138,6 +138,7 @@ IN_FUSED, IN_CONTEXT = "must be named in Parallel.fused", "may combine positions
                 "attention by hand": IN_CONTEXT,
                 "a mean over positions": IN_CONTEXT,
                 "a convolution over positions": IN_CONTEXT,
+                "a convolution that adds little": IN_CONTEXT,
             },
         ),
         (

@@ -4,7 +4,7 @@ the same gradients to the hooks, or refuses a hook by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from drivetrain import Parallel, Recipe
 from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError
 
@@ -42,31 +43,67 @@ CHANGES = {
 
 def hooked(kind: str, where: str, seen: list[float]) -> Transformer:
     """Return a model with a hook on its module `where`. A `backward` hook halves the gradient of
-    the input, and appends the size of the output's gradient to `seen`.
+    the input, beside one that appends the size of the output's gradient to `seen`.
     """
     model = Transformer()
     part = model.get_submodule(where)
 
-    def halve(module: nn.Module, given: Any, made: Any) -> Any:
+    def look(module: nn.Module, given: Any, made: Any) -> None:
         if model.training:
             seen.append(sum(float(grad.abs().sum()) for grad in made if grad is not None))
-        return tuple(None if grad is None else grad * 0.5 for grad in given)
 
     if kind == "backward":
-        part.register_full_backward_hook(halve)
-    else:
+        part.register_full_backward_hook(look)
+        part.register_full_backward_hook(
+            lambda part, given, made: tuple(g if g is None else g * 0.5 for g in given)
+        )
+    elif kind in CHANGES:
         part.register_forward_hook(CHANGES[kind])
+    elif kind.startswith("pre "):
+        change = GRADIENTS[kind.removeprefix("pre ")]
+        part.register_full_backward_pre_hook(lambda part, made: _each(change, made))
+    else:
+        change = GRADIENTS[kind.removeprefix("full ")]
+        part.register_full_backward_hook(lambda part, given, made: _each(change, given))
     return model
+
+
+def _clip(grad: Tensor) -> Tensor:
+    return grad * (0.01 / (grad.norm() + 1e-9)).clamp(max=1.0)
+
+
+def _clamp_in_place(grad: Tensor) -> None:
+    grad.clamp_(-0.002, 0.002)
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor | None]] = {
+    "halved": lambda grad: grad * 0.5,
+    "clamped": lambda grad: grad.clamp(-0.002, 0.002),
+    "clamped in place": _clamp_in_place,
+    "clipped": _clip,
+    "noisy": lambda grad: grad + 0.1 * grad.abs().mean() * torch.randn_like(grad),
+    "over samples": lambda grad: grad - grad.mean(0, keepdim=True),
+}
+
+
+def _each(change: Callable[[Tensor], Tensor | None], grads: Any) -> Any:
+    made = tuple(grad if grad is None else change(grad) for grad in grads)
+    return (
+        None if any(m is None and g is not None for m, g in zip(made, grads, strict=True)) else made
+    )
 
 
 def loss(module: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(module(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="sum")
 
 
-def trained(bench: Bench, *, hooks: Sequence[Sequence[str]]) -> dict[str, Any]:
+def trained(
+    bench: Bench, *, hooks: Sequence[Sequence[str]], micro_batch: int | None = 2
+) -> dict[str, Any]:
     """A job: return, for each hook, the trained weights and the gradients' sizes that the hook saw,
     or the message of the refusal.
     """
+    settings = {**SETTINGS, "steps": 2, "micro_batch": micro_batch}
     rows = torch.randint(8, (24, 6), generator=torch.Generator().manual_seed(0))
     reported: dict[str, Any] = {}
     for kind, where in hooks:
@@ -79,7 +116,7 @@ def trained(bench: Bench, *, hooks: Sequence[Sequence[str]]) -> dict[str, Any]:
             optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
         )
         try:
-            weights = bench.fit(recipe, {**SETTINGS, "steps": 2}, finish=copied).finish
+            weights = bench.fit(recipe, settings, finish=copied).finish
         except RecipeError as error:
             reported[f"{kind} {where}"] = str(error)
         else:
@@ -124,3 +161,87 @@ def test_hooks_of_modules_act_as_in_one_process_or_are_refused(driver: str) -> N
         for name in (f"backward {where}" for kind, where in RIGHT if kind == "backward"):
             given = sum(sum(reported[name][1]) for reported in ranks)
             assert given == pytest.approx(2 * sum(alone[name][1]), rel=1e-5)
+
+
+SUBJECTS_OF_GRADIENTS = {
+    "ddp": Subject("ddp", 2),
+    "zero-1": Subject("deepspeed", 2, {"stage": 1}),
+    "zero-2": Subject("deepspeed", 2, {"stage": 2}),
+    "shard": Subject("mesh", 2),
+    **SUBJECTS,
+}
+QUICK_OF_GRADIENTS = ("ddp", "tensor")
+LINEAR = [
+    *(("full halved", name) for name in ("blocks.0.up", "blocks.0.attention.out", "head")),
+    *(("pre halved", name) for name in ("rows", "blocks.0.attention.qkv", "blocks.1.down")),
+]
+INEXACT = [
+    ("full clamped", "blocks.0.up"),
+    ("full clipped", "blocks.0.norm"),
+    ("full noisy", "blocks.1"),
+    ("full over samples", "norm"),
+    ("pre clamped", "blocks.1.attention.qkv"),
+    ("pre clipped", "rows"),
+    ("pre clamped in place", "head"),
+]
+
+
+@pytest.mark.parametrize(
+    "driver",
+    [
+        pytest.param(name, marks=() if name in QUICK_OF_GRADIENTS else pytest.mark.slow)
+        for name in SUBJECTS_OF_GRADIENTS
+    ],
+)
+def test_backward_hooks_that_are_not_linear_are_refused(driver: str) -> None:
+    subject, inexact = SUBJECTS_OF_GRADIENTS[driver], INEXACT
+    if driver == "pipeline":  # the rank of the module's stage refuses, and ends the others
+        kind, where = INEXACT[0]
+        with pytest.raises(WorkerFailure, match=f"is registered on module '{where}' as a backward"):
+            subject.run(trained, hooks=[(kind, where)])
+        inexact = []
+    (alone,) = Subject("cpu").run(trained, hooks=LINEAR)
+    for reported in subject.run(trained, hooks=[*LINEAR, *inexact]):
+        for name, (weights, _) in alone.items():
+            assert not isinstance(reported[name], str), reported[name]
+            for key, expected in weights.items():
+                assert torch.allclose(reported[name][0][key], expected, atol=1e-6), (name, key)
+        for kind, where in inexact:
+            message = reported[f"{kind} {where}"]
+            assert isinstance(message, str), f"{kind} {where} was not refused"
+            assert f"is registered on module {where!r} as a backward hook" in message, message
+            assert "set max_grad_norm or max_grad_value; or train in one process" in message
+
+
+def test_in_one_process_a_backward_hook_need_not_be_linear() -> None:
+    """Require that it changes each sample by itself where an update has several microbatches."""
+    bench = Bench("cpu", {})
+    whole = trained(bench, hooks=INEXACT, micro_batch=None)
+    parts = trained(bench, hooks=INEXACT)
+    for kind, where in INEXACT:
+        name = f"{kind} {where}"
+        if "clamped" not in kind:
+            assert "computes with several samples at once" in parts[name], parts[name]
+            continue
+        for key, expected in whole[name][0].items():
+            assert torch.allclose(parts[name][0][key], expected, atol=1e-6), (name, key)
+
+
+def test_a_backward_hook_that_begins_to_change_gradients_is_refused() -> None:
+    """Require the refusal before the update in which the hook first does more than to look."""
+    seen: list[float] = []
+
+    def model() -> Transformer:
+        made = Transformer()
+
+        def late(part: nn.Module, given: Any, made: Any) -> Any:
+            seen.append(0.0)
+            return None if len(seen) < 11 else tuple(grad / grad.norm() for grad in given)
+
+        made.blocks[0].register_full_backward_hook(late)
+        return made
+
+    rows = torch.randint(8, (24, 6), generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(model, loss, [{"x": row, "y": row.roll(1)} for row in rows])
+    with pytest.raises(RecipeError, match=r"late' is registered on module 'blocks\.0'"):
+        Bench("cpu", {}).fit(recipe, SETTINGS)

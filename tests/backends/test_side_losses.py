@@ -100,5 +100,5 @@ def trains(bench: Bench) -> None:
 def test_a_loss_that_leaves_out_the_output_on_one_rank_is_refused_and_nobody_waits(
     backend: str,
 ) -> None:
-    with pytest.raises(WorkerFailure, match="loss that does not depend on its\\s+output, while"):
+    with pytest.raises(WorkerFailure, match=r"loss that does not depend on its\s+output, while"):
         Subject(backend, 2).run(trains)

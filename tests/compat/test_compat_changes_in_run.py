@@ -121,3 +121,19 @@ def test_a_parameter_that_is_replaced_ends_the_run_before_the_next_update(tmp_pa
     with pytest.raises(RecipeError, match=r"other parameters in the places of inner\.weight"):
         trainer.train()
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_backward_hook_that_clips_is_refused_where_it_is_not_exact(
+    accumulated: int, tmp_path: Path
+) -> None:
+    def clip(module: nn.Module, given: Any, made: Any) -> Any:
+        return tuple(grad / grad.norm() for grad in given)
+
+    trainer = ours(tmp_path).trainer(max_steps=2, gradient_accumulation_steps=accumulated)
+    trainer.model.outer.register_full_backward_hook(clip)
+    if accumulated == 1:
+        trainer.train()
+        return
+    with pytest.raises(RecipeError, match=r"clip' is registered on module 'outer' as a backward"):
+        trainer.train()

@@ -239,7 +239,7 @@ def test_what_is_written_is_kept_or_refused(driver: str, event: str, tmp_path: P
         pytest.param(name, how, marks=() if name == "fsdp" else pytest.mark.slow)
         for name in SUBJECTS
         for how in ("Averages", "SwapsInMethod")
-        if (name, how) != ("zero-3", "SwapsInMethod")  # between updates the weights have no elements
+        if (name, how) != ("zero-3", "SwapsInMethod")  # whose weights are empty there
     ],
 )
 def test_averages_are_swapped_in_and_out(driver: str, how: str, tmp_path: Path) -> None:
