@@ -30,10 +30,13 @@ class Curve:
         """Add the next points, after all others."""
         self._steps += steps
         self._values += values
-        while len(self._steps) >= (length := self._length):
-            self._points += _extremes(self._steps[:length], self._values[:length])
-            del self._steps[:length], self._values[:length]
+        done = 0
+        while len(self._steps) >= (end := done + self._length):
+            self._points += _extremes(self._steps[done:end], self._values[done:end])
             self._thin_out()
+            done = end
+        if done:
+            del self._steps[:done], self._values[:done]
 
     def put(self, point: Point) -> None:
         """Add a point at its step; it replaces the point that is there."""

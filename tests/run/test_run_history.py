@@ -139,19 +139,19 @@ def read_of(history: RunHistory) -> Any:
 
 def test_a_file_is_read_once_in_little_memory(tmp_path: Path, bytes_read: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, STARTED, *(logged(step) for step in range(1, 30_000)))
+    write(path, STARTED, *(logged(step) for step in range(1, 60_000)))
     size = path.stat().st_size
     tracemalloc.start()
     file = HistoryFile(path)
-    assert file.read().logged == logged(29_999)
+    assert file.read().logged == logged(59_999)
     assert tracemalloc.get_traced_memory()[1] < min(3_000_000, size // 2)
     tracemalloc.stop()
     assert size - 1000 <= sum(bytes_read) <= size
     bytes_read.clear()
-    assert file.read().logged == logged(29_999)
+    assert file.read().logged == logged(59_999)
     assert not bytes_read
-    write(path, logged(30_000))
-    assert file.read().logged == logged(30_000)
+    write(path, logged(60_000))
+    assert file.read().logged == logged(60_000)
     assert sum(bytes_read) == path.stat().st_size - size - 1
 
 
