@@ -30,10 +30,13 @@ class Curve:
         """Add the next points, after all others."""
         self._steps += steps
         self._values += values
-        while len(self._steps) >= (length := self._length):
-            self._points += _extremes(self._steps[:length], self._values[:length])
-            del self._steps[:length], self._values[:length]
+        done = 0
+        while len(self._steps) >= (end := done + self._length):
+            self._points += _extremes(self._steps[done:end], self._values[done:end])
             self._thin_out()
+            done = end
+        if done:
+            del self._steps[:done], self._values[:done]
 
     def put(self, point: Point) -> None:
         """Add a point at its step; it replaces the point that is there."""
@@ -64,8 +67,7 @@ class Curve:
 
     def _thin_out(self) -> None:
         if len(self._points) >= 2 * _MAX_POINTS:
-            parts = (self._points[at : at + 4] for at in range(0, len(self._points), 4))
-            self._points = [point for part in parts for point in _thinned(part)]
+            self._points = _thinned(self._points, 4)
             self._length = max(4, 2 * self._length)
 
 
@@ -73,14 +75,14 @@ def fewer(points: Sequence[Point], most: int) -> Sequence[Point]:
     """Return at most about `most` points: the smallest and the largest of each stretch."""
     if len(points) <= most:
         return points
-    length = 2 * -(-len(points) // most)
-    parts = (list(points[at : at + length]) for at in range(0, len(points), length))
-    return [point for part in parts for point in _thinned(part)]
+    return _thinned(points, 2 * -(-len(points) // most))
 
 
-def _thinned(stretch: Sequence[Point]) -> list[Point]:
-    steps, values = zip(*stretch, strict=True)
-    return _extremes(steps, values)
+def _thinned(points: Sequence[Point], length: int) -> list[Point]:
+    """Return the extremes of each stretch of so many points."""
+    steps, values = zip(*points, strict=True)
+    parts = [slice(at, at + length) for at in range(0, len(points), length)]
+    return [point for part in parts for point in _extremes(steps[part], values[part])]
 
 
 def _extremes(steps: Sequence[int], values: Sequence[float | None]) -> list[Point]:
@@ -88,8 +90,12 @@ def _extremes(steps: Sequence[int], values: Sequence[float | None]) -> list[Poin
     if len(values) <= 2:
         return list(zip(steps, values, strict=True))
     try:
-        wanted: set[float | None] = {min(values), max(values)}  # type: ignore[type-var]
+        low, high = values.index(min(values)), values.index(max(values))  # type: ignore[type-var]
     except TypeError:  # gaps
         finite = [value for value in values if value is not None]
         wanted = {None, *([min(finite), max(finite)] if finite else ())}
-    return [(steps[at], values[at]) for at in sorted(map(values.index, wanted))]
+        return [(steps[at], values[at]) for at in sorted(map(values.index, wanted))]
+    if low == high:
+        return [(steps[low], values[low])]
+    first, last = (low, high) if low < high else (high, low)
+    return [(steps[first], values[first]), (steps[last], values[last])]

@@ -26,12 +26,13 @@ def parsed(lines: bytes) -> tuple[list[Any], int]:
     """
     with suppress(ValueError, RecursionError):
         if not _has_long_integer(lines):
-            values = list(map(orjson.loads, lines.split(b"\n")))
-            return values, len(values)
+            values = orjson.loads(b"[%b]" % lines.replace(b"\n", b","))
+            if len(values) == lines.count(b"\n") + 1:  # JSON text contains no line break
+                return values, len(values)
     with suppress(ValueError, RecursionError):
         text = lines.decode()
         if not any(each in text for each in _SURROGATES):
-            values = json.loads(f"[{text.replace(_END, ',')}]")  # JSON text contains no line break
+            values = json.loads(f"[{text.replace(_END, ',')}]")
             if len(values) == text.count(_END) + 1:
                 return values, len(values)
     return _one_by_one(lines)

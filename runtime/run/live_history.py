@@ -41,9 +41,10 @@ class LiveHistory:
         if self._thread is not None and self._thread.is_alive():
             return None
         self._thread = None
-        sound = fitting(self._added)
-        self._history.skipped += len(self._added) - len(sound)
-        self._history.add(sound)
+        self._history.skipped += len(self._added)
+        for group in fitting(self._added):
+            self._history.skipped -= len(group.records)
+            self._history.add_group(group)
         self._added.clear()
         return self._history
 
@@ -59,8 +60,8 @@ class LiveHistory:
     def _read(self, file: RecordFile) -> None:
         began = time.perf_counter()
         with suppress(OSError):  # a page without the earlier runs is better than none
-            for records in file.new():
-                self._history.add(records)
+            for group in file.groups():
+                self._history.add_group(group)
                 self._hurry.wait(_PAUSE * (time.perf_counter() - began))
                 began = time.perf_counter()
         self._history.skipped += file.skipped

@@ -8,7 +8,7 @@ from itertools import chain
 from operator import le
 
 from ..trainer.step_clock import DATA, EVALUATION, SAVING, STARTING
-from .record_file import Record
+from .record_schema import Group, Record
 
 __all__ = ["KINDS", "LostTime", "whole_percents"]
 
@@ -59,14 +59,16 @@ class LostTime:
         self._seen: float | None = None
         """The time of the last record."""
 
-    def add(self, event: str, records: Sequence[Record]) -> None:
-        """The next records, which are of one event and fit the schema."""
-        # the others are by another process, beside the run or after it
-        own = [record for record in records if "evaluated_on" not in record]
+    def add(self, group: Group) -> None:
+        """The next records, which fit the schema."""
+        event, own = group.event, group
+        if group.columns is None or "evaluated_on" in group.columns:
+            # the others are by another process, beside the run or after it
+            own = Group(event, [each for each in group.records if "evaluated_on" not in each])
         if event == "logged":
             self._add_logs(own)
             return
-        for record in own:
+        for record in own.records:
             if event == "run_started":
                 self._started(record)
             elif event == "time_spent" and (rest := record.get("rest")):
@@ -112,33 +114,36 @@ class LostTime:
             left -= min(seconds, left)
         self._fixed[AGAIN] += left
 
-    def _add_logs(self, records: Sequence[Record]) -> None:
+    def _add_logs(self, logs: Group) -> None:
         """Add logs, as many at once as the newest span has room for."""
-        steps = [self._step, *(record["step"] for record in records)]
-        in_order = all(map(le, steps, steps[1:]))
+        steps, times, parts = map(logs.column, ("step", "time", "parts"))
+        in_order = all(map(le, [self._step, *steps], steps))
         at = 0
-        while at < len(records):
+        while at < len(steps):
             room = self._logs_in_span - self._in_newest or self._logs_in_span
-            logs = records[at : at + (room if in_order else 1)]
-            seconds = self._seconds_of(logs)
+            some = slice(at, at + (room if in_order else 1))
+            seconds = self._seconds_of(times[some], parts[some])
             self._fixed[STARTING] += seconds.pop(STARTING, 0.0)
-            step = logs[-1]["step"]
-            self._add_span(min(self._step, logs[0]["step"]), step, seconds, len(logs))
-            self._step, self._pending = step, {}
-            at += len(logs)
+            first, last = min(self._step, steps[at]), steps[some][-1]
+            self._add_span(first, last, seconds, len(steps[some]))
+            self._step, self._pending = last, {}
+            at = some.stop
 
-    def _seconds_of(self, logs: Sequence[Record]) -> dict[str, float]:
-        seconds, divided = dict[str, float](), list[Mapping[str, float | None]]()
-        for record in logs:
-            at, parts = record.get("time"), record.get("parts")
+    def _seconds_of(
+        self, times: Sequence[float | None], divisions: Sequence[Mapping[str, float | None] | None]
+    ) -> dict[str, float]:
+        """Return the seconds of logs by kind."""
+        divided, undivided = list[Mapping[str, float | None]](), 0.0
+        before = self._counted_to
+        for at, parts in zip(times, divisions, strict=True):
             if parts:
                 divided.append(parts)
-            elif at is not None and self._counted_to is not None:  # of a version without parts
-                more = max(0.0, at - self._counted_to)
-                seconds[TRAINING] = seconds.get(TRAINING, 0.0) + more
-            self._counted_to = at
+            elif at is not None and before is not None:  # of a version without parts
+                undivided += at - before if at > before else 0.0
+            before = at
             if at is not None:
                 self._seen = at
+        self._counted_to, seconds = before, {TRAINING: undivided} if undivided else {}
         _add(seconds, divided)
         return seconds
 

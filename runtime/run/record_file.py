@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from ..data.small_files import open_regular
 from .json_lines import parsed
-from .record_schema import fitting
+from .record_schema import Group, Record, fitting
 
 __all__ = ["Record", "RecordFile", "read_records"]
-
-Record = dict[str, Any]
 
 _BLOCK_BYTES = 1 << 16
 """Bytes read and parsed at once, which is faster than line by line; larger blocks exceed the
@@ -47,13 +45,18 @@ class RecordFile:
     def new(self) -> Iterator[list[Record]]:
         """Yield the records of new lines, some hundreds at a time. An incomplete last line is left
         for the next call. Raises `OSError` for anything but a regular file."""
+        for group in self.groups():
+            yield group.records
+
+    def groups(self) -> Iterator[Group]:
+        """Yield the same records with their columns."""
         with open_regular(self.path) as file:
             seen = os.fstat(file.fileno())
             self._file = (seen.st_dev, seen.st_ino)
             file.seek(self.offset)
             yield from self._blocks(file)
 
-    def _blocks(self, file: BinaryIO) -> Iterator[list[Record]]:
+    def _blocks(self, file: BinaryIO) -> Iterator[Group]:
         size = _BLOCK_BYTES
         while raw := file.read(self._room(size)):
             whole = raw.rfind(b"\n") + 1
@@ -73,16 +76,16 @@ class RecordFile:
             if self._in_long_line:
                 lines = lines.partition(b"\n")[2]
                 self.skipped, self._in_long_line = self.skipped + 1, False
-            yield self._records(lines)
+            yield from self._records(lines)
 
     def _room(self, size: int) -> int:
         return size if self._limit is None else min(size, self._limit - self.offset)
 
-    def _records(self, lines: bytes) -> list[Record]:
+    def _records(self, lines: bytes) -> list[Group]:
         found, num_lines = parsed(lines)
-        records = fitting(found)
-        self.skipped += num_lines - len(records)
-        return records
+        groups = fitting(found)
+        self.skipped += num_lines - sum(len(group.records) for group in groups)
+        return groups
 
 
 def read_records(path: Path) -> list[Record]:

@@ -8,11 +8,15 @@ never read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
+from operator import itemgetter
 from typing import Any
 
-__all__ = ["SYSTEM_FIGURES", "fits", "fitting"]
+__all__ = ["SYSTEM_FIGURES", "Group", "Record", "fits", "fitting", "grouped"]
+
+Record = dict[str, Any]
 
 SYSTEM_FIGURES = (
     "process_bytes",
@@ -32,27 +36,63 @@ _MAX_NAMES = 1000
 _MAX_PARAMETERS = 20_000
 
 
-def fitting(values: Sequence[Any]) -> list[Any]:
-    """Return the values that are valid records. Neighbours that are alike, as the logs of a long
-    run are, are checked together, field by field.
+@dataclass
+class Group:
+    """Records of one event that follow each other."""
+
+    event: str
+    records: list[Record]
+    columns: Mapping[str, Sequence[Any]] | None = None
+    """The values of each field, if all records have the same fields."""
+
+    def column(self, name: str) -> Sequence[Any]:
+        """Return the value of a field in each record; None where it is missing."""
+        if self.columns is None:
+            return [record.get(name) for record in self.records]
+        return self.columns.get(name) or [None] * len(self.records)
+
+    def points(self, name: str) -> tuple[Sequence[int], Sequence[Any]]:
+        """Return the steps of the records that have a field, and its values."""
+        if self.columns is None:
+            has = [record for record in self.records if name in record]
+            return [record["step"] for record in has], [record[name] for record in has]
+        return (self.columns["step"], self.columns[name]) if name in self.columns else ((), ())
+
+
+def grouped(records: Iterable[Record]) -> list[Group]:
+    """Return groups of records that fit the schema."""
+    return [Group(event, list(found)) for event, found in groupby(records, key=_event)]
+
+
+_event = itemgetter("event")
+
+
+def fitting(values: Sequence[Any]) -> list[Group]:
+    """Return the values that are valid records, in groups. Neighbours that are alike, as the logs
+    of a long run are, are checked together, field by field.
     """
-    found: list[Any] = []
+    found: list[Group] = []
     for kind, of_kind in groupby(values, key=type):
         for names, alike in groupby(of_kind, key=tuple) if kind is dict else ():
-            found += _fitting_alike(names, list(alike))
+            for group in _fitting_alike(names, list(alike)):
+                if found and found[-1].event == group.event:
+                    found[-1].records += group.records
+                    found[-1].columns = None
+                else:
+                    found.append(group)
     return found
 
 
-def _fitting_alike(names: tuple[str, ...], records: list[Any]) -> list[Any]:
+def _fitting_alike(names: tuple[str, ...], records: list[Any]) -> list[Group]:
     """Return the valid ones of records with the same fields."""
     if "event" in names and len(records) > 1:
         columns = dict(zip(names, zip(*map(dict.values, records), strict=True), strict=True))
         events = columns["event"]
-        if set(map(type, events)) == {str} and len(set(events)) == 1:
+        if type(events[0]) is str and events.count(events[0]) == len(events):
             fields = _FIELDS.get(events[0])
             if fields and all(_all_fit(check, columns.get(name)) for name, check in fields):
-                return records
-    return [record for record in records if fits(record)]
+                return [Group(events[0], records, columns)]
+    return grouped(record for record in records if fits(record))
 
 
 def _all_fit(check: Callable[[Any], bool], column: Sequence[Any] | None) -> bool:
@@ -66,6 +106,8 @@ def _all_fit(check: Callable[[Any], bool], column: Sequence[Any] | None) -> bool
         return check(min(column)) and check(max(column))
     if kinds == {str}:
         return all(map(check, set(column)))
+    if kinds == {dict} and not any(column):
+        return check({})
     if kinds == {dict} and check in _OF_NAMED_NUMBERS and max(map(len, column)) <= _MAX_NAMES:
         names = set(chain.from_iterable(column))
         numbers = list(chain.from_iterable(map(dict.values, column)))

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 
 from .curve import Curve, Point
 from .evaluation_rows import EvaluationRows
 from .layer_maps import LayerMap, LayerMaps
 from .lost_time import LostTime
-from .record_file import Record, RecordFile
-from .record_schema import SYSTEM_FIGURES
+from .record_file import RecordFile
+from .record_schema import SYSTEM_FIGURES, Group, Record, grouped
 from .time_shares import TimeShares
 
 __all__ = ["FIGURES", "HistoryFile", "RunHistory"]
@@ -68,42 +66,43 @@ class RunHistory:
 
     def add(self, records: Sequence[Record]) -> None:
         """Add the next records, which fit the schema."""
-        for event, found in groupby(records, key=_event):
-            group = list(found)
-            if event not in _BEGINNINGS:
-                self.only_begun = False
-            if (at := group[-1].get("time")) is not None:
-                self.updated = at
-            self.lost.add(event, group)
-            act = _ACTS.get(event)
-            if act is not None:
-                act(self, group)
+        for group in grouped(records):
+            self.add_group(group)
 
-    def _add_logged(self, records: list[Record]) -> None:
-        self._logged += records
-        steps = [record["step"] for record in records]
-        for name in FIGURES:
-            self._add_points((_LOGGED, "", name), steps, [record[name] for record in records])
-        for name in SYSTEM_FIGURES:
-            if has := [record for record in records if name in record]:
-                of_figure = steps if len(has) == len(records) else [r["step"] for r in has]
-                self._add_points((_LOGGED, "", name), of_figure, [r[name] for r in has])
-        for record in records:
-            if losses := record.get("losses"):
+    def add_group(self, group: Group) -> None:
+        """Add the next records, which fit the schema."""
+        if group.event not in _BEGINNINGS:
+            self.only_begun = False
+        if (at := group.records[-1].get("time")) is not None:
+            self.updated = at
+        self.lost.add(group)
+        if group.event == _LOGGED:
+            self._add_logged(group)
+        elif (act := _ACTS.get(group.event)) is not None:
+            act(self, group.records)
+
+    def _add_logged(self, logs: Group) -> None:
+        self._logged += logs.records
+        for name in (*FIGURES, *SYSTEM_FIGURES):
+            steps, values = logs.points(name)
+            if values:
+                self._add_points((_LOGGED, "", name), steps, values)
+        for step, losses in zip(*logs.points("losses"), strict=True):
+            if losses:
                 for name, value in losses.items():
-                    self._add_points((_TURN, "", name), [record["step"]], [value])
+                    self._add_points((_TURN, "", name), [step], [value])
+        self._shares.add(logs)
+        self._add_clock(*logs.points("time"))
 
-        self._shares.add(records)
-        self._add_clock(records)
-
-    def _add_clock(self, records: list[Record]) -> None:
-        timed = [(r["step"], at) for r in records if (at := r.get("time")) is not None]
+    def _add_clock(self, steps: Sequence[int], times: Sequence[float | None]) -> None:
+        if None in times:
+            steps = [step for step, at in zip(steps, times, strict=True) if at is not None]
+        timed = [at for at in times if at is not None]
         if timed:
             if self._began is None:
-                self._began = timed[0][1]
+                self._began = timed[0]
             more = self._seconds_before - self._began
-            steps, times = [step for step, _ in timed], [at + more for _, at in timed]
-            self._add_points((_CLOCK, "", ""), steps, times)
+            self._add_points((_CLOCK, "", ""), steps, [at + more for at in timed])
 
     def _add_evaluated(self, records: list[Record]) -> None:
         self._rows.add(records)
@@ -192,7 +191,7 @@ class RunHistory:
                 yield data, name, curve.points()
 
     def _add_points(
-        self, key: tuple[str, str, str], steps: list[int], values: list[float | None]
+        self, key: tuple[str, str, str], steps: Sequence[int], values: Sequence[float | None]
     ) -> None:
         curve = self._curve(key, len(steps))
         if curve is not None:
@@ -221,9 +220,7 @@ class RunHistory:
         self.not_finite = deque(found, maxlen=_MAX_NOT_FINITE)
 
 
-_event = itemgetter("event")
 _ACTS: dict[str, Callable[[RunHistory, list[Record]], None]] = {
-    "logged": RunHistory._add_logged,
     "evaluated": RunHistory._add_evaluated,
     "run_started": RunHistory._add_started,
     "run_ended": RunHistory._add_ended,
@@ -249,7 +246,7 @@ class HistoryFile:
         Raises `OSError`."""
         if self._file.was_replaced():
             self._reopen()
-        for records in self._file.new():
-            self._history.add(records)
+        for group in self._file.groups():
+            self._history.add_group(group)
         self._history.skipped = self._file.skipped
         return self._history

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
 from ..trainer.step_clock import PARTS, STARTING, TITLES
 from .curve import Curve, Point
-from .record_file import Record
+from .record_schema import Group
 
 __all__ = ["TimeShares"]
 
@@ -25,9 +24,11 @@ class TimeShares:
         self._curves = {part: Curve() for part in _SHOWN}
         self._most = dict.fromkeys(_SHOWN, 0.0)
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, logs: Group) -> None:
         """Add logged records; of one without `parts` nothing is known."""
-        divided = [(record["step"], parts) for record in records if (parts := record.get("parts"))]
+        divided = [point for point in zip(*logs.points("parts"), strict=True) if point[1]]
+        if not divided:
+            return
         known = set(chain.from_iterable(parts for _, parts in divided))
         seconds = np.zeros((len(_SHOWN), len(divided)))
         for row, part in zip(seconds, _SHOWN, strict=True):

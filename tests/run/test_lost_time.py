@@ -18,6 +18,7 @@ from drivetrain.run.curves import figure
 from drivetrain.run.lost_time import KINDS, LostTime, whole_percents
 from drivetrain.run.page_script import data_element
 from drivetrain.run.record_file import read_records
+from drivetrain.run.record_schema import grouped
 from drivetrain.run.run_history import RunHistory
 from drivetrain.run.shown_config import ShownConfig
 
@@ -110,13 +111,18 @@ def test_records_of_a_version_without_parts_are_training() -> None:
     assert lost(started(0.0, starting=0.0), old) == {"training": 8.0}
 
 
+def add(made: LostTime, records: list[Any]) -> None:
+    for group in grouped(records):
+        made.add(group)
+
+
 def test_a_million_logs_need_little_memory_and_lose_no_second() -> None:
     made = LostTime()
-    made.add("run_started", [started(0.0, starting=0.0)])
+    add(made, [started(0.0, starting=0.0)])
     for step in range(1, 20_001):
-        made.add("logged", [logged(step, float(step), compute=0.75, data=0.25)])
+        add(made, [logged(step, float(step), compute=0.75, data=0.25)])
     assert len(made._spans) <= 2001
-    made.add("run_started", [started(20_000.0, first_step=5_000, starting=0.0)])
+    add(made, [started(20_000.0, first_step=5_000, starting=0.0)])
     assert made.seconds() == pytest.approx(
         {"training": 3750.0, "waiting for data": 1250.0, "work done twice": 15_000.0}, rel=0.01
     )
@@ -132,10 +138,10 @@ def test_logs_that_are_added_together_count_like_single_ones() -> None:
     records[8500]["evaluated_on"] = "cpu"
     records[-1]["time"] = None
     for made, size in ((together, 500), (alone, 1)):
-        made.add("run_started", [started(0.0)])
+        add(made, [started(0.0)])
         for first in range(0, len(records), size):
-            made.add("logged", records[first : first + size])
-        made.add("run_started", [started(2300.0, first_step=6000)])
+            add(made, records[first : first + size])
+        add(made, [started(2300.0, first_step=6000)])
     assert together.seconds() == pytest.approx(alone.seconds())
 
 
