@@ -26,6 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..data.fork_gc import leave_the_parents_garbage
 from ..data.socket_paths import keep_socket_paths_short
 from ..data.stop_signals import STOP_SIGNALS, blocked, note_until_handled
 from ..data.user_frames import last_line, user_frames
@@ -61,6 +62,7 @@ def run_on_ranks(nproc: int, act: Callable[[], T], meanwhile: Callable[[float], 
     """
     _check(nproc)
     keep_socket_paths_short()
+    leave_the_parents_garbage()  # such as the agent of earlier ranks
     with TemporaryDirectory(prefix="drivetrain-") as log_dir:
         return _run(_configuration(nproc, log_dir), Path(log_dir), act, meanwhile)
 

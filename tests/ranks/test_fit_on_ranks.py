@@ -203,3 +203,45 @@ def test_a_task_of_srun_is_a_rank(tmp_path: Path) -> None:
     assert [task.communicate(timeout=100)[0] for task in tasks] == ["2\n"] * 2
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["world_size"] == 2
+
+
+GARBAGE = """
+import gc, os, torch
+from torch import nn
+from drivetrain import Recipe, Settings, fit
+
+
+class WithThreads:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        open(f"ended in {os.getpid()}", "w").close()
+
+
+def loss(module, batch):
+    gc.collect()
+    return module(batch).sum()
+
+
+gc.disable()
+WithThreads()
+recipe = Recipe(lambda: nn.Linear(4, 1), loss, torch.randn(8, 4))
+fit(recipe, Settings(steps=2, global_batch=4), nproc=2)
+print(os.getpid())
+"""
+
+
+def test_a_rank_does_not_collect_the_garbage_of_its_parent(tmp_path: Path) -> None:
+    code = f"exec(compile({GARBAGE!r}, '<cell>', 'exec'))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    parent = ran.stdout.split()[-1]
+    assert [path.name for path in tmp_path.glob("ended in *")] in ([], [f"ended in {parent}"])
