@@ -94,8 +94,11 @@ def counted_for_all(state: Mapping[str, Tensor]) -> set[str]:
 
 @check(microbatch=(0, 1))
 def what_has_none_on_some_ranks_counts_as_zero(subject: Subject, microbatch: int) -> Refused | None:
-    """Compare with plain PyTorch, which sees the batches of all ranks in one process."""
-    if not subject.can("uneven_gradients"):
+    """Compare with plain PyTorch, which sees the batches of all ranks in one process. It cannot
+    show what feeders that share the batch of a reader use.
+    """
+    world = subject.run(world_of)[0]
+    if not subject.can("uneven_gradients") or world["readers"] != world["feeders"]:
         return None
     updates = ("all", "none", "one", "each", "all")
     problem = problem_for(subject, "regression")
@@ -168,7 +171,7 @@ def require_plain_torch(
     weights = [
         assemble(parts)["weights"] for parts in zip(*(r["states"] for r in ranks), strict=True)
     ]
-    expected = in_plain_torch(problem, weights[0], ranks[0]["feeders"], updates, microbatch)
+    expected = in_plain_torch(problem, weights[0], ranks[0]["readers"], updates, microbatch)
     for name, tensor in expected.items():
         off = float((weights[-1][name].double() - tensor).norm() / tensor.norm())
         require(off < 1e-6, f"{name}: off by {off:.2g} of its length {where}")
@@ -177,22 +180,22 @@ def require_plain_torch(
 def in_plain_torch(
     problem: str,
     weights: Mapping[str, Tensor],
-    feeders: int,
+    readers: int,
     updates: Sequence[str],
     microbatch: int,
 ) -> dict[str, Tensor]:
     """Train by hand; return the weights at the end, in float64."""
-    whole = model(problem, updates, microbatch, range(feeders))
+    whole = model(problem, updates, microbatch, range(readers))
     whole.double().load_state_dict(weights)
     optimizer = decaying(whole.named_parameters())
     for step in range(len(updates)):
         total = torch.zeros((), dtype=torch.float64)
-        for feeder in range(feeders):
-            whole.turn = 2 * (feeder * len(updates) + step)
-            for part in parts_of(step, feeder, feeders):
+        for reader in range(readers):
+            whole.turn = 2 * (reader * len(updates) + step)
+            for part in parts_of(step, reader, readers):
                 total = total + PROBLEMS[problem].loss(whole, batch_of(problem, part))
         optimizer.zero_grad()
-        (total / (ROWS * feeders)).backward()  # type: ignore[no-untyped-call]
+        (total / (ROWS * readers)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: tensor.detach() for name, tensor in whole.named_parameters()}
 
@@ -298,4 +301,4 @@ def train(
             if not patient:
                 raise
             return {"refused": str(error)}
-        return {"refused": "", "states": states, "feeders": world.num_feeders}
+        return {"refused": "", "states": states, "readers": world.num_readers}
