@@ -1,17 +1,24 @@
-"""Check how a loss uses the module that a driver wraps."""
+"""Check how a loss uses the module that a driver wraps.
+
+A gradient penalty, or forces that are the gradient of an energy, put a gradient of the model's
+output into the loss (`torch.autograd.grad(..., create_graph=True)`). That is a backward of its own.
+A driver that prepares weights for one backward frees after it the weights that it has gathered, or
+takes the gradients of the update for complete, before the backward of the loss begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
-from .loss_gradients import refuse_gradients, refuse_second_derivatives, watch_outputs
+from .graph import nodes_of
 
-__all__ = ["Entered"]
+__all__ = ["Entered", "refuse_gradients", "refuse_second_derivatives"]
 
 _NOT_PREPARED = ("setStorage", "mark a variable ready only once")
 """Words of FSDP and DDP in a backward that does not begin at the outputs of a module."""
@@ -20,29 +27,30 @@ _NOT_PREPARED = ("setStorage", "mark a variable ready only once")
 class Entered:
     """Notes the forwards of `module`, and encloses its backwards. A gradient that is computed
     without a forward, past its output, or not at all while other ranks wait for it, is refused.
-    `driver`: the name of one that prepares weights for one backward a forward, and so refuses
-    second derivatives, too; with `only_backward` all gradients that are taken elsewhere.
+    `refuse`: called for each gradient of an output, with whether it belongs to the backward of a
+    loss; raises where the driver cannot take it.
     """
 
-    def __init__(self, module: nn.Module, driver: str = "", only_backward: bool = False) -> None:
+    def __init__(self, module: nn.Module, refuse: Callable[[bool], None] | None = None) -> None:
         self._entered, self._in_backward, self._sends = True, False, False
         self._unreached = False
-        """True while outputs of this microbatch have a gradient function, and none was used."""
-        if only_backward:
-            refuse_gradients(driver, module, lambda: not self._in_backward)
-        elif driver:
-            refuse_second_derivatives(driver, module)
+        """True while outputs of this microbatch are watched, and no gradient has reached one."""
+        self._refuse = refuse
         module.register_forward_pre_hook(self._note)
-        watch_outputs(module, self._reach, self._returned)
+        module.register_forward_hook(self._watch)
 
     def _note(self, module: nn.Module, args: Any) -> None:
         self._entered = True
 
-    def _returned(self) -> None:
-        self._unreached = True
+    def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
+        asks = self._sends or self._refuse is not None
+        if asks and torch.is_grad_enabled() and _register(self._reach, output):
+            self._unreached = True
 
     def _reach(self, grad: Tensor) -> None:
         self._unreached = False
+        if self._refuse is not None:
+            self._refuse(self._in_backward)
 
     def begin(self, sends: bool = False) -> None:
         """Note that a microbatch begins. `sends`: the ranks wait for gradients in its backward."""
@@ -86,12 +94,41 @@ class Entered:
 
 def _has_weights(loss: Tensor) -> bool:
     """True if the loss depends on a parameter."""
-    waiting, seen = [loss.grad_fn], set[Any]()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if isinstance(getattr(node, "variable", None), nn.Parameter):
-                return True
-            waiting += [before for before, _ in node.next_functions]
-    return False
+    variables = (getattr(node, "variable", None) for node in nodes_of(loss))
+    return any(isinstance(each, nn.Parameter) for each in variables)
+
+
+def refuse_gradients(driver: str, in_backward: bool) -> None:
+    """Raise `RecipeError` for a gradient of an output outside the backward of a loss."""
+    if not in_backward:
+        raise _refusal(driver, "torch.autograd.grad")
+
+
+def refuse_second_derivatives(driver: str, in_backward: bool) -> None:
+    """Raise `RecipeError` for a gradient of an output in a backward that is recorded for another
+    one: gradients are enabled in no other."""
+    if torch.is_grad_enabled():
+        raise _refusal(
+            driver, "torch.autograd.grad(..., create_graph=True), as a gradient penalty does"
+        )
+
+
+def _refusal(driver: str, words: str) -> RecipeError:
+    """`words`: how the user's code asks for such a backward."""
+    return RecipeError(
+        f"recipe.loss takes a gradient of the model's output by {words}, and {driver} prepares its "
+        "weights for one backward of a forward. Take the backend cpu or ddp"
+    )
+
+
+def _register(hook: Any, output: Any) -> int:
+    """Register a hook on each tensor of an output that has a gradient; return their number."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+        return int(output.requires_grad)
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    if isinstance(output, (tuple, list)):
+        return sum(_register(hook, value) for value in output)
+    return 0

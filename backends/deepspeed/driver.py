@@ -26,7 +26,7 @@ from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ...launched import world_size
 from ..common import attached, layouts, model_state, models, stepping
-from ..common.entered import Entered
+from ..common.entered import Entered, refuse_gradients
 from ..common.frozen import Frozen
 from ..common.module_hooks import ModuleHooks
 from ..common.optimizer_state import GroupNumbers
@@ -204,7 +204,7 @@ class ZeroEngine:
         self._trained = frozenset(name for name, p in named.items() if id(p) in trained)
         self._others = [p for name, p in named.items() if name not in self._trained]
         self._frozen = Frozen(self.own)
-        self._entered = Entered(self.module, "deepspeed", only_backward=True)
+        self._entered = Entered(self.module, partial(refuse_gradients, "deepspeed"))
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
         self._module_hooks = ModuleHooks(self.own, plan, world)
         self._changed = WeightWrites(self.zero, self.own, config, self._writes)

@@ -19,7 +19,7 @@ from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import model_state, models, stepping
 from ..common.averages import Averages
-from ..common.entered import Entered
+from ..common.entered import Entered, refuse_second_derivatives
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
 from ..common.unwrapping import unwrapped
@@ -110,7 +110,8 @@ class FsdpEngine:
         self.loss_scale = stepping.LossScale(self.home) if plan.precision.loss_scaling else None
         self._autocast = models.autocast(plan, world.device)
         self._last: bool | None = None
-        self._entered, self._registered = Entered(self.module, name), Registered(self.module)
+        self._entered = Entered(self.module, functools.partial(refuse_second_derivatives, name))
+        self._registered = Registered(self.module)
         self._watch = hooks.watched_writes(self.module, self.units, plan, world)
         self.copies = Copies(lambda: dtensor.held(self.module, self.elsewhere), world)
         self.loss_hooks: list[Callable[[Tensor], None]] = []

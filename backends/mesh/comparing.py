@@ -8,8 +8,7 @@ back bit for bit.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import islice
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
+from ..common.graph import nodes_of
 from ..common.random_state import rng_state, set_rng_state
 from .node_names import name_of, name_of_leaf
 from .p2p import RECEIVES_ACTIVATION
@@ -30,7 +30,6 @@ __all__ = [
     "explain_mixed_tensors",
     "judge",
     "last_operations",
-    "nodes_of",
     "reached",
     "repeatable_forward",
 ]
@@ -165,20 +164,6 @@ def explain_mixed_tensors() -> Iterator[None]:
             f"{error} What stands in for a layer, such as an adapter, may use nothing else (LoRA "
             "does not; DoRA does). Take another adapter, or set backend.tensor=1"
         ) from error
-
-
-def nodes_of(loss: Tensor, barriers: Collection[str] = ()) -> Iterator[Any]:
-    """Yield the autograd nodes of a loss, the last operations first, without passing nodes that
-    have the name of a barrier.
-    """
-    waiting, seen = deque([loss.grad_fn]), set()
-    while waiting:
-        node = waiting.popleft()
-        if node is None or node in seen or node.name() in barriers:
-            continue
-        seen.add(node)
-        yield node
-        waiting.extend(each for each, _ in node.next_functions)
 
 
 _NUM_COMPARED_OPERATIONS = 32

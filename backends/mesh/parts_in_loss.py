@@ -8,7 +8,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ...data.nested import map_tensors
-from .comparing import nodes_of
+from ..common.graph import nodes_of
 from .node_names import Mark, name_of, name_of_sharding
 from .p2p import RECEIVES_OUTPUT
 

@@ -42,15 +42,16 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
         self._times.saves += part == SAVING
         return self._times.clock.within(part)
 
-    def _open_to_writes(self, *methods: str) -> AbstractContextManager[Any]:
-        """Return a context manager around a call of these methods, in which a subclass that
-        overrides one may write to the model's weights; see `KeepsWrites`."""
-        stack = ExitStack()
-        for name in methods:
-            where = f"{type(self).__name__}.{name}"
-            code = getattr(self, name)
-            stack.enter_context(self.driver_session.open_to_writes(code, where))
-        return stack
+    @contextmanager
+    def _open_to_writes(self, *methods: str) -> Iterator[None]:
+        """Enclose a call of these methods: a subclass that overrides one may write to the model's
+        weights in it; see `KeepsWrites`."""
+        with ExitStack() as stack:
+            for name in methods:
+                where = f"{type(self).__name__}.{name}"
+                code = getattr(self, name)
+                stack.enter_context(self.driver_session.open_to_writes(code, where))
+            yield
 
     def _try_to_save(self, model: nn.Module, trial: Any) -> bool:
         """Save a checkpoint, and return whether it was saved. A failure is logged, and training

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from ..kernel import events
-from ..kernel.errors import SettingError
-from .metric_names import metrics_by_name
+from .watched_metric import WatchesMetric
 
 __all__ = ["EarlyStopping"]
 
 
-class EarlyStopping:
+class EarlyStopping(WatchesMetric):
     """An observer that ends the run when a metric has not improved for a while: `fit(...,
     observers=[EarlyStopping("held_out.loss", patience=5)])`, or the settings `stop.*`.
 
@@ -29,6 +28,8 @@ class EarlyStopping:
     Raises `SettingError` for a metric that the data set does not have.
     """
 
+    decides = "stop"
+
     def __init__(
         self,
         metric: str,
@@ -38,75 +39,19 @@ class EarlyStopping:
         *,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        if patience < 1:
-            raise SettingError(f"patience is {patience}; it must be at least 1")
-        if mode not in ("min", "max"):
-            raise SettingError(f"mode is {mode!r}; it must be 'min' or 'max'")
-        if not min_change >= 0:
-            raise SettingError(f"min_change is {min_change}; it must be at least 0")
-        self.metric, self.patience, self.mode, self.min_change = metric, patience, mode, min_change
+        super().__init__(metric, patience, mode, min_change)
         self.report = report
-        self._first: str | None = None
-        """The first data set that is evaluated."""
-        self._rank, self._best, self._best_step, self._misses = 0, math.nan, 0, 0
+        self._rank = 0
 
     def __call__(self, event: events.Event) -> events.Request | None:
         if isinstance(event, events.RunStarted):
             self._rank = event.world.rank
-        elif isinstance(event, events.Evaluated):
-            value = self._value(event)
-            if value is None:
-                return None
-            self._add(value, event.step)
-        else:
+        elif not self.add(event):
             return None
-        if self._misses < self.patience:
+        if not self.is_exhausted:
             return None
         self._report_stop()
         return events.Request.STOP
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value so far (None if there is none), its step, and the evaluations
-        since."""
-        return {
-            "metric": self.metric,
-            "mode": self.mode,
-            "best": None if math.isnan(self._best) else self._best,
-            "best_step": self._best_step,
-            "misses": self._misses,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state_dict` for the same metric. Raises ValueError for another
-        structure."""
-        best, step, misses = (state.get(name) for name in ("best", "best_step", "misses"))
-        whole = all(isinstance(number, int) and number >= 0 for number in (step, misses))
-        if not whole or not isinstance(best, (int, float, type(None))):
-            raise ValueError(f"best is {best!r:.40}, best_step {step!r:.40}, misses {misses!r:.40}")
-        if (state.get("metric"), state.get("mode")) == (self.metric, self.mode):
-            self._best = math.nan if best is None else float(best)
-            self._best_step, self._misses = int(step or 0), int(misses or 0)
-
-    def _value(self, event: events.Evaluated) -> float | None:
-        """Return the metric if it belongs to this data set."""
-        self._first = self._first or event.name
-        name, metric = event.name, self.metric
-        value = metrics_by_name({self._first: {}, name: event.metrics}).get(metric)
-        is_bare = name == self._first and "." not in metric
-        if value is None and (is_bare or metric.startswith(f"{name}.")):
-            known = ", ".join(sorted(event.metrics))
-            raise SettingError(
-                f"the run is to stop by {self.metric!r}, and {name} has no such metric; it has "
-                f"{known}"
-            )
-        return None if value is None else float(value)
-
-    def _add(self, value: float, step: int) -> None:
-        gain = self._best - value if self.mode == "min" else value - self._best
-        if math.isfinite(value) and (math.isnan(self._best) or gain > self.min_change):
-            self._best, self._best_step, self._misses = value, step, 0
-        else:
-            self._misses += 1
 
     def _report_stop(self) -> None:
         best = f"the best was {self._best:.6g}, at step {self._best_step}"

@@ -8,14 +8,14 @@ steps is the steps done plus the steps in the rest of the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from ..data.open_dataset import Source
 from ..kernel.batches import LARGEST, Position
 from ..kernel.errors import CheckpointDamaged, DataError, SettingError
 from ..kernel.progress import Progress
-from .schedule import RecipeSchedule, build_schedule
+from .plateau import Plateau
+from .schedule import RecipeSchedule
 from .settings import Settings
 
 __all__ = ["Planned"]
@@ -26,24 +26,30 @@ class Planned:
     data ends."""
 
     def __init__(
-        self, settings: Settings, source: Source, schedule: Callable[[Any], Any] | None = None
+        self,
+        settings: Settings,
+        source: Source,
+        schedule: Callable[[Any], Any] | None = None,
+        plateau: Plateau | None = None,
     ) -> None:
-        """`schedule`: the recipe's own, which replaces the schedule of the settings."""
+        """`schedule`: the recipe's own, which replaces the schedule of the settings. `plateau`:
+        multiplies the settings' rates."""
         self.settings, self.source, self._schedule = settings, source, schedule
         self._of_recipe: RecipeSchedule | None = None
+        self._plateau = plateau
         self._plan(_total(settings, source))
 
     def _plan(self, total: int | None) -> None:
         self.total = total
         if self._schedule is None:
-            schedule = asdict(self.settings.schedule)
-            self._factor = build_schedule(total_steps=total, **schedule)
+            self._factor = self.settings.schedule.build(total)
 
     def rates(self, applied: int, base: Sequence[float]) -> Sequence[float]:
         """Return the learning rates of the next update after `applied` updates. `base`: the base
         rate of each group."""
         if self._schedule is None:
-            factor = self._factor(applied)
+            fallen = 1.0 if self._plateau is None else self._plateau.factor
+            factor = self._factor(applied) * fallen
             return [rate * factor for rate in base]
         if self._of_recipe is None or self._of_recipe.num_groups != len(base):
             self._of_recipe = RecipeSchedule(self._schedule, base)

@@ -27,6 +27,7 @@ __all__ = [
     "check_observers",
     "check_optimization",
     "check_recipe",
+    "deciding_metrics",
     "in_words",
     "output_is_gone",
     "report_exits",
@@ -88,14 +89,16 @@ def check_optimization(recipe: Recipe, settings: Settings) -> None:
         raise SettingError(
             "optimizer.groups are set, and the recipe builds its own optimizer; take one"
         )
-    stop, evaluate = settings.stop.metric, settings.evaluate
-    if stop is not None and not recipe.eval_data:
-        raise SettingError(f"stop.metric is {stop!r}, and the recipe has no eval_data to measure")
-    if stop is not None and evaluate.every is None and evaluate.every_epochs is None:
-        raise SettingError(
-            f"stop.metric is {stop!r}, and nothing is measured before the end: set evaluate.every "
-            "or evaluate.every_epochs"
-        )
+    for setting, metric in deciding_metrics(settings).items():
+        if not recipe.eval_data:
+            raise SettingError(
+                f"{setting} is {metric!r}, and the recipe has no eval_data to measure"
+            )
+        if settings.evaluate.every is None and settings.evaluate.every_epochs is None:
+            raise SettingError(
+                f"{setting} is {metric!r}, and nothing is measured before the end: set "
+                "evaluate.every or evaluate.every_epochs"
+            )
     if recipe.schedule is not None and settings.schedule != ScheduleSettings():
         raise SettingError("schedule is set, and the recipe has a schedule of its own; take one")
     if recipe.optimizer is not None:
@@ -103,6 +106,12 @@ def check_optimization(recipe: Recipe, settings: Settings) -> None:
     settings.optimizer.check()
     if settings.optimizer.groups and (model := _without_memory(recipe)) is not None:
         settings.optimizer.build(list(model.named_parameters()))
+
+
+def deciding_metrics(settings: Settings) -> dict[str, str]:
+    """Return the metrics that decide during a run, by the names of their settings."""
+    named = {"stop.metric": settings.stop.metric, "schedule.metric": settings.schedule.metric}
+    return {setting: metric for setting, metric in named.items() if metric is not None}
 
 
 def check_model(driver: Any, recipe: Recipe, plan: Plan) -> None:

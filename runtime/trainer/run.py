@@ -44,6 +44,7 @@ from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy
 from .planned_steps import Planned
+from .plateau import Plateau
 from .policy import SettingsPolicy
 from .read_ahead import ReadAhead
 from .result import Result, RetryWithSmallerBatch
@@ -94,7 +95,10 @@ class Run:
         if stop.metric is not None:
             more = EarlyStopping(stop.metric, stop.patience, stop.mode, stop.min_change)
             more.report = lambda words: announce(events.Warned(words))
-            announce.observers = [*observers, more]
+            announce.observers = [*announce.observers, more]
+        plateau = Plateau(settings.schedule) if settings.schedule.metric is not None else None
+        if plateau is not None:
+            announce.observers = [*announce.observers, plateau]
         optimizer = OptimizerRecord(
             recipe.optimizer or settings.optimizer.build,
             of_recipe=recipe.optimizer is not None,
@@ -147,7 +151,7 @@ class Run:
             # prefetching must not draw from the generators whose state checkpoints hold
             isolate_random=able.feeds_ahead or None,
         )
-        planned = Planned(settings, source, recipe.schedule)
+        planned = Planned(settings, source, recipe.schedule, plateau)
         engine = self.memory.prepare(session, self.recipe)
         session.seed(settings.seed + 1 + world.feeder_index)
         parts = recipe.loss if isinstance(recipe.loss, LossParts) else None

@@ -26,6 +26,7 @@ from ..kernel.errors import CollectiveFailed, RecipeError, SettingError, ran_out
 from ..kernel.recipe import Batch, Recipe
 from .inference import prepared
 from .own_gradients import evaluate
+from .recipe_checks import deciding_metrics
 from .settings import CheckpointSettings, Settings
 
 __all__ = ["SanityCheck", "check_sanity_alone", "skipped_without_memory"]
@@ -70,9 +71,9 @@ class SanityCheck:
         """Raise `RecipeError` for a loss or a measure that fails or returns a mean. Raise
         `SettingError` for a metric that a setting names but no data set has."""
         names: set[str] = set()
-        best, stop = self.settings.checkpoint.best_metric, self.settings.stop.metric
+        best = self.settings.checkpoint.best_metric
         named = {} if best == CheckpointSettings.best_metric else {"checkpoint.best_metric": best}
-        named |= {} if stop is None else {"stop.metric": stop}
+        named |= deciding_metrics(self.settings)
         for name, data in self.recipe.eval_data.items():
             measured = self._metrics(name, data)
             names |= {*measured, *(f"{name}.{metric}" for metric in measured)}

@@ -75,6 +75,7 @@ _SHAPES: dict[str, Callable[[float, _Options], float]] = {
     "exponential": _exponential,
     "linear": _linear,
     "one_cycle": lambda progress, options: cosine(progress, options.final),
+    "plateau": _constant,
     "polynomial": _polynomial,
     "warmup_stable_decay": _warmup_stable_decay,
 }
@@ -82,7 +83,7 @@ _SHAPES: dict[str, Callable[[float, _Options], float]] = {
 _IN_STEPS = {"step": "step_size", "multistep": "milestones"}
 """Schedules that fall by a factor at certain steps, and the setting that has the steps."""
 
-_WITHOUT_END = ("constant", "inverse_sqrt", *_IN_STEPS)
+_WITHOUT_END = ("constant", "inverse_sqrt", "plateau", *_IN_STEPS)
 
 SCHEDULES: tuple[str, ...] = (*sorted((*_SHAPES, "inverse_sqrt", *_IN_STEPS)),)
 """The names that `build_schedule` knows."""
@@ -102,10 +103,11 @@ def build_schedule(
     gamma: float = 0.1,
 ) -> Schedule:
     """Build a schedule over `total_steps` updates. None: the number is unknown, which only
-    constant and inverse_sqrt allow, and step and multistep with whole steps.
+    constant, inverse_sqrt and plateau allow, and step and multistep with whole steps.
 
     `warmup`: linear from near 0 to 1; a number of steps if at least 1, else a share of
-    `total_steps`. `final`: the factor at the end, of all but constant and inverse_sqrt. `decay`:
+    `total_steps`. `final`: the factor at the end, of all but constant, inverse_sqrt and plateau
+    (whose falls `Plateau` adds). `decay`:
     the share of the steps after warmup in which warmup_stable_decay decays. `power`: of polynomial.
     `cycles`: of cosine_with_restarts. `one_cycle` rises by half a cosine, from 1/25, over `warmup`,
     and falls by half a cosine (Smith and Topin, https://arxiv.org/abs/1708.07120). `inverse_sqrt`
@@ -258,7 +260,7 @@ class RecipeSchedule:
             raise RecipeError(
                 f"recipe.schedule returned {scheduler!r:.80}; for a number of updates it must "
                 "return the factor of the learning rates, or for an optimizer an LRScheduler of "
-                "torch's that steps with updates (and not by a metric, as ReduceLROnPlateau does)"
+                "torch's that steps with updates. For ReduceLROnPlateau set schedule.name=plateau"
             )
         self._scheduler, self._done = scheduler, 0
 

@@ -14,10 +14,11 @@ import torch
 
 from ..data.batch_sizes import MOST_WARMUP_STEPS, BatchSizes
 from ..data.ranges import Choice, Range, check_ranges
+from ..kernel.errors import SettingError
 from ..kernel.plan import Plan, Precision
 from .former_names import accept_former_names
 from .optimizers import OptimizerGroup, OptimizerSettings
-from .schedule import SCHEDULES, build_schedule
+from .schedule import SCHEDULES, Schedule, build_schedule
 from .setting_values import check_types
 
 __all__ = [
@@ -65,8 +66,8 @@ class ScheduleSettings:
     warmup: Annotated[float, Range(0, unit="steps, or a share of them below 1")] = 0.0
     """Steps over which the rate rises at first; below 1, a share of all steps."""
     final: Annotated[float, Range(0)] = 0.1
-    """The share of the rate that is left at the end. constant, inverse_sqrt, step and multistep
-    ignore it."""
+    """The share of the rate that is left at the end. constant, inverse_sqrt, plateau, step and
+    multistep ignore it."""
     decay: Annotated[float, Range(above=0, most=1)] = 0.2
     """The share of the steps after the warmup in which warmup_stable_decay falls."""
     power: Annotated[float, Range(above=0)] = 1.0
@@ -81,7 +82,34 @@ class ScheduleSettings:
     """Steps at which multistep falls, from the first step of the run on; below 1, shares of all
     steps."""
     gamma: Annotated[float, Range(0, most=1)] = 0.1
-    """Factor of the rate at each fall of step and multistep."""
+    """Factor of the rate at each fall of plateau, step and multistep."""
+    metric: str | None = None
+    """The rate falls when this metric of the evaluations no longer improves, with plateau: `loss`,
+    or a name such as `held_out.loss`."""
+    patience: Annotated[int, Range(1, unit="evaluations")] = 3
+    """Evaluations in a row without a better value before a fall of plateau."""
+    mode: Literal["min", "max"] = "min"
+    """For plateau: `min`: smaller is better; `max`: larger."""
+    min_change: Annotated[float, Range(0)] = 0.0
+    """For plateau: a value counts as better if it is better by more than this."""
+
+    def build(self, total_steps: int | None) -> Schedule:
+        """Return the schedule over `total_steps` updates, as `build_schedule` does; it is 1 after
+        the warmup of plateau. Raises `SettingError`."""
+        if self.name == "plateau" and self.metric is None:
+            raise SettingError(
+                "schedule.name is 'plateau', and schedule.metric is not set: set the metric of the "
+                "evaluations by which the learning rate falls, such as metric=loss"
+            )
+        if self.name != "plateau" and self.metric is not None:
+            raise SettingError(
+                f"schedule.metric is {self.metric!r}, which only schedule.name=plateau uses, and "
+                f"schedule.name is {self.name!r}"
+            )
+        shape = dataclasses.asdict(self)
+        for of_plateau in ("metric", "patience", "mode", "min_change"):
+            del shape[of_plateau]
+        return build_schedule(total_steps=total_steps, **shape)
 
 
 @dataclass(frozen=True)
@@ -327,7 +355,7 @@ class Settings:
         """Raises `SettingError` for a value of another type, or out of range."""
         check_types(self)
         check_ranges(self)
-        build_schedule(total_steps=1, **dataclasses.asdict(self.schedule))
+        self.schedule.build(1)
         self.batch_sizes()
 
     def batch_sizes(self) -> BatchSizes:

@@ -62,6 +62,16 @@ def test_a_step_before_a_resume_is_replayed_with_the_settings_that_made_it(
 
 
 @pytest.mark.slow
+def test_a_rate_that_follows_a_metric_is_replayed(drive: Drive, recipe: Path) -> None:
+    falling = {"name": "plateau", "metric": "held_out.loss", "patience": 1, "min_change": 1e9}
+    words = [f"--set=schedule.{name}={value}" for name, value in falling.items()]
+    train = (*TRAIN, *words, "--set=evaluate.every=1", "--set=log_every=1")
+    assert drive("train", recipe, *train, "--out", "run").code == 0
+    ran = drive("replay", "run", "--step", "6", "--json")
+    assert (ran.code, json.loads(ran.stdout)["equal"]) == (0, True), ran.stdout
+
+
+@pytest.mark.slow
 def test_what_was_changed_is_named(drive: Drive, recipe: Path, tmp_path: Path) -> None:
     """A step is replayed without a checkpoint, from changed data, and from changed weights."""
     drive("train", recipe, *TRAIN, "--set", "log_every=1", "--out", "run")

@@ -5,7 +5,7 @@ observers are saved.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,11 +13,8 @@ import pytest
 import torch
 
 from drivetrain import (
-    CheckpointSettings,
     EarlyStopping,
     EvaluateSettings,
-    Recipe,
-    Result,
     Settings,
     StopSettings,
 )
@@ -29,41 +26,13 @@ from drivetrain.kernel.errors import (
     SettingError,
     UsageError,
 )
-from drivetrain.trainer.fit import fit
 from drivetrain.trainer.metric_names import metrics_by_name
 
-DATA = torch.utils.data.TensorDataset(torch.arange(40.0)[:, None])
-EVERY = Settings(
-    steps=10,
-    global_batch=4,
-    evaluate=EvaluateSettings(every=1, sanity_check=False),
-    checkpoint=CheckpointSettings(every=1, keep_last=100),
-)
-
-
-def squared(module: torch.nn.Module, batch: Any) -> torch.Tensor:
-    return module(batch[0] / 40).square().sum()
-
-
-def recipe(scores: Sequence[float]) -> Recipe:
-    """Return a recipe whose n-th evaluation has the score `scores[n - 1]`."""
-    model = torch.nn.Linear(1, 1)
-    steps = iter(scores)
-
-    def score(sums: Mapping[str, torch.Tensor]) -> Mapping[str, float]:
-        return {"loss": 1.0, "score": next(steps)}
-
-    return Recipe(lambda: model, squared, DATA, eval_data={"held_out": DATA}, summarise=score)
+from .scored import EVERY, recipe, run, squared
 
 
 def stop(metric: str = "score", patience: int = 2, **how: Any) -> Settings:
     return dataclasses.replace(EVERY, stop=StopSettings(metric, patience, **how))
-
-
-def run(recipe: Recipe, settings: Settings, **how: Any) -> tuple[Result, list[Any]]:
-    seen: list[Any] = []
-    observers = [seen.append, *how.pop("observers", ())]
-    return fit(recipe, settings, backend="cpu", observers=observers, **how), seen
 
 
 NAN = float("nan")

@@ -232,7 +232,7 @@ def test_a_scheduler_of_torchs_knows_the_groups(tmp_path: Path) -> None:
         (lambda applied: "fast", r"returned 'fast'"),
         (lambda applied: -1.0, r"returned -1\.0"),
         (lambda applied: 1.0 if applied < 2 else float("nan"), r"schedule\(2\) is nan"),
-        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau does"),
+        (lr_scheduler.ReduceLROnPlateau, "set schedule.name=plateau"),
         (lambda o: lr_scheduler.OneCycleLR(o, 1.0, 9), r"cycle_momentum=False"),
         (3, "recipe.schedule is of type int"),
         (sequence(torch.optim.SGD([torch.zeros(())])), "SequentialLR, already built"),

@@ -32,14 +32,14 @@ from .step_dump import StepDump
 __all__ = ["ReplayRequest", "replay"]
 
 _LEFT_OUT: Mapping[str, Any] = {
-    "evaluate.every": None,
-    "evaluate.every_epochs": None,
     "evaluate.at_end": False,
     "evaluate.sanity_check": False,
     "stop.metric": None,
     "digests": "weights",
 }
 """Settings of a replay that change no step of training."""
+_NO_EVALUATION: Mapping[str, Any] = {"evaluate.every": None, "evaluate.every_epochs": None}
+"""Further settings that change no step unless the learning rate follows a metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,11 +122,12 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
     since = 0 if checkpoint is None else step_of(checkpoint) or 0
     collector = _Collector(target.step)
     settings = override(run.resolved.settings, _settings_then(target, run.resolved))
+    left_out = dict(_LEFT_OUT) if settings.schedule.metric else {**_LEFT_OUT, **_NO_EVALUATION}
 
     with StepDump(target.step) as dump:
         fit(
             run.recipe if request.dump is None else dump.watched(run.recipe),
-            override(settings, dict(_LEFT_OUT)),
+            override(settings, left_out),
             backend=run.driver.name,
             backend_options=run.resolved.backend_options,
             resume=checkpoint,
