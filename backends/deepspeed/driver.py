@@ -207,7 +207,10 @@ class ZeroEngine:
         self._entered = Entered(self.module, partial(refuse_gradients, "deepspeed"))
         self._writes = Writes("deepspeed", self.own, each_of(self.own), plan.compile, world.size)
         self._module_hooks = ModuleHooks(self.own, plan, world)
-        self._changed = WeightWrites(self.zero, self.own, config, self._writes)
+        self.layers = UsedLayers(world)
+        self._changed = WeightWrites(self.zero, self.own, config, self._writes, self.layers)
+        self.open_to_writes = self._changed.open
+        """See `KeepsWrites`."""
         self._is_closed = False
         self._registered, self._base = Registered(self.own), base
         self.draws = UpdateRandom(plan.seed, of_device(world.device), world.rank)
@@ -216,7 +219,6 @@ class ZeroEngine:
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
         in_groups = [self._trained.intersection(of_group) for of_group in self.numbers.names]
         self._updated = UpdatedParameters(self.zero, in_groups, own_optimizer, world.device)
-        self.layers = UsedLayers(world)
         if zero_state.cuts_weights(self.zero):
             note_gathered_weights(self.own, self.layers)
         self._order = GradientOrder(self.zero, self.own, self.layers)
@@ -349,10 +351,6 @@ class ZeroEngine:
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         zero_change.change_weights(self.zero, self.own, change)
-
-    def open_to_writes(self, where: str) -> AbstractContextManager[None]:
-        """See `KeepsWrites`."""
-        return self._changed.open(where)
 
     def averaged(self) -> AbstractContextManager[None]:
         return self.averages.shown()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...kernel.errors import RecipeError
 from ..common.data_writes import DataWrites, noting_data
 from ..common.writes import AFTER_UPDATE, Writes
+from ..process_group.used_layers import UsedLayers
 from .zero_config import swaps
 from .zero_state import Slice, cuts_weights, own_range, partitions
 
@@ -28,9 +29,14 @@ class WeightWrites:
     """The weights that user's code writes to between forwards. `forwards`: watches the others."""
 
     def __init__(
-        self, zero: Any, module: nn.Module, config: Mapping[str, Any], forwards: Writes
+        self,
+        zero: Any,
+        module: nn.Module,
+        config: Mapping[str, Any],
+        forwards: Writes,
+        layers: UsedLayers,
     ) -> None:
-        self._zero, self._module, self._forwards = zero, module, forwards
+        self._zero, self._module, self._forwards, self._layers = zero, module, forwards, layers
         self._named: dict[str, Any] = dict(module.named_parameters())
         self._is_cut, self._in_files = cuts_weights(zero), swaps(config)
         self._is_updating = False
@@ -62,6 +68,7 @@ class WeightWrites:
             written = by_data | {name for name in after if after[name] != before[name]}
             if written or gathered:
                 self._refuse(written, gathered, where)
+                self._layers.written()
                 with torch.no_grad():
                     self._carry(written, gathered)
 

@@ -31,7 +31,7 @@ from ..process_group.replicated_parameters import ReplicatedParameters
 from ..process_group.used_layers import UsedLayers
 from . import dtensor, hooks, meta_init, norms, sharding, step_strategy, whole, wrap_units
 from .partition import Partition
-from .shard_writes import open_to_writes, refusing_writes
+from .shard_writes import ShardWrites, refusing_writes
 from .shown import show_update
 
 __all__ = ["FsdpEngine"]
@@ -113,6 +113,8 @@ class FsdpEngine:
         self._entered = Entered(self.module, functools.partial(refuse_second_derivatives, name))
         self._registered = Registered(self.module)
         self._watch = hooks.watched_writes(self.module, self.units, plan, world)
+        self.open_to_writes = ShardWrites(self).open
+        """See `KeepsWrites`."""
         self.copies = Copies(lambda: dtensor.held(self.module, self.elsewhere), world)
         self.loss_hooks: list[Callable[[Tensor], None]] = []
         """Called with the loss of each microbatch before its backward."""
@@ -333,10 +335,6 @@ class FsdpEngine:
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self._reshard()
         change(self.own_parts())
-
-    def open_to_writes(self, where: str) -> AbstractContextManager[None]:
-        """See `KeepsWrites`."""
-        return open_to_writes(self, where)
 
     def own_parts(self) -> Mapping[str, Any]:
         """Return this rank's part of each parameter, and which elements these are."""

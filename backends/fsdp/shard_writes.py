@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..common.data_writes import noting_data
 from ..common.writes import AFTER_UPDATE, lost_writes
 from .written_line import written_in
 
-__all__ = ["open_to_writes", "refusing_writes"]
+__all__ = ["ShardWrites", "refusing_writes"]
 
 _MIXED = "mixed torch.Tensor and DTensor"
 _SIGNS = (
@@ -25,28 +25,49 @@ _SIGNS = (
 """Words of torch about a write to a weight that no rank holds whole."""
 
 
-@contextmanager
-def open_to_writes(engine: Any, where: str) -> Iterator[None]:
-    """See `KeepsWrites`: within the block the module has its shards, which the next forward
-    gathers. A forward in the block gathers some weights for long; they are freed after it."""
-    engine.ready()
-    freed = engine.module.register_forward_hook(lambda *_: engine.ready())
-    try:
-        with noting_data(DTensor) as noted:
-            yield
-    except RuntimeError as error:
-        if _MIXED in str(error):
-            raise _mixed(where, engine.driver_name) from error
-        raise
-    finally:
-        freed.remove()
-    if noted.replaced:
-        named = engine.module.named_parameters()
-        names = [name for name, parameter in named if id(parameter) in noted.replaced]
+class ShardWrites:
+    """The weights that user's code writes to between forwards."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._shards: Sequence[nn.Parameter] = ()
+
+    @contextmanager
+    def open(self, where: str) -> Iterator[None]:
+        """See `KeepsWrites`: within the block the module has its shards, which the next forward
+        gathers. A forward in the block gathers some weights for long; they are freed after it."""
+        engine = self._engine
+        engine.ready()
+        self._shards = self._shards or tuple(engine.module.parameters())
+        before = self._versions()
+        freed = engine.module.register_forward_hook(lambda *_: engine.ready())
+        try:
+            with noting_data(DTensor) as noted:
+                yield
+        except RuntimeError as error:
+            if _MIXED in str(error):
+                raise _mixed(where, engine.driver_name) from error
+            raise
+        finally:
+            freed.remove()
+        if noted.replaced:
+            self._refuse_assigned(noted.replaced, where)
+        by_data = noted.written and any(id(shard) in noted.written for shard in self._shards)
+        if by_data or self._versions() != before:
+            engine.layers.written()
+
+    def _versions(self) -> list[int]:
+        """Return the versions of the shards."""
+        return [shard._version for shard in self._shards]
+
+    def _refuse_assigned(self, replaced: Collection[int], where: str) -> None:
+        """Raise `RecipeError` for parameters, given by their ids, whose `data` was assigned."""
+        named = self._engine.module.named_parameters()
+        names = [name for name, parameter in named if id(parameter) in replaced]
         if names:
             raise RecipeError(
                 f"{where} assigned .data of {', '.join(names[:10])}, which has no effect on "
-                f"{engine.driver_name}: a rank holds a shard of each weight. Write in place "
+                f"{self._engine.driver_name}: a rank holds a shard of each weight. Write in place "
                 "instead: weight.data.copy_(value), or weight.copy_(value) under torch.no_grad()"
             )
 

@@ -37,6 +37,13 @@ _WHAT_TO_DO = (
     "--backend ddp with backend.find_unused_parameters=true"
 )
 
+_BACKWARD, _WRITE = range(2)
+_NAMES = ("the backward", "a write to weights")
+"""Names of the first kinds of notes."""
+_WRITE_ALIKE = (
+    "Where one rank writes to weights between two forwards, each rank must write the same: leave "
+    "out the condition on the rank"
+)
 
 _made = itertools.count()
 
@@ -68,7 +75,7 @@ class UsedLayers:
         self._short_bits = min(20, (53 - most.bit_length()) // 2)  # 53: where floats are whole
         self.shared_memory: SharedMemorySum | None = None
         """Shared memory in which ranks see each other's notes; None where they share none."""
-        self._names = ["the backward"]
+        self._names = [*_NAMES]
         self._turn = next(_made) << 32
         self._notes, self._ended = array("I"), array("I")
         self._gathered: set[int] = set()
@@ -123,8 +130,13 @@ class UsedLayers:
         if self.size > 1:
             for kind in sorted(self._inside) if adds_up else ():
                 self.note(kind)
-            self.note(0)
+            self.note(_BACKWARD)
             self.check()
+
+    def written(self) -> None:
+        """Note that code of the user has written to weights, outside a forward."""
+        if self.size > 1:
+            self.note(_WRITE)
 
     def check(self) -> None:
         """Raise `RecipeError` if another rank has noted a different layer by now."""
@@ -177,7 +189,7 @@ class UsedLayers:
         found = self.difference(turn, ended) or (
             f"rank {self.rank} used {', '.join(self._names[kind] for kind in self._ended)}"
         )
-        return f"ranks used different layers in one step: {found}. {_WHAT_TO_DO}"
+        return f"ranks {_explained(found, 'in one step')}"
 
     def difference(self, turn: int, ended: bool = False) -> str:
         """Describe where the ranks first differ; return an empty string if no difference is seen.
@@ -245,5 +257,12 @@ def describe_difference() -> str:
     """
     for layers in _followed:
         if found := layers.difference_now():
-            return f"Ranks use different layers in this step: {found}. {_WHAT_TO_DO}"
+            return f"Ranks {_explained(found, 'in this step')}"
     return ""
+
+
+def _explained(found: str, when: str) -> str:
+    """Return what ranks did differently, and what to do."""
+    if _NAMES[_WRITE] in found:
+        return f"wrote to weights differently before or {when}: {found}. {_WRITE_ALIKE}"
+    return f"used different layers {when}: {found}. {_WHAT_TO_DO}"

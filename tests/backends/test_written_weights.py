@@ -172,6 +172,25 @@ class Gathers(Halves):
                         weight.data.mul_(0.5)
 
 
+class OnRank0(Halves):
+    """Halves all weights at one event, on rank 0 alone."""
+
+    def __call__(self, event: object) -> None:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 0:
+            super().__call__(event)
+
+
+class AfterTheLast(OnRank0):
+    """Halves all weights after the last step, on rank 0 alone."""
+
+    def __call__(self, event: object) -> None:
+        if isinstance(event, events.StepEnded) and event.step == SETTINGS["steps"]:
+            self.step = 2  # from which on it writes
+            super().__call__(events.StepEnded(2))
+
+
 class SwapsInAndOut(Halves):
     """Evaluates with other weights, and puts back those that it has kept."""
 
@@ -196,7 +215,8 @@ class Reads(Halves):
         pass
 
 
-OBSERVERS = {kind.__name__: kind for kind in (Gathers, SwapsInAndOut, Reads, Halves)}
+KINDS = (Gathers, OnRank0, AfterTheLast, SwapsInAndOut, Reads, Halves)
+OBSERVERS = {kind.__name__: kind for kind in KINDS}
 
 
 def observed(bench: Bench, *, kind: str, low: bool = False) -> dict[str, Tensor]:
@@ -210,6 +230,36 @@ def observed(bench: Bench, *, kind: str, low: bool = False) -> dict[str, Tensor]
     bench = Bench(bench.backend, {**bench.options, **options})
     found: dict[str, Tensor] = bench.fit(recipe, settings, observers=[run], finish=copied).finish
     return found
+
+
+def refused(bench: Bench, *, kind: str, folder: str) -> str:
+    """A job: return the message that refuses what an observer writes."""
+    run = OBSERVERS[kind]("StepEnded", "in_place")
+    recipe = Recipe(run.model, loss, rows(), optimizer=optimizer)
+    try:
+        bench.fit(recipe, {**SETTINGS, "evaluate.every": None}, observers=[run], out=folder)
+    except DrivetrainError as error:
+        return str(error)
+    return "kept"
+
+
+@pytest.mark.parametrize("kind", ["OnRank0", "AfterTheLast"])
+@pytest.mark.parametrize(
+    "driver",
+    [
+        pytest.param(n, marks=() if n == "fsdp" else pytest.mark.slow)
+        for n in SUBJECTS
+        if n != "ddp"
+    ],
+)
+def test_a_write_on_one_rank_alone_is_refused_before_it_is_saved(
+    driver: str, kind: str, tmp_path: Path
+) -> None:
+    for message in SUBJECTS[driver].run(refused, kind=kind, folder=str(tmp_path / "run")):
+        assert message.startswith("ranks wrote to weights differently"), message
+        assert "a write to weights on rank 0, " in message
+        assert "each rank must write the same" in message
+    assert not [*(tmp_path / "run").glob("checkpoint-*")]
 
 
 @pytest.mark.slow
