@@ -52,7 +52,7 @@ class ShardWrites:
             freed.remove()
         if noted.replaced:
             self._refuse_assigned(noted.replaced, where)
-        by_data = noted.written and any(id(shard) in noted.written for shard in self._shards)
+        by_data = not noted.written.isdisjoint(map(id, self._shards))
         if by_data or self._versions() != before:
             engine.layers.written()
 

@@ -23,8 +23,8 @@ class Plateau(WatchesMetric):
 
     def __init__(self, settings: ScheduleSettings) -> None:
         """Raises `SettingError`."""
-        how = settings.patience, settings.mode, settings.min_change
-        super().__init__(str(settings.metric), *how)
+        metric, patience = str(settings.metric), settings.patience
+        super().__init__(metric, patience, settings.mode, settings.min_change)
         self._gamma, self._falls = settings.gamma, 0
 
     @property

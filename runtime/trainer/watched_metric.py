@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from ..kernel import events
 from ..kernel.errors import SettingError
@@ -25,13 +25,7 @@ class WatchesMetric:
     decides = ""
     """End of "the run is to ... by" the metric, in messages."""
 
-    def __init__(
-        self,
-        metric: str,
-        patience: int = 3,
-        mode: Literal["min", "max"] = "min",
-        min_change: float = 0.0,
-    ) -> None:
+    def __init__(self, metric: str, patience: int, mode: str, min_change: float) -> None:
         """Raises `SettingError`."""
         if patience < 1:
             raise SettingError(f"patience is {patience}; it must be at least 1")

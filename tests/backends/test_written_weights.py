@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.bench import Bench
+from drivetrain.conformance.harness import WorkerFailure
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel import events
 from drivetrain.kernel.errors import DrivetrainError
@@ -247,9 +248,8 @@ def refused(bench: Bench, *, kind: str, folder: str) -> str:
 @pytest.mark.parametrize(
     "driver",
     [
-        pytest.param(n, marks=() if n == "fsdp" else pytest.mark.slow)
-        for n in SUBJECTS
-        if n != "ddp"
+        "fsdp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mesh", "zero-1", "zero-2")),
     ],
 )
 def test_a_write_on_one_rank_alone_is_refused_before_it_is_saved(
@@ -259,7 +259,14 @@ def test_a_write_on_one_rank_alone_is_refused_before_it_is_saved(
         assert message.startswith("ranks wrote to weights differently"), message
         assert "a write to weights on rank 0, " in message
         assert "each rank must write the same" in message
-    assert not [*(tmp_path / "run").glob("checkpoint-*")]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_write_on_one_rank_to_weights_that_are_not_gathered_is_refused(tmp_path: Path) -> None:
+    said = r"OnRank0 \(at StepEnded\) wrote to first\.bias.*GatheredParameters"
+    with pytest.raises(WorkerFailure, match=said):
+        SUBJECTS["zero-3"].run(refused, kind="OnRank0", folder=str(tmp_path / "run"))
 
 
 @pytest.mark.slow
