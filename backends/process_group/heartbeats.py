@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sysconfig
 import time
+import traceback
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
+
+_LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+"""Folders of Python and of what is installed."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +93,23 @@ def processor_seconds() -> float:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Describe the place of a frame by its last three calls."""
-    places: list[str] = []
-    while frame is not None and len(places) < 3:
-        code = frame.f_code
-        places.append(f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}")
-        frame = frame.f_back
-    return ", called from ".join(places)
+    """Describe the place of a frame by its last three calls, and by the last one of the user's
+    code, which may lie deeper: it is what the user can change.
+    """
+    frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
+    shown = frames[:3]
+    called_by_us = max((n for n, frame in enumerate(frames) if _is_ours(frame)), default=0)
+    users = (each for each in frames[:called_by_us] if not _is_a_library_s(each))
+    shown += [each for each in islice(users, 1) if each not in shown]
+    return ", called from ".join(
+        f"{Path(each.f_code.co_filename).name}:{each.f_lineno} in {each.f_code.co_name}"
+        for each in shown
+    )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).startswith("drivetrain.")
+
+
+def _is_a_library_s(frame: FrameType) -> bool:
+    return _is_ours(frame) or frame.f_code.co_filename.startswith(_LIBRARIES)

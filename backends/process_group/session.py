@@ -75,8 +75,10 @@ def _joined_ranks(plan: Plan, device: torch.device, destroy: Callable[[], None])
     stall_watch.broken.clear()
     watched = stall_watch.watching(store, rank, size, stall, seconds, joins=True)
     with watched, naming_call(call, rank), lost_store_named(store):
-        await_ranks(store, rank, size, timeout.total_seconds())
+        await_ranks(store, "start", rank, size, timeout.total_seconds())
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        # else a rank that fails at once would disconnect from one that is still connecting
+        await_ranks(store, "joined", rank, size, timeout.total_seconds())
     try:
         yield
         if not stall_watch.broken:

@@ -50,11 +50,11 @@ def await_server(host: str, port: str, rank: int, seconds: float) -> None:
     )
 
 
-def await_ranks(store: Any, rank: int, size: int, seconds: float) -> None:
-    """Wait until every rank has come, in Python, so that signals are handled meanwhile. Raises
-    RuntimeError after `seconds`; the watch, if there is one, ends the run before.
+def await_ranks(store: Any, place: str, rank: int, size: int, seconds: float) -> None:
+    """Wait until every rank has come to `place`, in Python, so that signals are handled meanwhile.
+    Raises RuntimeError after `seconds`; the watch, if there is one, ends the run before.
     """
-    keys = [f"drivetrain/here/{other}" for other in range(size)]
+    keys = [f"drivetrain/{place}/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     deadline, pause = time.monotonic() + seconds, 0.01
     while not store.check(keys):

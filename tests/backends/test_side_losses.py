@@ -102,3 +102,24 @@ def test_a_loss_that_leaves_out_the_output_on_one_rank_is_refused_and_nobody_wai
 ) -> None:
     with pytest.raises(WorkerFailure, match=r"loss that does not depend on its\s+output, while"):
         Subject(backend, 2).run(trains)
+
+
+def past_the_module(module: nn.Module, batch: Tensor) -> Any:
+    """The loss that rank 1 returns for its third batch is computed with the weights themselves."""
+    if torch.equal(batch, ROWS[10:12]):
+        return sum(weight.sum() for weight in module.parameters()) * 0.0
+    return module(batch).square().sum()
+
+
+def trains_past_the_module(bench: Bench) -> None:
+    recipe = Recipe(lambda: nn.Linear(4, 4), past_the_module, ROWS)
+    settings = {"steps": 4, "global_batch": 4, "data.shuffle": False}
+    bench.fit(recipe, {**settings, "stall_seconds": 4, "timeout_seconds": 8})
+
+
+@pytest.mark.slow
+def test_a_loss_past_the_module_on_one_rank_is_named_by_its_line() -> None:
+    """On fsdp the ranks then gather different things, and no rank sees more than that it waits."""
+    said = r"rank 1 stands still after 3 steps, .* in past_the_module"
+    with pytest.raises(WorkerFailure, match=said):
+        Subject("fsdp", 2).run(trains_past_the_module)

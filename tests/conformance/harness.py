@@ -33,7 +33,7 @@ __all__ = ["Pool", "WorkerFailure", "lend"]
 GRACE_SECONDS = 5.0
 """Time in which the other ranks must answer once one has failed."""
 
-MAX_WORKERS = 6
+MAX_WORKERS = 8
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
 
 MAX_SERVERS = 4

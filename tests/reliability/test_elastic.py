@@ -55,8 +55,11 @@ def assert_same_curve(machines: Machines) -> None:
 def elastic(
     machines: Machines, backend: str, port: int, nodes: str, *more: str, **environment: str
 ) -> Machine:
-    """Start a machine with one rank, which trains with as many machines as there are."""
-    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+    """Start a machine with one rank, which trains with as many machines as there are.
+
+    Beside other tests a machine may need seconds to join, or to say that it is alive.
+    """
+    conf = "last_call_timeout=20,keep_alive_interval=3,keep_alive_max_attempt=5"
     machine = machines.start(
         f"--backend={backend}", "--nproc=1", f"--nnodes={nodes}", "--rdzv-backend=c10d",
         f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test", f"--rdzv-conf={conf}",
