@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Annotated, Any, Literal, cast
@@ -19,16 +19,19 @@ from torch import Tensor, nn
 
 from ..checkpoint.extra_state import extra_state, weight_names
 from ..data.ranges import Range, check_ranges
-from ..kernel.contract import World
-from ..kernel.errors import BackendUnavailable, CapabilityRefused
+from ..kernel.contract import Outcome, World
+from ..kernel.errors import BackendUnavailable, CapabilityRefused, RecipeError
 from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.recipe import Recipe
 from ..kernel.shards import Piece, Reader
 from .common import layouts, model_state, models
+from .common.data_writes import noting_writes
+from .common.masters import ExactMasters
 from .common.optimizer_state import OptimizerState
 from .common.plain_engine import PlainEngine
 from .common.registered import Registered
 from .common.single_process import HostSession, threads_of_one_operation
+from .common.writes import AFTER_UPDATE, Writes, each_of
 
 __all__ = ["driver"]
 
@@ -124,6 +127,23 @@ class IpexEngine(PlainEngine):
                 models.recompute_activations(self.own, name)
         self.parameters = list(self.own.parameters())
         self.registered = Registered(self.own)
+        self._changed = _ChangedWeights(self.own, self.optimizer)
+        is_low = plan.precision.compute != plan.precision.params
+        # without masters a weight is all that there is, and each write lasts
+        begin = each_of(self.own) if is_low else (lambda watch: lambda: None)
+        self._writes = Writes("ipex", self.own, begin, plan.compile, world.size)
+
+    def microbatch(self, last: bool) -> AbstractContextManager[Any]:
+        return self._writes.watching(super().microbatch(last))
+
+    def update(self) -> Outcome:
+        self._writes.updated()
+        self._changed.updated()
+        return super().update()
+
+    def open_to_writes(self, where: str) -> AbstractContextManager[Any]:
+        """See `KeepsWrites`."""
+        return self._changed.open(where, self._writes)
 
     def follow(self, registered: Mapping[str, nn.Parameter]) -> None:
         self.registered.new.extend(registered.values())
@@ -230,6 +250,52 @@ class IpexEngine(PlainEngine):
     def _plain_weights(self) -> dict[str, Tensor]:
         weights = self.own.state_dict()
         return {name: weights[name].detach() for name in self.state.trained}
+
+
+class _ChangedWeights:
+    """The weights that user's code writes to between forwards. In bf16 an update and a save begin
+    with their masters."""
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._named = dict(module.named_parameters())
+        layouts = getattr(optimizer, "params_attr", {}).values()
+        self._layouts = {id(each.parameter): each for each in layouts}
+        self._exact = ExactMasters()
+
+    def updated(self) -> None:
+        """See `ExactMasters`."""
+        self._exact.updated()
+
+    @contextmanager
+    def open(self, where: str, forwards: Writes) -> Iterator[None]:
+        """See `KeepsWrites`. `forwards`: watches the writes in forwards."""
+        # blocked layers compute with the memory of their bias
+        noting = noting_writes(self._named, keep_memory=True)
+        with forwards.leaving_out():
+            with noting as written:
+                yield
+            if blocked := sorted(name for name in written if self._is_blocked(name)):
+                raise RecipeError(
+                    f"{where} wrote to {', '.join(blocked[:10])}, whose elements lie in blocks in "
+                    "an order of the extension's own. Set backend.weights_prepack=false. Changes "
+                    f"after each update belong in {AFTER_UPDATE}"
+                )
+            with torch.no_grad():
+                for name in written:
+                    self._carry(name, self._named[name])
+
+    def _is_blocked(self, name: str) -> bool:
+        layout = self._layouts.get(id(self._named[name]))
+        return layout is not None and layout.op_ctx is not None
+
+    def _carry(self, name: str, weight: nn.Parameter) -> None:
+        layout = self._layouts.get(id(weight))
+        if layout is None or layout.split is None:
+            return  # it has no master
+        if layout.split:
+            self._exact.take_top(name, weight, layout.parameter_trail)
+        else:
+            self._exact.take(name, weight, layout.master_parameter)
 
 
 def _mend_state_dict(module: nn.Module) -> None:

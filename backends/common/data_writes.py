@@ -7,13 +7,13 @@ is computed, and no device is waited for.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["DataWrites", "noting_data"]
+__all__ = ["DataWrites", "noting_data", "noting_writes"]
 
 _DATA: Any = Tensor.data
 _LIBRARIES = ("deepspeed", "torch.distributed", "torch.autograd", "torch.nn.parallel", __package__)
@@ -71,6 +71,23 @@ def noting_data(kind: type[Tensor] = nn.Parameter) -> Iterator[DataWrites]:
         if outermost:
             del changed.data
         noted.settle()
+
+
+@contextmanager
+def noting_writes(named: Mapping[str, nn.Parameter], keep_memory: bool) -> Iterator[set[str]]:
+    """Note within the block to which of these parameters user's code writes; the set that is
+    returned has their names after the block. `keep_memory`: what was assigned to `weight.data` is
+    copied into the memory that the parameter had."""
+    before = {name: parameter._version for name, parameter in named.items()}
+    written: set[str] = set()
+    with noting_data() as noted:
+        yield written
+    for name, parameter in named.items():
+        memory = noted.replaced.get(id(parameter)) if keep_memory else None
+        if memory is not None and memory.data_ptr() != parameter.data_ptr():
+            parameter.data = memory.copy_(parameter.data)
+        if parameter._version != before[name] or id(parameter) in noted.written:
+            written.add(name)
 
 
 def _get(parameter: Tensor) -> Tensor:

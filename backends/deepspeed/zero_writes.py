@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
-from ..common.data_writes import DataWrites, noting_data
+from ..common.data_writes import noting_writes
+from ..common.masters import ExactMasters
 from ..common.writes import AFTER_UPDATE, Writes
 from ..process_group.used_layers import UsedLayers
 from .zero_config import swaps
@@ -40,15 +41,13 @@ class WeightWrites:
         self._named: dict[str, Any] = dict(module.named_parameters())
         self._is_cut, self._in_files = cuts_weights(zero), swaps(config)
         self._is_updating = False
-        self._exact: dict[tuple[str, int], Tensor] = {}
-        """Masters, by name and first element, before the first write since the last update. A
-        weight of 16 bits that is written back must not lose what its master had besides."""
+        self._exact = ExactMasters()
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Enclose an update: until its end weights and masters differ."""
         self._is_updating = True
-        self._exact.clear()
+        self._exact.updated()
         try:
             yield
         finally:
@@ -57,23 +56,19 @@ class WeightWrites:
     @contextmanager
     def open(self, where: str) -> Iterator[None]:
         """See `KeepsWrites`."""
-        before, shards_before = self._versions(), self._shard_versions()
+        before = self._shard_versions()
+        # at stage 3 a gathered weight is shared out by the memory that it has
+        noting = noting_writes(self._named, keep_memory=not self._is_cut)
         with self._forwards.leaving_out():
-            with noting_data() as noted:
+            with noting as written:
                 yield
-            self._put_back(noted)
-            after, shards_after = self._versions(), self._shard_versions()
-            by_data = {name for name, p in self._named.items() if id(p) in noted.written}
-            gathered = {name for name in shards_after if shards_after[name] != shards_before[name]}
-            written = by_data | {name for name in after if after[name] != before[name]}
+            after = self._shard_versions()
+            gathered = {name for name in after if after[name] != before[name]}
             if written or gathered:
                 self._refuse(written, gathered, where)
                 self._layers.written()
                 with torch.no_grad():
                     self._carry(written, gathered)
-
-    def _versions(self) -> dict[str, int]:
-        return {name: parameter._version for name, parameter in self._named.items()}
 
     def _shard_versions(self) -> dict[str, int]:
         """Return the versions of this rank's shards at stage 3. They change when
@@ -81,15 +76,6 @@ class WeightWrites:
         if not self._is_cut:
             return {}
         return {name: parameter.ds_tensor._version for name, parameter in self._named.items()}
-
-    def _put_back(self, noted: DataWrites) -> None:
-        """Copy what was assigned to `weight.data` into the memory that DeepSpeed knows."""
-        if self._is_cut:
-            return  # a gathered weight is shared out by the memory that it has
-        for parameter in self._named.values():
-            memory = noted.replaced.get(id(parameter))
-            if memory is not None and memory.data_ptr() != parameter.data_ptr():
-                parameter.data = memory.copy_(parameter.data)
 
     def _refuse(self, written: Collection[str], gathered: Collection[str], where: str) -> None:
         """Raise `RecipeError` for writes that would be lost."""
@@ -139,8 +125,4 @@ class WeightWrites:
             own = parameter.ds_tensor[: piece.stop - piece.start]
         else:
             own = parameter.detach().reshape(-1)[piece.start : piece.stop]
-        if own.dtype != master.dtype:
-            exact = self._exact.setdefault((piece.name, piece.start), master.clone())
-            same = own.to(exact.device) == exact.to(own.dtype)
-            own = torch.where(same, exact, own.to(exact))
-        master.copy_(own)
+        self._exact.take((piece.name, piece.start), own, master)

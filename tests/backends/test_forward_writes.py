@@ -70,7 +70,8 @@ def written(bench: Bench, *, names: Sequence[str]) -> dict[str, Any]:
         if name == "clipping":
             kept = dataclasses.replace(kept, loss=clipping)
         try:
-            reported[name] = bench.fit(kept, SETTINGS, finish=copied).finish
+            settings = {**SETTINGS, "precision": PRECISIONS.get(bench.backend, "fp32")}
+            reported[name] = bench.fit(kept, settings, finish=copied).finish
         except RecipeError as error:
             reported[name] = str(error)
     return reported
@@ -125,7 +126,7 @@ REFUSED = {
     "Copied": ["teacher.weight"],
     "Filled": ["blocks.0.down.weight"],
     "ClampsInside": ["blocks.0.up.weight", "last.weight"],
-    "Renormalised": ["rows is an embedding with max_norm"],
+    "Renormalised": ["rows is an embedding with max_norm", "rows.weight: these weights"],
     "clipping": ["first.weight", "blocks.1.up.weight"],
 }
 """Names of models, and the beginnings of the refusals; each rank of a pipeline names its own."""
@@ -144,7 +145,10 @@ DRIVERS = {
     "pipeline": Subject("mesh", 2, {"pipeline": 2}),
     "zero-2": Subject("deepspeed", 2, {"stage": 2}, python=python_of_all()),
     "zero-3": Subject("deepspeed", 2, {"stage": 3}, python=python_of_all()),
+    "ipex": Subject("ipex", 1, {"weights_prepack": False}, python=python_of_all()),
 }
+PRECISIONS = {"ipex": "bf16"}
+"""By driver: the precision in which weights are copies of masters, if only one has them."""
 QUICK = ("ddp", "fsdp", "tensor")
 
 

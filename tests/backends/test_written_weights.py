@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from environments import python_of_all
 from small_networks import TwoLayers, copied
 from torch import Tensor, nn
 
+from drivetrain import Parallel
 from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.harness import WorkerFailure
@@ -87,9 +89,25 @@ def optimizer(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=0.05)
 
 
-def trained(bench: Bench, *, at: str, way: str, folder: str) -> dict[str, Any] | str:
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.001, momentum=0.9)
+
+
+OPTIMIZERS = {"adamw": optimizer, "sgd": sgd}
+CUT = Parallel(tensor={"first": "column", "last": "row"})
+
+
+def trained(
+    bench: Bench,
+    *,
+    at: str,
+    way: str,
+    folder: str,
+    precision: str = "fp32",
+    updates: str = "adamw",
+) -> dict[str, Any] | str:
     """A job: return the trained and saved weights and the metrics, or the message of the
-    refusal."""
+    refusal. `updates`: the name of an optimizer."""
     run, metrics = Halves(at, way), []
 
     def note(event: object) -> None:
@@ -97,12 +115,18 @@ def trained(bench: Bench, *, at: str, way: str, folder: str) -> dict[str, Any] |
             metrics.append(event.metrics["loss"])
 
     recipe = Recipe(
-        run.model, loss, rows(), optimizer=optimizer, measure=measure, eval_data={"held": rows()}
+        run.model,
+        loss,
+        rows(),
+        optimizer=OPTIMIZERS[updates],
+        measure=measure,
+        eval_data={"held": rows()},
+        parallel=CUT if "tensor" in bench.options else None,
     )
     try:
         result = bench.fit(
             recipe,
-            {**SETTINGS, "checkpoint.every": 1},
+            {**SETTINGS, "checkpoint.every": 1, "precision": precision},
             observers=[note, run],
             finish=copied,
             out=folder,
@@ -128,7 +152,11 @@ SUBJECTS = {
     "zero-1": Subject("deepspeed", 2, {"stage": 1}),
     "zero-2": Subject("deepspeed", 2, {"stage": 2}),
     "zero-3": Subject("deepspeed", 2, {"stage": 3, "construct": "whole", "config": ALL_CUT}),
+    "tensor": Subject("mesh", 2, {"tensor": 2}),
+    "xla": Subject("xla", 1, {"devices": 2}, python=python_of_all()),
+    "ipex": Subject("ipex", python=python_of_all()),
 }
+UNBLOCKED = Subject("ipex", 1, {"weights_prepack": False}, python=python_of_all())
 QUICK = ("fsdp", "zero-2")
 
 
@@ -136,7 +164,11 @@ QUICK = ("fsdp", "zero-2")
     "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
 )
 @pytest.mark.parametrize("at", EVENTS)
-def test_what_an_observer_writes_is_kept_or_refused(driver: str, at: str, tmp_path: Path) -> None:
+def test_what_an_observer_writes_is_kept_or_refused(
+    driver: str, at: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if SUBJECTS[driver].python:
+        request.getfixturevalue("environment_of_all")
     way = "by_data" if at == "Saved" else "in_place"
     found = SUBJECTS[driver].run(trained, at=at, way=way, folder=str(tmp_path / driver))
     if driver == "zero-3" and at in ("RunStarted", "StepEnded"):
@@ -146,6 +178,52 @@ def test_what_an_observer_writes_is_kept_or_refused(driver: str, at: str, tmp_pa
         return  # later DeepSpeed holds all of these small weights whole, and each write is kept
     (alone,) = Subject("cpu").run(trained, at=at, way=way, folder=str(tmp_path / "cpu"))
     near(found[0], alone)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+@pytest.mark.parametrize("updates", OPTIMIZERS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("at", EVENTS)
+def test_a_write_is_in_the_masters_of_ipex(at: str, way: str, updates: str, tmp_path: Path) -> None:
+    """In bf16, with masters and with weights that are the top half of their bits."""
+
+    def run(subject: Subject, name: str, at: str) -> Any:
+        how = {"at": at, "way": way, "updates": updates, "precision": "bf16"}
+        return subject.run(trained, **how, folder=str(tmp_path / name))[0]
+
+    ipex = SUBJECTS["ipex"] if updates == "adamw" else UNBLOCKED
+    found, expected = run(ipex, "ipex", at), run(Subject("cpu"), "cpu", at)
+    never = run(Subject("cpu"), "never", "never")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0.02, atol=0.02)
+        if name != "metrics":
+            assert not torch.allclose(never[name], tensor, rtol=0.05, atol=0.05), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+@pytest.mark.parametrize("updates", OPTIMIZERS)
+def test_masters_of_ipex_are_put_back_exactly(updates: str) -> None:
+    how = {"low": True, "updates": updates}
+    swapped = UNBLOCKED.run(observed, kind="SwapsInAndOut", **how)[0]
+    for name, expected in UNBLOCKED.run(observed, kind="Reads", **how)[0].items():
+        assert torch.equal(swapped[name], expected), name
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+def test_a_write_to_a_blocked_weight_is_refused_by_name(tmp_path: Path) -> None:
+    subject = Subject("ipex", 1, {"weights_prepack": True}, python=python_of_all())
+    (message,) = subject.run(
+        refused, kind="Convolves", updates="sgd", folder=str(tmp_path / "blocked")
+    )
+    assert message.startswith("the observer Convolves (at StepEnded) wrote to 1.weight, whose")
+    assert "Set backend.weights_prepack=false" in message
+    (kept,) = UNBLOCKED.run(
+        refused, kind="Convolves", updates="sgd", folder=str(tmp_path / "plain")
+    )
+    assert kept == "kept"
 
 
 @pytest.mark.slow
@@ -216,27 +294,45 @@ class Reads(Halves):
         pass
 
 
-KINDS = (Gathers, OnRank0, AfterTheLast, SwapsInAndOut, Reads, Halves)
+class Convolves(Halves):
+    """Halves the weights of a convolution, which the extension lays out in blocks."""
+
+    def model(self) -> nn.Module:
+        self.module = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.Flatten(), nn.Linear(8, 2)
+        )
+        return self.module
+
+
+KINDS = (Gathers, OnRank0, AfterTheLast, SwapsInAndOut, Reads, Convolves, Halves)
 OBSERVERS = {kind.__name__: kind for kind in KINDS}
 
 
-def observed(bench: Bench, *, kind: str, low: bool = False) -> dict[str, Tensor]:
+def observed(
+    bench: Bench, *, kind: str, low: bool = False, updates: str = "adamw"
+) -> dict[str, Tensor]:
     """A job: return the trained weights. `low`: weights of 16 bits beside masters."""
     run = OBSERVERS[kind]("StepEnded", "in_place")
     recipe = Recipe(
-        run.model, loss, rows(), optimizer=optimizer, measure=measure, eval_data={"held": rows()}
+        run.model,
+        loss,
+        rows(),
+        optimizer=OPTIMIZERS[updates],
+        measure=measure,
+        eval_data={"held": rows()},
     )
-    options: dict[str, Any] = {"config": {"bf16": {"enabled": True}}} if low else {}
+    zero = low and bench.backend == "deepspeed"
+    options: dict[str, Any] = {"config": {"bf16": {"enabled": True}}} if zero else {}
     settings = {**SETTINGS, "precision": "bf16" if low else "fp32"}
     bench = Bench(bench.backend, {**bench.options, **options})
     found: dict[str, Tensor] = bench.fit(recipe, settings, observers=[run], finish=copied).finish
     return found
 
 
-def refused(bench: Bench, *, kind: str, folder: str) -> str:
+def refused(bench: Bench, *, kind: str, folder: str, updates: str = "adamw") -> str:
     """A job: return the message that refuses what an observer writes."""
     run = OBSERVERS[kind]("StepEnded", "in_place")
-    recipe = Recipe(run.model, loss, rows(), optimizer=optimizer)
+    recipe = Recipe(run.model, loss, rows(), optimizer=OPTIMIZERS[updates])
     try:
         bench.fit(recipe, {**SETTINGS, "evaluate.every": None}, observers=[run], out=folder)
     except DrivetrainError as error:

@@ -68,7 +68,8 @@ class Sum64Engine(PlainEngine):
             parameter.grad = total.to(parameter.dtype)  # rounded once
         self.sums.clear()
         grads = [p.grad for p in self.parameters if p.grad is not None]
-        outcome = stepping.step_if_finite(self.optimizer, grads, norm, self.plan.max_grad_norm)
+        with self.draws.update(self.optimizer):  # what it draws depends on the update's number
+            outcome = stepping.step_if_finite(self.optimizer, grads, norm, self.plan.max_grad_norm)
         stepping.forget_gradients(self.parameters)
         return outcome
 
