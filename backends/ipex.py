@@ -258,8 +258,9 @@ class _ChangedWeights:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._named = dict(module.named_parameters())
-        layouts = getattr(optimizer, "params_attr", {}).values()
-        self._layouts = {id(each.parameter): each for each in layouts}
+        kept = {id(each.parameter): each for each in getattr(optimizer, "params_attr", {}).values()}
+        self._kept = {name: kept[id(p)] for name, p in self._named.items() if id(p) in kept}
+        """How the extension keeps a weight, by name: its blocks, its master or lower half."""
         self._exact = ExactMasters()
 
     def updated(self) -> None:
@@ -274,28 +275,23 @@ class _ChangedWeights:
         with forwards.leaving_out():
             with noting as written:
                 yield
-            if blocked := sorted(name for name in written if self._is_blocked(name)):
+            changed = {name: self._kept[name] for name in sorted(written & self._kept.keys())}
+            if blocked := [name for name, kept in changed.items() if kept.op_ctx is not None]:
                 raise RecipeError(
                     f"{where} wrote to {', '.join(blocked[:10])}, whose elements lie in blocks in "
                     "an order of the extension's own. Set backend.weights_prepack=false. Changes "
                     f"after each update belong in {AFTER_UPDATE}"
                 )
             with torch.no_grad():
-                for name in written:
-                    self._carry(name, self._named[name])
+                for name, kept in changed.items():
+                    self._carry(name, kept)
 
-    def _is_blocked(self, name: str) -> bool:
-        layout = self._layouts.get(id(self._named[name]))
-        return layout is not None and layout.op_ctx is not None
-
-    def _carry(self, name: str, weight: nn.Parameter) -> None:
-        layout = self._layouts.get(id(weight))
-        if layout is None or layout.split is None:
-            return  # it has no master
-        if layout.split:
-            self._exact.take_top(name, weight, layout.parameter_trail)
-        else:
-            self._exact.take(name, weight, layout.master_parameter)
+    def _carry(self, name: str, kept: Any) -> None:
+        """Take over what was written to a weight, if it has a master."""
+        if kept.split:
+            self._exact.take_top(name, self._named[name], kept.parameter_trail)
+        elif kept.split is not None:
+            self._exact.take(name, self._named[name], kept.master_parameter)
 
 
 def _mend_state_dict(module: nn.Module) -> None:

@@ -126,7 +126,7 @@ REFUSED = {
     "Copied": ["teacher.weight"],
     "Filled": ["blocks.0.down.weight"],
     "ClampsInside": ["blocks.0.up.weight", "last.weight"],
-    "Renormalised": ["rows is an embedding with max_norm", "rows.weight: these weights"],
+    "Renormalised": ["rows is an embedding with max_norm"],
     "clipping": ["first.weight", "blocks.1.up.weight"],
 }
 """Names of models, and the beginnings of the refusals; each rank of a pipeline names its own."""
@@ -147,6 +147,8 @@ DRIVERS = {
     "zero-3": Subject("deepspeed", 2, {"stage": 3}, python=python_of_all()),
     "ipex": Subject("ipex", 1, {"weights_prepack": False}, python=python_of_all()),
 }
+REFUSED_OTHERWISE = {("ipex", "Renormalised"): ["rows.weight: these weights"]}
+"""By driver and model: in one process all rows are written alike, but masters do not have them."""
 PRECISIONS = {"ipex": "bf16"}
 """By driver: the precision in which weights are copies of masters, if only one has them."""
 QUICK = ("ddp", "fsdp", "tensor")
@@ -178,5 +180,6 @@ def test_weights_that_a_forward_writes_are_kept_or_refused(
         for name in refused:
             message = reported[name]
             assert isinstance(message, str), f"{name} was not refused"
-            assert message.startswith(tuple(REFUSED[name])), message
+            begins = REFUSED_OTHERWISE.get((driver, name), REFUSED[name])
+            assert message.startswith(tuple(begins)), message
             assert "max_norm" in message or "Recipe.after_update" in message

@@ -97,6 +97,19 @@ OPTIMIZERS = {"adamw": optimizer, "sgd": sgd}
 CUT = Parallel(tensor={"first": "column", "last": "row"})
 
 
+def evaluated(run: Halves, updates: str, parallel: Parallel | None = None) -> Recipe:
+    """Return a recipe with an evaluation. `updates`: the name of an optimizer."""
+    return Recipe(
+        run.model,
+        loss,
+        rows(),
+        optimizer=OPTIMIZERS[updates],
+        measure=measure,
+        eval_data={"held": rows()},
+        parallel=parallel,
+    )
+
+
 def trained(
     bench: Bench,
     *,
@@ -107,22 +120,14 @@ def trained(
     updates: str = "adamw",
 ) -> dict[str, Any] | str:
     """A job: return the trained and saved weights and the metrics, or the message of the
-    refusal. `updates`: the name of an optimizer."""
+    refusal."""
     run, metrics = Halves(at, way), []
 
     def note(event: object) -> None:
         if isinstance(event, events.Evaluated):
             metrics.append(event.metrics["loss"])
 
-    recipe = Recipe(
-        run.model,
-        loss,
-        rows(),
-        optimizer=OPTIMIZERS[updates],
-        measure=measure,
-        eval_data={"held": rows()},
-        parallel=CUT if "tensor" in bench.options else None,
-    )
+    recipe = evaluated(run, updates, CUT if "tensor" in bench.options else None)
     try:
         result = bench.fit(
             recipe,
@@ -313,14 +318,7 @@ def observed(
 ) -> dict[str, Tensor]:
     """A job: return the trained weights. `low`: weights of 16 bits beside masters."""
     run = OBSERVERS[kind]("StepEnded", "in_place")
-    recipe = Recipe(
-        run.model,
-        loss,
-        rows(),
-        optimizer=OPTIMIZERS[updates],
-        measure=measure,
-        eval_data={"held": rows()},
-    )
+    recipe = evaluated(run, updates)
     zero = low and bench.backend == "deepspeed"
     options: dict[str, Any] = {"config": {"bf16": {"enabled": True}}} if zero else {}
     settings = {**SETTINGS, "precision": "bf16" if low else "fp32"}
