@@ -130,7 +130,7 @@ class IpexEngine(PlainEngine):
         self._changed = _ChangedWeights(self.own, self.optimizer)
         is_low = plan.precision.compute != plan.precision.params
         # without masters a weight is all that there is, and each write lasts
-        begin = each_of(self.own) if is_low else (lambda watch: lambda: None)
+        begin = each_of(self.own) if is_low else None
         self._writes = Writes("ipex", self.own, begin, plan.compile, world.size)
 
     def microbatch(self, last: bool) -> AbstractContextManager[Any]:

@@ -18,10 +18,15 @@ from torch import Tensor, nn
 from ...kernel.errors import RecipeError
 from .graph import nodes_of
 
-__all__ = ["Entered", "refuse_gradients", "refuse_second_derivatives"]
+__all__ = ["MIXED_TENSORS", "Entered", "refuse_gradients", "refuse_second_derivatives"]
 
-_NOT_PREPARED = ("setStorage", "mark a variable ready only once")
-"""Words of FSDP and DDP in a backward that does not begin at the outputs of a module."""
+MIXED_TENSORS = "mixed torch.Tensor and DTensor"
+"""Words of torch for an operation on a sharded and a whole tensor."""
+
+_NOT_PREPARED = ("setStorage", "mark a variable ready only once", MIXED_TENSORS)
+"""Words of FSDP and DDP in a backward that does not begin at the outputs of a module; the last are
+those of a forward that is recomputed there.
+"""
 
 
 class Entered:

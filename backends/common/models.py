@@ -21,6 +21,7 @@ from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from .attached import carry_hooks, in_place_of
 from .buffers import buffers_kept
+from .compiled import look_at_hooks
 from .float8 import compute_in_float8
 
 NO_CONTEXT: AbstractContextManager[None] = nullcontext()
@@ -31,6 +32,7 @@ def build_model(recipe: Recipe, plan: Plan, device: torch.device | None) -> nn.M
     """The recipe's model on `device` (None: where the recipe put it), tied as it was, with
     checkpointed activations.
     """
+    look_at_hooks()
     torch.manual_seed(plan.seed)
     module = recipe.model()
     if not isinstance(module, nn.Module):

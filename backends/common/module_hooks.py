@@ -19,6 +19,7 @@ from ...kernel.contract import World
 from ...kernel.errors import RecipeError
 from ...kernel.plan import Plan
 from .attached import NOT_LINEAR, describe_hook, sums_parts
+from .compiled import eagerly, has_compiled
 from .models import NO_CONTEXT
 from .tried_gradients import Like, acts_by_rows, is_linear
 
@@ -36,13 +37,14 @@ _OF_SEVERAL = (
 
 class ModuleHooks:
     """Watches the backward hooks of a module and its parts. They are looked for in updates 1, 2, 4,
-    8 and so on; each is tried once, when it first changes a gradient."""
+    8 and so on; each is tried once, when it first changes a gradient. If there are any, what is
+    compiled runs eagerly in these updates."""
 
     def __init__(self, module: nn.Module, plan: Plan, world: World) -> None:
         self._module = module
         self._in_one_process = world.size == 1 and not plan.precision.loss_scaling
-        # compiled code would be compiled again
-        self._watches = not plan.compile and (not self._in_one_process or sums_parts(plan, world))
+        self._watches = not self._in_one_process or sums_parts(plan, world)
+        self._compiles = plan.compile
         self._tables: list[_Table] = []
         self._tried: dict[tuple[int, int], Any] = {}
         """The hooks that were tried, by the ids of the hook and its module."""
@@ -51,7 +53,7 @@ class ModuleHooks:
 
     def watching(self, last: bool) -> AbstractContextManager[None]:
         """Enclose a microbatch; `last`: of its update. Raises `RecipeError`, naming the hook, if
-        one is not exact. Compiled code is not watched."""
+        one is not exact."""
         if not self._watches:
             return NO_CONTEXT
         if self._update_begins:
@@ -69,8 +71,10 @@ class ModuleHooks:
                 if not str(getattr(hook, "__module__", "")).startswith(_LIBRARIES):
                     table[key] = watched = self._watched(hook)
                     replaced.append((table, key, hook, watched))
+        compiles = replaced and (self._compiles or has_compiled(self._module))
         try:
-            yield
+            with eagerly() if compiles else NO_CONTEXT:
+                yield
         finally:
             for table, key, hook, watched in replaced:
                 if table.get(key) is watched:  # the hook was not removed

@@ -1,7 +1,8 @@
 """Writes to weights in a forward, which drivers that gather or copy weights would drop.
 
 A weight that is written to counts it in its version, except by way of `weight.data`, for which see
-`noting_data`. Nothing is computed, and no device is waited for.
+`noting_data`. Nothing is computed, and no device is waited for. Compiled code counts nothing: there
+the bits of weights are compared.
 """
 
 from __future__ import annotations
@@ -10,28 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...kernel.errors import RecipeError
+from .compiled import eagerly, has_compiled
 from .data_writes import DataWrites, noting_data
+from .digests import digests_of
 from .models import NO_CONTEXT
 
 __all__ = ["AFTER_UPDATE", "Writes", "each_of", "lost_writes", "refuse_renormalising"]
 
 AFTER_UPDATE = "Recipe.after_update (compat: Trainer.after_update)"
 """The place for changes of weights after each update."""
-
-
-def each_of(module: nn.Module) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
-    """Return a `begin` for `Writes` that watches all parameters."""
-
-    def begin(watch: Callable[[str, Tensor], None]) -> Callable[[], None]:
-        for name, parameter in module.named_parameters():
-            watch(name, parameter)
-        return lambda: None
-
-    return begin
 
 
 def refuse_renormalising(module: nn.Module, num_ranks: int) -> None:
@@ -60,16 +53,18 @@ def lost_writes(names: Sequence[str], driver: str) -> RecipeError:
 class Writes:
     """Watches weights in the first update, and whenever their number has doubled.
 
-    `begin(watch)` starts to watch: it calls `watch(name, parameter)` itself, or has it called as
-    weights are gathered, and returns what undoes that. Nothing is watched in what is compiled.
-    Raises `RecipeError` for what `refuse_renormalising` refuses.
+    `begin(writes)` starts to watch: it calls `writes.watch(name, parameter)` itself, or has it
+    called as weights are gathered, and `writes.before_freed(parameter)` before they are freed; it
+    returns what undoes that. None: each write lasts. `compiled`: the driver compiles the model.
+    What the recipe compiles runs eagerly while it is watched. Raises `RecipeError` for what
+    `refuse_renormalising` refuses.
     """
 
     def __init__(
         self,
         driver: str,
         module: nn.Module,
-        begin: Callable[[Callable[[str, Tensor], None]], Callable[[], None]],
+        begin: Callable[[Writes], Callable[[], None]] | None,
         compiled: bool,
         num_ranks: int,
     ) -> None:
@@ -77,6 +72,10 @@ class Writes:
         self._driver, self._module, self._begin = driver, module, begin
         self._compiled, self._updates = compiled, 0
         self._watched: dict[int, tuple[str, Tensor, int]] = {}
+        self._digests: dict[int, Tensor] = {}
+        """Digests of weights that compiled code may write to, by their ids."""
+        self._changes: list[tuple[str, Tensor]] = []
+        """Name of each weight that was freed, and whether its bits had changed."""
         self._data: DataWrites | None = None
         self._found: dict[str, None] = {}
 
@@ -89,10 +88,9 @@ class Writes:
     ) -> AbstractContextManager[Any]:
         """Enclose a microbatch, and enter `inside`. Raises `RecipeError`, naming the weights that
         were written to."""
-        due = not (self._updates + 1) & self._updates
-        if due and not self._compiled and not any(map(_is_compiled, self._module.modules())):
-            return self._watching(inside)
-        return inside
+        if self._begin is None or (self._updates + 1) & self._updates:
+            return inside
+        return self._watching(inside, self._begin)
 
     @contextmanager
     def leaving_out(self) -> Iterator[None]:
@@ -106,21 +104,36 @@ class Writes:
             self._found = kept
 
     @contextmanager
-    def _watching(self, inside: AbstractContextManager[Any]) -> Iterator[None]:
-        end = self._begin(self._watch)
+    def _watching(
+        self, inside: AbstractContextManager[Any], begin: Callable[[Writes], Callable[[], None]]
+    ) -> Iterator[None]:
+        compiles = not self._compiled and has_compiled(self._module)
+        stance = eagerly() if compiles else NO_CONTEXT
+        end = begin(self)
         try:
-            with noting_data() as self._data, noting_data(DTensor), inside:
+            with stance, noting_data() as self._data, noting_data(DTensor), inside:
                 yield
+            self._compare()
+            found = list(self._found)
         finally:
             end()
-            self._compare()
-            found, self._found, self._data = list(self._found), {}, None
+            self._found, self._changes, self._data = {}, [], None
             self._watched.clear()
+            self._digests.clear()
         if found:
             raise lost_writes(found, self._driver)
 
-    def _watch(self, name: str, parameter: Tensor) -> None:
+    def watch(self, name: str, parameter: Tensor) -> None:
+        """Compare this parameter with its present state from now on."""
         self._watched.setdefault(id(parameter), (name, parameter, parameter._version))
+        if self._compiled:
+            self._digests.setdefault(id(parameter), _digest(parameter))
+
+    def before_freed(self, parameter: Tensor) -> None:
+        """Compare this parameter for the last time."""
+        if (before := self._digests.pop(id(parameter), None)) is not None:
+            name, *_ = self._watched[id(parameter)]
+            self._changes.append((name, _digest(parameter) != before))
 
     def _compare(self) -> None:
         """Note which weights were written to, and compare with their present state from now on."""
@@ -128,11 +141,31 @@ class Writes:
             return
         written = self._data.take()
         for key, (name, parameter, version) in self._watched.items():
+            if key in self._digests:
+                self.before_freed(parameter)
+                self._digests[key] = _digest(parameter)
             if key in written or parameter._version != version:
                 self._found.setdefault(name)
                 self._watched[key] = name, parameter, parameter._version
+        changes, self._changes = self._changes, []
+        if changes:
+            are_written = torch.stack([changed for _, changed in changes]).tolist()
+            for (name, _), is_written in zip(changes, are_written, strict=True):
+                if is_written:
+                    self._found.setdefault(name)
 
 
-def _is_compiled(part: nn.Module) -> bool:
-    """True for a module that the recipe compiles, which would be compiled again."""
-    return getattr(part, "_compiled_call_impl", None) is not None or hasattr(part, "_orig_mod")
+def each_of(module: nn.Module) -> Callable[[Writes], Callable[[], None]]:
+    """Return a `begin` for `Writes` that watches all parameters."""
+
+    def begin(writes: Writes) -> Callable[[], None]:
+        for name, parameter in module.named_parameters():
+            writes.watch(name, parameter)
+        return lambda: None
+
+    return begin
+
+
+def _digest(parameter: Tensor) -> Tensor:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return digests_of([local])[0]

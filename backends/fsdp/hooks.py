@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -87,7 +87,7 @@ def watched_writes(
 
 def _watch_gathered(
     module: nn.Module, units: Sequence[nn.Module]
-) -> Callable[[Callable[[str, Tensor], None]], Callable[[], None]]:
+) -> Callable[[Writes], Callable[[], None]]:
     """Return a `begin` for `Writes` that watches each weight when its unit is gathered: a write to
     a gathered weight is lost. A write to the shard that this rank keeps is not."""
     kept = {id(parameter) for parameter in module.parameters()}
@@ -96,14 +96,24 @@ def _watch_gathered(
         owner, _, key = name.rpartition(".")
         places[unit].append((name, module.get_submodule(owner), key))
 
-    def begin(watch: Callable[[str, Tensor], None]) -> Callable[[], None]:
-        def gathered(unit: nn.Module, args: Any) -> None:
-            for name, part, key in places[unit]:
-                parameter = part._parameters[key]
-                if parameter is not None and id(parameter) not in kept:
-                    watch(name, parameter)
+    def gathered(unit: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, part, key in places[unit]:
+            parameter = part._parameters[key]
+            if parameter is not None and id(parameter) not in kept:
+                yield name, parameter
 
-        handles = [unit.register_forward_pre_hook(gathered) for unit in places]
+    def begin(writes: Writes) -> Callable[[], None]:
+        def watch(unit: nn.Module, args: Any) -> None:
+            for name, parameter in gathered(unit):
+                writes.watch(name, parameter)
+
+        def look_again(unit: nn.Module, args: Any, output: Any) -> None:
+            for _, parameter in gathered(unit):
+                writes.before_freed(parameter)
+
+        handles = [unit.register_forward_pre_hook(watch) for unit in places]
+        # before FSDP's own hook, which frees them
+        handles += [unit.register_forward_hook(look_again, prepend=True) for unit in places]
 
         def end() -> None:
             for handle in handles:

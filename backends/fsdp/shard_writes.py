@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from ...kernel.errors import RecipeError
 from ..common.data_writes import noting_data
+from ..common.entered import MIXED_TENSORS
 from ..common.writes import AFTER_UPDATE, lost_writes
 from .written_line import written_in
 
 __all__ = ["ShardWrites", "refusing_writes"]
 
-_MIXED = "mixed torch.Tensor and DTensor"
 _SIGNS = (
-    _MIXED,
+    MIXED_TENSORS,
     "on inputs with different meshes",
     "more than one element of the written-to tensor",  # a placeholder of another stage's weight
 )
@@ -45,7 +45,7 @@ class ShardWrites:
             with noting_data(DTensor) as noted:
                 yield
         except RuntimeError as error:
-            if _MIXED in str(error):
+            if MIXED_TENSORS in str(error):
                 raise _mixed(where, engine.driver_name) from error
             raise
         finally:

@@ -18,6 +18,7 @@ from ...kernel.errors import RecipeError
 from ...kernel.recipe import Batch, Recipe, check_loss
 from ..common import models, prefetch, stepping
 from ..common.buffers import buffers_kept
+from ..common.compiled import eagerly
 from ..common.extra_state import extra_state_kept
 from ..fsdp import dtensor
 from ..fsdp.engine import FsdpEngine
@@ -167,7 +168,7 @@ class GradientAudit:
         context = self.context
         whole, part = (batch, batch) if context is None else context.whole_and_part(batch)
         kept = partial(extra_state_kept, engine.module)
-        once = torch.compiler.set_stance("force_eager") if engine.plan.compile else nullcontext()
+        once = eagerly() if engine.plan.compile else models.NO_CONTEXT
         with (
             once,
             engine.buffers.of_rank_0(),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernel.errors import RecipeError
+from ..common.entered import MIXED_TENSORS
 from ..common.graph import nodes_of
 from ..common.random_state import rng_state, set_rng_state
 from .node_names import name_of, name_of_leaf
@@ -157,7 +158,7 @@ def explain_mixed_tensors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
+        if MIXED_TENSORS not in str(error):
             raise
         raise RecipeError(
             f"a layer that is cut computes with more than its weights and what it is given: "

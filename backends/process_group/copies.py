@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...kernel.contract import World
 from ...kernel.errors import RecipeError
+from ..common.digests import as_real, digests_of
 from .collectives import keep_for_a_while, naming_call
 
 __all__ = ["Copies", "Held"]
@@ -30,7 +31,6 @@ _ADVICE = (
     "their gradients past the driver: call the module that recipe.loss is given, not one that it "
     "wraps or one kept aside, and do not write to weights in a forward"
 )
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Held(NamedTuple):
@@ -73,7 +73,7 @@ class Copies:
             self._shared = self._find_shared(held)
         if not self._shared:
             return
-        digests = _digests([each.tensor for each in held]).tolist()
+        digests = digests_of([each.tensor for each in held]).tolist()
         own = [
             _joined(digests[index] for index in shared.indices)
             if self.world.rank in shared.ranks
@@ -138,7 +138,7 @@ class Copies:
         own = torch.zeros(0, dtype=torch.float64)
         if inside:
             assert held.tensor is not None
-            own = _real(held.tensor.detach()).reshape(-1).double()
+            own = as_real(held.tensor.detach()).reshape(-1).double()
         own = own.to(self.world.device)
         (size,) = self._largest([float(own.numel())])
         mean = own.clone() if inside else own.new_zeros(int(size))
@@ -167,26 +167,6 @@ def _key(held: Held) -> int:
         return 0
     name = f"{held.name}/{held.region}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big") + 1
-
-
-def _digests(tensors: Sequence[Tensor | None]) -> Tensor:
-    """Return the bits of each tensor added up as integers, int64: equal for equal bits, in any
-    order.
-    """
-    sums = [
-        torch.zeros((), dtype=torch.int64)
-        if tensor is None
-        else tensor.detach().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
-        if tensor.element_size() in _INTEGERS
-        else _real(tensor.detach()).view(torch.int64).sum(dtype=torch.int64)
-        for tensor in tensors
-    ]
-    device = next((each.device for each in sums if each.device.type != "cpu"), None)
-    return torch.stack([each if device is None else each.to(device) for each in sums])
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _joined(digests: Iterable[int]) -> int:

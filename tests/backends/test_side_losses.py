@@ -52,14 +52,22 @@ def balance_alone(module: nn.Module, x: Tensor) -> Any:
     return made[1] if isinstance(made, tuple) else sum(block.balance for block in own.blocks)
 
 
-def trained(bench: Bench, *, returns: bool) -> dict[str, Tensor] | str:
+def trained(bench: Bench, *, returns: bool, recomputes: bool = False) -> dict[str, Tensor] | str:
     """A job: return the final weights, or the message of the refusal."""
     recipe = Recipe(lambda: Net(returns), balance_alone, ROWS)
-    settings = {"steps": 4, "global_batch": 4, "data.shuffle": False, "optimizer.lr": 0.02}
+    settings = {
+        "steps": 4,
+        "global_batch": 4,
+        "data.shuffle": False,
+        "optimizer.lr": 0.02,
+        "optimizer.weight_decay": 0.0,
+        "schedule.name": "constant",
+        "activation_checkpointing": ["Block"] if recomputes else [],
+    }
     try:
         run = bench.fit(
             recipe,
-            {**settings, "optimizer.weight_decay": 0.0, "schedule.name": "constant"},
+            settings,
             finish=lambda m: {name: p.detach().clone() for name, p in m.named_parameters()},
         )
     except RecipeError as error:
@@ -69,16 +77,21 @@ def trained(bench: Bench, *, returns: bool) -> dict[str, Tensor] | str:
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"), [("ddp", {"find_unused_parameters": True}), ("fsdp", {})]
+    ("backend", "options", "recomputes"),
+    [
+        ("ddp", {"find_unused_parameters": True}, False),
+        ("fsdp", {}, False),
+        ("fsdp", {}, True),
+    ],
 )
 def test_what_is_kept_in_an_attribute_alone_is_refused_and_what_is_returned_is_right(
-    backend: str, options: dict[str, Any]
+    backend: str, options: dict[str, Any], recomputes: bool
 ) -> None:
     subject = Subject(backend, 2, options)
-    for refused in subject.run(trained, returns=False):
+    for refused in subject.run(trained, returns=False, recomputes=recomputes):
         assert "by something other than its output, such as an attribute" in refused
     (alone,) = Subject("cpu").run(trained, returns=True)
-    for found in subject.run(trained, returns=True):
+    for found in subject.run(trained, returns=True, recomputes=recomputes):
         torch.testing.assert_close(found, alone)
 
 

@@ -150,11 +150,21 @@ def one_rank_gives_up(subject: Subject) -> None:
 
 @check()
 def compilation(subject: Subject) -> Refused | None:
-    """Require the same losses from a compiled model."""
+    """Require the same losses from a compiled model, and that a hook is called which only one of
+    several layers of a class has.
+    """
     if not subject.can("compile"):
         return refuses(subject, "compile", "compile", {"compile": True})
     seen = rehearse(subject, "regression", optimizer="SGD", groups=[[0, 1, 2, 3]] * 2, compile=True)
     seen.require_losses(1e-5)
+    problem = problem_for(subject, "language")
+    # traced as it is for machine code, which takes much longer to make
+    compiled = {"compile": True, "compile_options": {"backend": "aot_eager"}}
+    calls = [
+        max(subject.run(forwards, problem=problem, settings=settings, layer=-1))
+        for settings in ({}, compiled)
+    ]
+    require_same("calls of a hook on the last of several layers", calls[1], calls[0])
     return None
 
 
@@ -305,8 +315,10 @@ def world_of(bench: Bench, *, launched: bool = True) -> dict[str, int]:
         }
 
 
-def forwards(bench: Bench, *, problem: str, settings: dict[str, Any]) -> int:
-    """Job that counts the forwards of a layer inside a block in one update."""
+def forwards(bench: Bench, *, problem: str, settings: dict[str, Any], layer: int = 0) -> int:
+    """Job that counts by a hook the forwards of a layer in one update; `layer`: that of which of
+    the blocks.
+    """
     count = 0
 
     def counted(*args: object) -> None:
@@ -316,7 +328,7 @@ def forwards(bench: Bench, *, problem: str, settings: dict[str, Any]) -> int:
     def model() -> nn.Module:
         built = PROBLEMS[problem].model()
         norms = [part for name, part in built.named_modules() if name.endswith("attention_norm")]
-        norms[0].register_forward_pre_hook(counted)
+        norms[layer].register_forward_pre_hook(counted)
         return built
 
     PROBLEMS["counted"] = dataclasses.replace(PROBLEMS[problem], model=model)

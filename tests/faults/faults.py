@@ -871,6 +871,24 @@ class PaddedGather(WrappedSession):
         return gathered
 
 
+class HooksOfTheFirstBlock(WrappedSession):
+    """Compiles each block by itself, and lets torch run what was compiled for the first block as
+    it does by default, without looking at hooks.
+    """
+
+    def prepare(self, recipe: Recipe) -> WrappedEngine:
+        made = super().prepare(recipe)
+        if self.plan.compile:
+            torch._dynamo.config.skip_nnmodule_hook_guards = True
+            for block in made.inner.own.blocks if hasattr(made.inner.own, "blocks") else ():
+                block.compile(**self.plan.compile_options)
+        return made
+
+
+def without_compiling(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, compile=False)
+
+
 def without_recomputing(plan: Plan) -> Plan:
     return dataclasses.replace(plan, activation_checkpointing=())
 
@@ -1091,6 +1109,9 @@ FAULTS: dict[str, Fault] = {
     "feeds ahead": Fault("7_capabilities-feeds_ahead", session=FeedsAhead),
     "nothing recomputed": Fault(
         "7_capabilities-activation_checkpointing", plan=without_recomputing
+    ),
+    "hooks of the first block": Fault(
+        "7_capabilities-compilation", session=HooksOfTheFirstBlock, plan=without_compiling
     ),
     "sharded in name": Fault("7_capabilities-sharded", capabilities=sharded),
     "random state half taken": Fault(DAMAGED_RANDOM_STATE, session=RandomStateHalfTaken),
