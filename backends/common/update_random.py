@@ -24,7 +24,7 @@ from ...data.random_state import host_state, seed_generators, set_host_state
 from .models import NO_CONTEXT, kinds_of
 from .optimizer_step import draws_nothing
 
-__all__ = ["Source", "UpdateRandom"]
+__all__ = ["Source", "UpdateRandom", "drawing_apart"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,12 @@ class UpdateRandom:
         finally:
             for source, state in zip(sources, before, strict=True):
                 source.restore(state)
+
+
+def drawing_apart(optimizer: Optimizer, device: torch.device) -> AbstractContextManager[None]:
+    """Enclose steps of a trial, or of a twin that has the optimizer's generators. Afterwards all
+    generators continue where they were."""
+    return UpdateRandom(0, of_device(device)).of_part(optimizer)
 
 
 def _owned(optimizer: Optimizer) -> list[Source]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...checkpoint.optimizer_entries import beside_state
+from ...data.nested import tensors_of
+from ...data.private_names import private_name
 from ...kernel.errors import CapabilityRefused
 from ..common import models
+from ..common.optimizer_step import draws_nothing
+from ..common.update_random import drawing_apart
 
 __all__ = [
     "first_update_differs",
@@ -48,15 +53,43 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.de
         _refuse_unless_elementwise(kind, device)
 
 
+def _constant_draws(sizes: set[int]) -> AbstractContextManager[Any]:
+    """Give a constant in place of each random number that torch draws within the block. `sizes`
+    receives the numbers of elements that are drawn at once. Raises `LibraryUnsupported` if this
+    torch cannot show its operations."""
+    base = private_name(
+        "torch.utils._python_dispatch",
+        "TorchDispatchMode",
+        purpose="trying an optimizer that draws random numbers",
+    )
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            for drawn in tensors_of(made):
+                sizes.add(drawn.numel())
+                drawn.fill_(0.3 if drawn.is_floating_point() else 1)
+        return made
+
+    mode: AbstractContextManager[Any] = type("Draws", (base,), {"__torch_dispatch__": run})()
+    return mode
+
+
+_NUMBERS = torch.linspace(-1.0, 2.0, 24)
+_PARTS = _NUMBERS[:10], _NUMBERS[10:]
+
+
 def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     reason = "it updates a matrix differently from the same numbers in parts, each by itself"
-    numbers = torch.linspace(-1.0, 2.0, 24)
     try:
-        whole = _tried(optimizer, device, numbers.reshape(4, 6))
-        cut = torch.cat([_tried(optimizer, device, part) for part in (numbers[:10], numbers[10:])])
-        same = torch.allclose(whole, cut, rtol=1e-4, atol=1e-6)
-        if not same and not torch.equal(whole, _tried(optimizer, device, numbers.reshape(4, 6))):
-            reason = f"it draws random numbers: {reason}"
+        with drawing_apart(optimizer, device):
+            same = _is_elementwise(optimizer, device)
+            if not same and not torch.equal(_whole(optimizer, device), _whole(optimizer, device)):
+                reason = f"it draws random numbers, and not one by torch for each element: {reason}"
+                sizes: set[int] = set()
+                with _constant_draws(sizes):
+                    same = _is_elementwise(optimizer, device)
+                same = same and sizes <= {each.numel() for each in (_NUMBERS, *_PARTS)}
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         same, reason = False, f"it fails on flat tensors ({error})"
     if not same:
@@ -66,6 +99,15 @@ def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.d
             f"{reason}, which is what ZeRO shards. Take an optimizer like torch.optim.AdamW or "
             "SGD, or the backend fsdp or ddp",
         )
+
+
+def _is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    cut = torch.cat([_tried(optimizer, device, part) for part in _PARTS])
+    return torch.allclose(_whole(optimizer, device), cut, rtol=1e-4, atol=1e-6)
+
+
+def _whole(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:
+    return _tried(optimizer, device, _NUMBERS.reshape(4, 6))
 
 
 def _tried(optimizer: torch.optim.Optimizer, device: torch.device, numbers: Tensor) -> Tensor:
@@ -106,7 +148,8 @@ def refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_if_it_counts_steps(optimizer: torch.optim.Optimizer) -> None:
     twin = _twin(optimizer, [])
     before = {**twin.param_groups[0]}
-    twin.step()
+    with drawing_apart(optimizer, torch.device("cpu")):
+        twin.step()
     if changed := [key for key, value in twin.param_groups[0].items() if value != before.get(key)]:
         raise CapabilityRefused(
             f"the optimizer {type(optimizer).__name__}",
@@ -128,7 +171,8 @@ def fresh_state(
     parameter = nn.Parameter(weights.detach().clone())
     twin = _twin(kind, [parameter], {**group, "weight_decay": 0.0})
     parameter.grad = torch.zeros_like(parameter)
-    twin.step()
+    with drawing_apart(kind, weights.device):
+        twin.step()
     found: Mapping[str, Any] = twin.state[parameter]
     return {k: v for k, v in found.items() if isinstance(v, Tensor) and v.shape == weights.shape}
 
@@ -139,9 +183,21 @@ def first_update_differs(
     """True if the optimizer's first update of a weight, by the settings of that group, is unlike
     that from `fresh_state`, as with SGD's dampening, which the first update leaves out."""
     kind = models.kind_of(optimizer, group)
-    numbers = torch.linspace(-1.0, 2.0, 8, device=device)
     if type(kind).__module__.startswith("deepspeed."):
         return False
+    with drawing_apart(kind, device):
+        if not _first_differs(kind, group, device):
+            return False
+        if draws_nothing(kind):
+            return True
+        with _constant_draws(set()):  # or else what it has drawn may be all that differs
+            return _first_differs(kind, group, device)
+
+
+def _first_differs(
+    kind: torch.optim.Optimizer, group: Mapping[str, Any], device: torch.device
+) -> bool:
+    numbers = torch.linspace(-1.0, 2.0, 8, device=device)
     found = []
     for begun in (False, True):
         parameter = nn.Parameter(numbers.clone())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import random
 import subprocess
 import sys
 import time
@@ -369,6 +370,50 @@ def test_only_optimizers_of_single_elements_pass() -> None:
     for name in ("Adafactor", "LBFGS", *(("Muon",) if hasattr(torch.optim, "Muon") else ())):
         with pytest.raises(CapabilityRefused, match=name):
             check(name)
+
+
+class Drawing(torch.optim.SGD):
+    """Multiplies gradients by random numbers: one an element, one a row, one for all, or one of
+    Python's for all.
+    """
+
+    def __init__(self, parameters: Any, draw: str, **arguments: Any) -> None:
+        super().__init__(parameters, lr=0.1, **arguments)
+        self.draw = draw
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            drawn: Any = {
+                "element": torch.rand_like,
+                "mask": lambda grad: torch.bernoulli(torch.full_like(grad, 0.5)),
+                "rounding": lambda grad: torch.randint_like(grad, 1 << 16, dtype=torch.int32),
+                "row": lambda grad: torch.rand(len(grad), *[1] * (grad.dim() - 1)),
+                "weight": lambda grad: torch.rand(()),
+                "python": lambda grad: random.random(),
+            }[self.draw]
+            parameter.grad = parameter.grad * drawn(parameter.grad)
+        super().step()
+
+
+@pytest.mark.parametrize("draw", ["element", "mask", "rounding", "row", "weight", "python"])
+def test_optimizers_that_draw_a_number_for_each_element_pass(draw: str) -> None:
+    """Require that nothing else passes, and that a trial leaves all generators as they are."""
+    optimizer = Drawing([nn.Parameter(torch.ones(2, 3))], draw)
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    random.seed(0)
+    expected = torch.rand(4), random.random()
+    torch.manual_seed(0)
+    random.seed(0)
+    if draw in ("element", "mask", "rounding"):
+        twins.refuse_unless_elementwise(optimizer, device)
+        assert not twins.first_update_differs(optimizer, optimizer.param_groups[0], device)
+        dampened = Drawing([nn.Parameter(torch.ones(3))], draw, momentum=0.9, dampening=0.5)
+        assert twins.first_update_differs(dampened, dampened.param_groups[0], device)
+    else:
+        with pytest.raises(CapabilityRefused, match="draws random numbers, and not one by torch"):
+            twins.refuse_unless_elementwise(optimizer, device)
+    torch.testing.assert_close((torch.rand(4), random.random()), expected, rtol=0, atol=0)
 
 
 def test_state_that_was_never_updated_is_as_the_optimizer_begins_it() -> None:

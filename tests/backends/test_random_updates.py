@@ -118,7 +118,7 @@ def refusal(bench: Bench) -> str:
 
 
 @pytest.mark.slow
-def test_deepspeed_refuses_an_optimizer_that_draws() -> None:
+def test_deepspeed_refuses_numbers_that_are_drawn_for_a_whole_weight() -> None:
     pytest.importorskip("deepspeed")
     for message in Subject("deepspeed", 2).run(refusal):
         assert "'deepspeed' refuses the optimizer Noisy: it draws random numbers" in message

@@ -27,19 +27,26 @@ NOISY = {
     "schedule.name": "constant",
 }
 """Settings of a run whose updates are nothing but noise."""
+NOISY_BY_ELEMENT = {**NOISY, "optimizer.name": f"{NOISY['optimizer.name']}ByElement"}
+"""Settings for drivers that refuse numbers which are drawn for a whole weight."""
 
 
-def noisy(subject: Subject, **settings: Any) -> dict[str, Any]:
-    """Return the arguments of a run on this driver."""
-    return {"problem": problem_for(subject, "dropout"), "settings": {**NOISY, **settings}}
+def noisy(subject: Subject, **settings: Any) -> dict[str, Any] | Refused:
+    """Return the arguments of a run on this driver, or its refusal of optimizers that draw."""
+    chosen = NOISY
+    if refuses_optimizer(subject, "Noisy"):
+        if refused := refuses_optimizer(subject, "NoisyByElement"):
+            return refused
+        chosen = NOISY_BY_ELEMENT
+    return {"problem": problem_for(subject, "dropout"), "settings": {**chosen, **settings}}
 
 
 @check()
 def a_random_update_is_drawn_again_on_resume(subject: Subject) -> Refused | None:
     """Resume on the same world size, and compare all bits."""
-    if refused := refuses_optimizer(subject, "Noisy"):
-        return refused
     how = noisy(subject)
+    if isinstance(how, Refused):
+        return how
     with tempfile.TemporaryDirectory() as folder:
         straight = recorded(subject, **how)
         source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
@@ -55,9 +62,10 @@ def copies_draw_alike_and_parts_do_not(subject: Subject) -> Refused | None:
     """Compare the noise of each update between ranks, between parts of a weight, and between
     updates.
     """
-    if refused := refuses_optimizer(subject, "Noisy"):
-        return refused
-    run = recorded(subject, **noisy(subject))
+    how = noisy(subject)
+    if isinstance(how, Refused):
+        return how
+    run = recorded(subject, **how)
     first, *others = run["shown"]
     for number, other in enumerate(others, 1):
         require_same_bits(f"weights on ranks 0 and {number}", other, first)
@@ -86,11 +94,12 @@ def require_unlike(what: str, tensors: Any) -> None:
 @check()
 def random_updates_leave_dropout_alone(subject: Subject) -> Refused | None:
     """Compare the losses of two runs whose rate is zero. In one of them the optimizer draws."""
-    if refused := refuses_optimizer(subject, "Noisy"):
-        return refused
-    drawn = recorded(subject, **noisy(subject, **{"optimizer.lr": 0.0}))
-    still = {"optimizer.lr": 0.0, "optimizer.name": "torch.optim.SGD", "optimizer.args": {}}
-    plain = recorded(subject, **noisy(subject, **still))
+    how = noisy(subject, **{"optimizer.lr": 0.0})
+    if isinstance(how, Refused):
+        return how
+    drawn = recorded(subject, **how)
+    still = {"optimizer.name": "torch.optim.SGD", "optimizer.args": {}}
+    plain = recorded(subject, **{**how, "settings": {**how["settings"], **still}})
     losses = [[line["loss"] for line in run["logged"]] for run in (drawn, plain)]
     require_same("losses beside an optimizer that draws", *losses)
     return None

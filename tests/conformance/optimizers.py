@@ -99,6 +99,9 @@ class Noisy(torch.optim.Optimizer):
     factor of the gradient.
     """
 
+    SCALES = True
+    """Multiply the noise of each weight by numbers of Python's generators."""
+
     def __init__(self, params: Iterable[Any], lr: float = 0.0, pull: float = 1.0) -> None:
         self.generator = torch.Generator()
         self.generator.seed()
@@ -110,10 +113,17 @@ class Noisy(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     part, grad = _local(parameter), _local(parameter.grad)
-                    factor = (0.5 + random.random()) * (0.5 + group["dice"].random())
-                    noise = factor * torch.rand(part.shape, generator=self.generator)
+                    noise = torch.rand(part.shape, generator=self.generator)
+                    if self.SCALES:
+                        noise *= (0.5 + random.random()) * (0.5 + group["dice"].random())
                     noise = noise.to(part) * torch.randn_like(part)
                     part.add_(noise - group["pull"] * grad, alpha=group["lr"])
+
+
+class NoisyByElement(Noisy):
+    """Draws nothing but a number for each element."""
+
+    SCALES = False
 
 
 def _local(tensor: Any) -> Tensor:
@@ -124,6 +134,7 @@ def _local(tensor: Any) -> Tensor:
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return one of these optimizers, or one of torch's."""
-    own = {kind.__name__: kind for kind in (Counting, Estimating, Noisy, OtherDtypes)}
+    kinds = (Counting, Estimating, Noisy, NoisyByElement, OtherDtypes)
+    own = {kind.__name__: kind for kind in kinds}
     found: type[torch.optim.Optimizer] = own.get(name) or getattr(torch.optim, name)
     return found
