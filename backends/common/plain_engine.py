@@ -28,7 +28,7 @@ class PlainEngine:
         self.own = self.build_model(recipe)
         self.module = self.own
         """The module that is called: put a wrapper here."""
-        self.extra = ExtraState(self.own, world.device)
+        self.extra = ExtraState(self.own, world.device, world.rank, world.size)
         self.tied = models.tied_groups(self.own)
         self.num_parameters = sum(p.numel() for p in self.own.parameters())
         self.parameters = list(self.own.parameters())  # frozen ones may be thawed later

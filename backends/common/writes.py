@@ -126,8 +126,8 @@ class Writes:
     def watch(self, name: str, parameter: Tensor) -> None:
         """Compare this parameter with its present state from now on."""
         self._watched.setdefault(id(parameter), (name, parameter, parameter._version))
-        if self._compiled:
-            self._digests.setdefault(id(parameter), _digest(parameter))
+        if self._compiled and id(parameter) not in self._digests:
+            self._digests[id(parameter)] = _digest(parameter)
 
     def before_freed(self, parameter: Tensor) -> None:
         """Compare this parameter for the last time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,10 +10,10 @@ import pytest
 import torch
 from environments import python_of_all
 from small_networks import SETTINGS, Blocks, copied
+from test_attached import recipe
 from test_forward_writes import REFUSED, ClampsInside, InPlace, Momentum, clipping
 from torch import Tensor, nn
 
-from drivetrain import Recipe
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError
@@ -32,7 +33,15 @@ DRIVERS = {
 CANNOT_COMPILE = ("zero-3", "ipex", "xla")
 """Drivers that refuse `compile`. The recipe may compile blocks on them."""
 QUICK = ("cpu", "ddp", "fsdp")
-EACH = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DRIVERS]
+
+
+def all_but(*others: str) -> list[Any]:
+    """Return the drivers without these, as parameters of a test."""
+    return [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in DRIVERS
+        if name not in others
+    ]
 
 
 def double(part: Any, given: Any, made: Tensor) -> Tensor:
@@ -53,12 +62,9 @@ def trained(
     reported: dict[str, dict[str, Tensor] | str] = {}
     for kind in kinds:
         built: list[Blocks] = []
-        recipe = Recipe(
-            lambda kind=kind, built=built: network(kind, compiles == "recipe", built),
-            clipping if kind == "clipping" else squares,
-            list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))),
-            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
-        )
+        kept = recipe(lambda kind=kind, built=built: network(kind, compiles == "recipe", built))
+        if kind == "clipping":
+            kept = dataclasses.replace(kept, loss=clipping)
 
         def register(event: object, kind: str = kind, built: list[Blocks] = built) -> None:
             if kind == "a hook after step 1" and isinstance(event, StepEnded) and event.step == 1:
@@ -66,7 +72,7 @@ def trained(
 
         settings = {**SETTINGS, **(COMPILED if compiles == "driver" else {})}
         try:
-            run = bench.fit(recipe, settings, finish=copied, observers=[register])
+            run = bench.fit(kept, settings, finish=copied, observers=[register])
             reported[kind] = run.finish
         except RecipeError as error:
             reported[kind] = str(error)
@@ -87,11 +93,6 @@ def network(kind: str, compiles: bool, built: list[Blocks]) -> nn.Module:
     return made
 
 
-def squares(module: nn.Module, batch: Tensor) -> Tensor:
-    loss: Tensor = (module(batch) - batch.roll(1, 1)).square().sum()
-    return loss
-
-
 def compiling(name: str, request: pytest.FixtureRequest) -> Sequence[str]:
     """Return who can compile on this driver."""
     if DRIVERS[name].python:
@@ -99,7 +100,7 @@ def compiling(name: str, request: pytest.FixtureRequest) -> Sequence[str]:
     return ("recipe",) if name in CANNOT_COMPILE else ("driver", "recipe")
 
 
-@pytest.mark.parametrize("driver", EACH)
+@pytest.mark.parametrize("driver", all_but())
 def test_hooks_of_one_block_are_called(driver: str, request: pytest.FixtureRequest) -> None:
     """Require each hook, which torch's compiler by default takes over from another block."""
     kinds = ["a hook on one layer", "a hook after step 1"]
@@ -112,9 +113,7 @@ def test_hooks_of_one_block_are_called(driver: str, request: pytest.FixtureReque
                     assert torch.allclose(reported[kind][key], expected, atol=1e-6), (kind, key)
 
 
-@pytest.mark.parametrize(
-    "driver", [n for n in EACH if n.values[0] not in ("cpu", "ddp", "ipex", "xla")]
-)
+@pytest.mark.parametrize("driver", all_but("cpu", "ddp", "ipex", "xla"))
 def test_writes_of_compiled_code_are_refused(driver: str, request: pytest.FixtureRequest) -> None:
     """Require the refusals of what is not compiled: on these drivers the writes would be lost."""
     kinds = ["Momentum", "InPlace", "ClampsInside"]
@@ -128,9 +127,7 @@ def test_writes_of_compiled_code_are_refused(driver: str, request: pytest.Fixtur
                 assert "Recipe.after_update" in message
 
 
-@pytest.mark.parametrize(
-    "driver", [each for each in EACH if each.values[0] not in ("cpu", "ipex", "xla")]
-)
+@pytest.mark.parametrize("driver", all_but("cpu", "ipex", "xla"))
 def test_backward_hooks_in_compiled_code_are_tried(
     driver: str, request: pytest.FixtureRequest
 ) -> None:

@@ -7,8 +7,10 @@ resumed run draws what it would have drawn, and neither data nor dropout changes
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,13 +33,19 @@ NOISY_BY_ELEMENT = {**NOISY, "optimizer.name": f"{NOISY['optimizer.name']}ByElem
 """Settings for drivers that refuse numbers which are drawn for a whole weight."""
 
 
+@functools.cache
+def noisy_settings(subject: Subject) -> Mapping[str, Any] | Refused:
+    """Return settings of a run on this driver, or its refusal of optimizers that draw."""
+    if not refuses_optimizer(subject, "Noisy"):
+        return NOISY
+    return refuses_optimizer(subject, "NoisyByElement") or NOISY_BY_ELEMENT
+
+
 def noisy(subject: Subject, **settings: Any) -> dict[str, Any] | Refused:
     """Return the arguments of a run on this driver, or its refusal of optimizers that draw."""
-    chosen = NOISY
-    if refuses_optimizer(subject, "Noisy"):
-        if refused := refuses_optimizer(subject, "NoisyByElement"):
-            return refused
-        chosen = NOISY_BY_ELEMENT
+    chosen = noisy_settings(subject)
+    if isinstance(chosen, Refused):
+        return chosen
     return {"problem": problem_for(subject, "dropout"), "settings": {**chosen, **settings}}
 
 
