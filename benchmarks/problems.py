@@ -108,39 +108,52 @@ class Tokens(torch.utils.data.Dataset[Batch]):
         return {"inputs": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
 
 
+def feed_forward(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """Attention, whose heads are split by their size, and what `feed` builds."""
+
+    def __init__(self, size: GptSize, feed: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.heads = heads
+        width = size.width
+        self.head_size = width // size.heads
         self.first_norm, self.second_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.feed = feed(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.first_norm(x)).view(batch, length, 3, self.heads, -1)
+        batch, length, _ = x.shape
+        qkv = self.qkv(self.first_norm(x)).view(batch, length, 3, -1, self.head_size)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.second_norm(x))))
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        fed: Tensor = self.feed(self.second_norm(x))
+        return x + fed
 
 
 class Gpt(nn.Module):
     """A GPT whose forward returns the mean cross-entropy under `loss`."""
 
-    def __init__(self, size: GptSize = SMALL) -> None:
+    def __init__(
+        self, size: GptSize = SMALL, feed: Callable[[int], nn.Module] = feed_forward
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.positions = nn.Embedding(size.sequence, size.width)
-        self.blocks = nn.Sequential(*(Block(size.width, size.heads) for _ in range(size.layers)))
+        self.blocks = nn.Sequential(*(Block(size, feed) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         self.head.weight = self.tokens.weight
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        places = torch.arange(inputs.shape[1], device=inputs.device)
+    def forward(
+        self, inputs: Tensor, labels: Tensor, places: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        if places is None:
+            places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.norm(self.blocks(self.tokens(inputs) + self.positions(places)))
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 

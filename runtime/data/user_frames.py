@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
 import sysconfig
 import traceback
 from itertools import compress
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["is_of_user", "last_line", "user_frames", "user_line"]
+__all__ = ["is_of_user", "last_line", "raised_at", "user_frames", "user_line"]
 
 _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = ("<", *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
@@ -35,6 +36,17 @@ def user_line(frame: FrameType | None) -> str:
             name = Path(frame.f_code.co_filename).name
             return f"{name}:{frame.f_lineno}" if kind else ""
         frame = frame.f_back
+    return ""
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the innermost line of the user's code that raised an error, and its text, such as
+    "train.py:41, `return sums / count`". Empty without one."""
+    for frame, number in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if is_of_user(frame):
+            path = frame.f_code.co_filename
+            text = linecache.getline(path, number, frame.f_globals).strip()
+            return f"{Path(path).name}:{number}" + (f", `{text}`" if text else "")
     return ""
 
 

@@ -52,9 +52,10 @@ def fit(
     starts a new training; `auto` continues from the newest complete checkpoint in `out`, if there
     is one; a path or URL is a checkpoint or a folder of them. One run at a time writes to a folder.
     `progress`: show a table in a notebook, a bar in a terminal, and plain lines elsewhere (the last
-    two on stderr); `"lines"` shows plain lines everywhere, and False nothing. `observers` are
-    called besides. `finish` is called at the end with the user's own module, whole and in
-    evaluation mode, on every rank.
+    two on stderr); `"lines"` shows plain lines everywhere. With False, warnings, skipped steps and
+    failed saves are logged to the logger `drivetrain`, and nothing is shown. `observers` are called
+    besides. `finish` is called at the end with the user's own module, whole and in evaluation mode,
+    on every rank.
 
     Raises `UsageError` (the request is invalid; nothing was started), `SaveFailed` (also at the end
     of a run that could save no checkpoint), `DataFailed`,

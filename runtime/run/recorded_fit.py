@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import nn
 
 from ..checkpoint.catalog import checkpoints_of, newest
 from ..kernel.errors import CheckpointError, printable
-from ..kernel.events import Observer, Warned
+from ..kernel.events import Event, Observer, StepEnded, Warned
 from ..kernel.paths import Place, Url, place
 from ..kernel.recipe import Recipe
 from ..launched import is_first_rank, restarts
@@ -36,6 +37,17 @@ from .where_shown import in_notebook
 
 __all__ = ["fit_recorded", "refuse_used"]
 
+_LOG = logging.getLogger("drivetrain")
+_TROUBLE = (
+    "warned",
+    "step_skipped",
+    "non_finite_found",
+    "loss_spiked",
+    "rolled_back",
+    "rank_late",
+)
+"""Events that a run without progress logs. It also logs failed saves, and what a resume changed."""
+
 
 def fit_recorded(
     recipe: Recipe,
@@ -51,7 +63,7 @@ def fit_recorded(
     display: RecordChannel | None = None,
 ) -> Result:
     """Train on this rank; rank 0 shows the progress and writes the run folder. `display`: the sink
-    of records, instead of a display of this process."""
+    of records, instead of a display of this process. Without progress, troubles are logged."""
     check_recipe(recipe)
     settings = settings or Settings()
     if restarts() > 0 and out is not None:
@@ -62,8 +74,10 @@ def fit_recorded(
     with ExitStack() as stack:
         show: Sink | None = None
         on_step: Callable[[int], None] | None = None
-        if first and progress:
-            if progress == "lines":
+        if first:
+            if not progress:
+                show = _log_trouble
+            elif progress == "lines":
                 show = _print_line
             elif display is not None:
                 show, on_step = display.sink, display.step
@@ -74,7 +88,11 @@ def fit_recorded(
             writer = _writer(place(out), recipe, settings, options, show)
         sinks: list[Sink] = [] if writer is None else [writer.sink]
         sinks += [] if show is None else [show]
-        watched = [Watcher(sinks, _item_name(recipe), on_step)] if progress or out else []
+        watched: list[Observer] = []
+        if progress or out:
+            watched = [Watcher(sinks, _item_name(recipe), on_step)]
+        elif first:
+            watched = [_observe_trouble]
         try:
             result = fit(
                 recipe,
@@ -173,6 +191,18 @@ def _display(stack: ExitStack) -> tuple[Sink, Callable[[int], None] | None]:
     else:
         return _print_line, None
     return live.sink, live.step
+
+
+def _log_trouble(record: Record) -> None:
+    """Log what a run without progress must not hide; a sink."""
+    if record["event"] in _TROUBLE or record.get("notes") or record.get("error"):
+        _LOG.warning("%s", printable(describe(record) or "").removeprefix("warning: "))
+
+
+def _observe_trouble(event: Event) -> None:
+    """Do the same for an event; an observer."""
+    if not isinstance(event, StepEnded):
+        _log_trouble(record_of(event))
 
 
 def _print_line(record: Record) -> None:

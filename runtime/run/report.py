@@ -19,6 +19,7 @@ from .html_parts import Cell, Moment, cell, html_table, preformatted, section
 from .lost_time import KINDS, whole_percents
 from .memory_tables import memory_tables
 from .page_script import content_security_policy, data_element, script
+from .run_folder import FIT
 from .run_history import RunHistory
 from .shown_config import ShownConfig
 from .unsaved_best import unsaved_best
@@ -164,8 +165,9 @@ def _layers(history: RunHistory) -> str:
 
 def _subtitle(config: ShownConfig) -> str:
     backend = config.backend + (f" on {config.world_size} ranks" if config.world_size > 1 else "")
-    recipe = config.recipe or "gpt (the default)"
-    return f"backend {backend}, torch {config.torch}, recipe {recipe}"
+    origin = "started by fit" if config.started_by == FIT else "recipe gpt (the default)"
+    recipe = f"recipe {config.recipe}" if config.recipe else origin
+    return f"backend {backend}, torch {config.torch}, {recipe}"
 
 
 def key_figures(history: RunHistory, best: Best | None = None) -> dict[str, Cell]:

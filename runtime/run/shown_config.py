@@ -27,6 +27,7 @@ class ShownConfig:
     python: str = "?"
     platform: str = "?"
     recipe: str = ""
+    started_by: str = ""
     world_size: int = 1
     command: list[str] = field(default_factory=list)
     settings: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class ShownConfig:
     def of(cls, config: Mapping[str, Any]) -> ShownConfig:
         """Read the content of a `config.json`; values may be missing or null."""
         shown = cls()
-        for name in ("name", "backend", *VERSIONS, "recipe"):
+        for name in ("name", "backend", *VERSIONS, "recipe", "started_by"):
             shown._take(config, name, _is_text)
         shown._take(config, "world_size", lambda value: type(value) is int and 0 < value < 1 << 31)
         shown._take(config, "command", _are_texts)

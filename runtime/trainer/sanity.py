@@ -20,6 +20,7 @@ from ..data.mixture import Mix
 from ..data.open_dataset import Source, open_dataset
 from ..data.prebatched import Batches
 from ..data.stream import ReadAgain
+from ..data.user_frames import last_line, raised_at
 from ..kernel.batches import Group, Microbatch, Position
 from ..kernel.contract import Engine, Session
 from ..kernel.errors import CollectiveFailed, RecipeError, SettingError, ran_out
@@ -140,19 +141,14 @@ class SanityCheck:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if self.recipe.measure is None:
                 raise  # an error of the loss itself, unchanged
-            raise RecipeError(
-                f"recipe.measure {origin}, raised {type(error).__name__}: {error}. Mend it before "
-                f"the training starts{_LEFT_OUT}"
-            ) from error
+            raise RecipeError(f"recipe.measure {origin}, {_raised(error)}") from error
         if self.recipe.summarise is None:
             return {key: float(value) for key, value in whole.items() if not value.dim()}
         try:
             return dict(self.recipe.summarise(whole))
         except Exception as error:
-            raise RecipeError(
-                f"recipe.summarise {origin} ({int(whole['samples'])}), raised "
-                f"{type(error).__name__}: {error}. Mend it before the training starts{_LEFT_OUT}"
-            ) from error
+            number = int(whole["samples"])
+            raise RecipeError(f"recipe.summarise {origin} ({number}), {_raised(error)}") from error
 
     def _sums(self, recipe: Recipe, samples: Samples, halved: bool = False) -> Mapping[str, Tensor]:
         """Return the sums over some samples, in one microbatch or two; if `halved`, each
@@ -273,6 +269,12 @@ def check_sanity_alone(recipe: Recipe, settings: Settings, model: nn.Module) -> 
             alone.session, alone.engine, recipe, settings, open_data, size, halves=True
         )
         check.check()
+
+
+def _raised(error: Exception) -> str:
+    line = raised_at(error)
+    where = f" ({line})" if line else ""
+    return f"raised {last_line(error)}{where}. Mend it before the training starts{_LEFT_OUT}"
 
 
 def _is_ready(data: Any) -> bool:

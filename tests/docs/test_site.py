@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 import pytest
+from browser import shown_by_browser, wider_than_shown
 from pages import DOCS, ROOT, blocks, pages
 
 
@@ -140,73 +141,6 @@ def test_a_reader_chooses_between_light_and_dark(site: Path) -> None:
     ]
 
 
-REPORTS = """
-<script>
-addEventListener("load", () => {
-  const page = document.documentElement;
-  const code = [...document.querySelectorAll("pre > code")];
-  const hidden = code.map((block) => block.scrollWidth - block.clientWidth);
-  const cut = Math.max(0, ...hidden);
-  parent.postMessage([location.hash, page.clientWidth, page.scrollWidth, cut], "*");
-});
-</script>
-"""
-"""A script for a page. It reports the page's width, the width of its content, and how much of its
-widest code is hidden.
-"""
-ASKS = """
-<body><script>
-addEventListener("message", (event) => {
-  if (!Array.isArray(event.data)) return;
-  const line = document.createElement("p");
-  line.textContent = event.data.join(" ");
-  document.body.append(line);
-});
-</script>
-"""
-
-
-def browser() -> str:
-    """Return the command of a browser, or skip the test."""
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium or google-chrome is on this machine")
-    return chromium
-
-
-def shown_by_browser(address: str) -> str:
-    """Return the page at an address as it is after its scripts have run."""
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu"]
-    command += ["--virtual-time-budget=60000", "--dump-dom", address]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=400)
-    return done.stdout
-
-
-def wider_than_shown(folder: Path, shown: list[Path], widths: list[int]) -> set[str]:
-    """Return the pages in a folder that scroll sideways in a browser's window of one of the widths,
-    and the pages whose code is cut off at the largest.
-    """
-    frames = []
-    for page in shown:
-        page.write_text(page.read_text() + REPORTS)
-        uri = page.relative_to(folder).as_posix()
-        frames += [
-            f'<iframe src="{uri}#{uri}" width="{width}" height="800"></iframe>' for width in widths
-        ]
-    (folder / "frames.html").write_text(ASKS + "\n".join(frames))
-    text = shown_by_browser((folder / "frames.html").as_uri())
-    reported = re.findall(r"<p>#(\S+) (\d+) (\d+) (\d+)</p>", text)
-    assert len(reported) == len(frames)
-    wide = {
-        f"{uri} at {window}" for uri, window, inside, _ in reported if int(inside) > int(window)
-    }
-    return wide | {
-        f"code of {uri} at {window}"
-        for uri, window, _, cut in reported
-        if int(cut) > 1 and int(window) > max(widths) - 30
-    }
-
-
 @pytest.mark.slow
 def test_no_page_scrolls_sideways_and_no_code_is_cut(site: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(site, tmp_path / "site")
@@ -220,11 +154,11 @@ def test_no_page_scrolls_sideways_and_no_code_is_cut(site: Path, tmp_path: Path)
         *copy.glob("conformance/*.html"),
     ]
     shown += [copy / "reference" / f"{name}.html" for name in ("drivetrain", "kernel")]
-    reported = wider_than_shown(copy, shown, [1280, 390])
+    reported = wider_than_shown(copy, shown, [1280, 390], tmp_path / "profile")
     assert reported == {"wide.html at 390", "code of wide.html at 1280"}
 
 
 @pytest.mark.slow
-def test_a_site_is_searched_without_a_server(site: Path) -> None:
-    found = shown_by_browser(f"{(site / 'guides' / 'data.html').as_uri()}?q=surgery")
+def test_a_site_is_searched_without_a_server(site: Path, tmp_path: Path) -> None:
+    found = shown_by_browser(f"{(site / 'guides' / 'data.html').as_uri()}?q=surgery", tmp_path)
     assert "own-step.html" in "".join(re.findall(r"<a[^>]*md-search-result__link[^>]*>", found))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -20,6 +21,7 @@ from drivetrain.cli.app import app
 from drivetrain.cli.report.serve import PageServer
 from drivetrain.run import recorded_fit
 from drivetrain.run.notebook import NotebookProgress
+from drivetrain.trainer.settings import DataSettings
 
 FILE = """
 import torch
@@ -83,7 +85,8 @@ def test_it_writes_the_files_of_a_run_and_prints_to_stderr_alone(
     assert config["settings"]["seed"] == {"value": 0, "source": "default"}
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines][-1] == "run_ended"
-    assert "held_out" in (tmp_path / "run" / "report.html").read_text()
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "held_out" in report and "started by fit" in report and "the default)" not in report
 
 
 def test_without_progress_and_folder_nothing_is_shown_or_written(
@@ -93,6 +96,31 @@ def test_without_progress_and_folder_nothing_is_shown_or_written(
     train(progress=False)
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_without_progress_warnings_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saves: bool
+) -> None:
+    out = tmp_path / "run" if saves else None
+    train(settings=Settings(steps=2, global_batch=32), out=out, progress=False)
+    assert ["global_batch" in message for message in caplog.messages] == [True]
+    assert {record.name for record in caplog.records} == {"drivetrain"}
+
+
+def test_without_progress_skipped_steps_and_changes_of_a_resume_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = [*DATA[:-1], {"x": torch.full((2,), math.nan), "y": torch.ones(1)}]
+    broken = dataclasses.replace(recipe(), train_data=last, eval_data={})
+    settings = Settings(steps=4, global_batch=4, data=DataSettings(shuffle=False))
+    fit(broken, settings, backend="cpu", out=tmp_path / "run", progress=False)
+    assert "step 4 was not applied" in caplog.text
+    caplog.clear()
+    longer = dataclasses.replace(recipe(), train_data=DATA * 2)
+    more = dataclasses.replace(settings, steps=5)
+    fit(longer, more, backend="cpu", out=tmp_path / "run", resume="auto", progress=False)
+    assert "resumed at step 4" in caplog.text and "length of train_data" in caplog.text
 
 
 def test_a_folder_that_holds_a_run_is_refused(run: Path) -> None:

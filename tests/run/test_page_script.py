@@ -6,22 +6,25 @@ import base64
 import hashlib
 import itertools
 import json
-import os
-import shutil
-import subprocess
+import math
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from browser import shown_by_browser, wider_than_shown
+from torch import nn
 
-from drivetrain.cli.report.compare import RunRecords, page
+from drivetrain import Recipe, Settings, fit
+from drivetrain.cli.report.compare import RunReader, RunRecords, page
 from drivetrain.cli.report.serve import PageServer, Served
 from drivetrain.run.charts import Chart, Series, within_bounds
 from drivetrain.run.page_script import content_security_policy, data_element, script
 from drivetrain.run.run_history import FIGURES, RunHistory
 from drivetrain.run.shown_config import ShownConfig
+from drivetrain.trainer.setting_values import override
 
 STARTED = {"event": "run_started", "time": 1000.0, "first_step": 0, "num_parameters": 7}
 HOSTILE = "</script><script>document.title = 'ran'</script><img src=x onerror='x()'>\u2028<!--"
@@ -124,9 +127,6 @@ def test_a_run_that_goes_on_says_what_is_left_and_when_it_was_seen() -> None:
 
 @pytest.mark.slow
 def test_a_browser_draws_and_renews_the_page(tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no Chromium on this machine")
     steps = itertools.count(1)
 
     def make() -> str:
@@ -138,23 +138,39 @@ def test_a_browser_draws_and_renews_the_page(tmp_path: Path) -> None:
         thread = threading.Thread(target=serving.serve_forever)
         thread.start()
         try:
-            environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
-            command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-            command += ["--virtual-time-budget=4000", f"--user-data-dir={tmp_path}"]
-            done = subprocess.run(
-                [*command, f"http://127.0.0.1:{serving.server_port}/"],
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
+            address = f"http://127.0.0.1:{serving.server_port}/"
+            text = shown_by_browser(address, tmp_path, milliseconds=4000)
         finally:
             serving.shutdown()
             thread.join()
-    text = done.stdout
-    assert "<title>2 runs</title>" in text and next(steps) > 3, done.stderr[-2000:]
+    assert "<title>2 runs</title>" in text and next(steps) > 3
     assert "step 3/9" in text, "it was renewed in its place"
     assert '<form id="controls">' in text, "the script shows its controls"
     assert text.count('class="tip"') == text.count("<figure "), "each chart was drawn by the script"
     assert " ago)</time>" in text
+
+
+@pytest.mark.slow
+def test_pages_of_runs_fit_a_phone(tmp_path: Path) -> None:
+    """Require it of a run with all sections and long names, and of a comparison of runs."""
+    folder = tmp_path / "a-run-with-a-name-as-long-as-experiments-often-have"
+    rows = list(torch.randn(64, 8))
+    rows[20] = torch.full((8,), math.nan)
+    recipe = Recipe(
+        model=lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))),
+        loss=lambda module, batch: module(batch).square().sum(),
+        train_data=rows,
+        eval_data={"a_held_out_data_set_with_a_long_name": rows[:16]},
+        measure=lambda module, batch: {
+            f"sum_of_squared_differences_at_threshold_{n}": module(batch).square().sum() / n
+            for n in range(1, 9)
+        },
+    )
+    settings = override(
+        Settings(),
+        {"steps": 16, "global_batch": 4, "log_every": 1, "evaluate.every": 4, "stats.every": 1},
+    )
+    fit(recipe, settings, backend="cpu", out=folder, progress=False)
+    (tmp_path / "runs.html").write_text(page([RunReader(folder).read(), hostile_run()]))
+    shown = [folder / "report.html", tmp_path / "runs.html"]
+    assert wider_than_shown(tmp_path, shown, [1280, 390], tmp_path / "profile") == set()

@@ -81,7 +81,10 @@ WITHOUT = {"evaluate": EvaluateSettings(sanity_check=False)}
     [
         ({"loss": mean}, r"recipe.loss returns a mean for 'loss', .* Recipe\(loss_is='mean'\)"),
         ({"measure": share}, "recipe.measure returns a mean for 'accuracy'"),
-        ({"measure": wrong}, r"recipe.measure of eval_data\['held out'\], .* KeyError: 'labels'"),
+        (
+            {"measure": wrong},
+            r"measure of eval_data\['held out'\], .* KeyError: 'labels' \(test_sanity.py:\d+, `ret",
+        ),
         ({"summarise": lambda sums: {"f1": sums["f1"]}}, r"recipe.summarise .* KeyError: 'f1'"),
         ({"loss_is": "mean"}, "loss_is is 'mean', and recipe.loss returns a sum"),
     ],
