@@ -72,9 +72,11 @@ def of_loops(accumulation: int, where: str = "") -> Counts:
 
 def of_ranks() -> Counts:
     """Count the same on two ranks of DDP; the counts are the first rank's."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.budget", "--as-rank"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    from .harness import torchrun
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*torchrun(2, folder), "-m", "benchmarks.budget", "--as-rank"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     counts: Counts = json.loads(done.stdout.splitlines()[-1])
     return counts
 

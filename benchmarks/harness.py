@@ -156,12 +156,10 @@ class Benchmark:
     @contextlib.contextmanager
     def _process(self, candidate: str, quick: bool) -> Iterator[Callable[[], Measured]]:
         """A candidate's process; it measures at each call of what this gives, and waits between."""
-        command = [sys.executable]
-        if self.processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command += [f"--nproc-per-node={self.processes}"]
-        command += ["-m", "benchmarks.one", self.name, candidate, *(["--quick"] if quick else [])]
         with tempfile.TemporaryDirectory() as folder, open(f"{folder}/stderr", "w+") as errors:
+            command = torchrun(self.processes, folder) if self.processes > 1 else [sys.executable]
+            command += ["-m", "benchmarks.one", self.name, candidate]
+            command += ["--quick"] if quick else []
             turns = [_pipe(f"{folder}/{rank}") for rank in range(self.processes)]
             environment = {**os.environ, TURNS: folder}
             with subprocess.Popen(
@@ -201,6 +199,13 @@ class Benchmark:
             for name, label in self.candidates.items()
             if name in measured
         ]
+
+
+def torchrun(processes: int, folder: str) -> list[str]:
+    """Return torchrun's command for processes of this machine. Torch does not delete its logs, so
+    they lie in `folder`."""
+    options = ["--standalone", f"--nproc-per-node={processes}", f"--log-dir={folder}/torchrun"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 ANSWER = "measured: "

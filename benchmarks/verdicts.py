@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from .harness import ROOT, Benchmark, Column, Measured
+from .harness import ROOT, Benchmark, Column, Measured, torchrun
 
 __all__ = ["BENCHMARKS"]
 
@@ -286,11 +286,10 @@ def _show(candidate: str, number: int, verdicts: list[Mapping[str, Any]], truth:
 def _on_ranks(part: str, seconds: float) -> tuple[list[Mapping[str, Any]], float]:
     """The verdicts of a run on two ranks, of which the second is slower in that part, and the
     truth."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.verdicts", part or "nothing", str(seconds)]
-    done = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, env=dict(os.environ)
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = torchrun(2, folder)
+        command += ["-m", "benchmarks.verdicts", part or "nothing", str(seconds)]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     return found["verdicts"], found["truth"]
 
