@@ -191,7 +191,7 @@ def pieces(
     parts = partitions(zero, module)
     for part in parts:
         with in_memory(zero, part.index) as for_a_while:
-            for found in _of_masters(part, zero.optimizer.state.get(part.master, {})):
+            for found in _of_masters(part, zero.optimizer):
                 yield replace(found, tensor=found.tensor.clone()) if for_a_while else found
     whole, ranges = _apart(module, parts, trained)
     for piece, part_of_it in ranges:
@@ -204,11 +204,10 @@ def pieces(
     )
 
 
-def _of_masters(part: Partition, state: Mapping[str, Any]) -> Iterator[Piece]:
+def _of_masters(part: Partition, optimizer: torch.optim.Optimizer) -> Iterator[Piece]:
     """The weights and the optimizer's state of one group."""
-    entries = dict(state)
-    if "step" in entries:
-        # DeepSpeed's own count in ints
+    entries = dict(optimizer.state.get(part.master, {}))
+    if "step" in entries and _is_from("deepspeed", optimizer, part):  # its own count in ints
         entries["step"] = torch.as_tensor(entries["step"], dtype=torch.float32)
     like = part.master.dtype
     stored = [found for key, value in entries.items() for found in flat(key, value, like)]
@@ -375,12 +374,22 @@ def _plan(part: Partition, stored: Mapping[str, Mapping[str, str]], reader: Read
     return plan
 
 
-def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Any) -> Tensor | int:
-    """A number of steps as that optimizer keeps it: torch's in a tensor, DeepSpeed's in an int."""
-    if not type(models.kind_of(optimizer, part.settings)).__module__.startswith("torch."):
+def _count(optimizer: torch.optim.Optimizer, part: Partition, step: Any) -> Any:
+    """A number of steps as that optimizer keeps it: torch's and their subclasses in a tensor,
+    DeepSpeed's in an int, others as it was saved."""
+    if _is_from("deepspeed", optimizer, part):
         return int(step)
+    if not _is_from("torch", optimizer, part):
+        return step
     on_device = part.settings.get("fused") or part.settings.get("capturable")
     return torch.tensor(float(step), device=part.master.device if on_device else "cpu")
+
+
+def _is_from(library: str, optimizer: torch.optim.Optimizer, part: Partition) -> bool:
+    """True if a library has the class of a group's optimizer, or one that this derives from."""
+    bases = type(models.kind_of(optimizer, part.settings)).__mro__
+    own = bases[: bases.index(torch.optim.Optimizer)] if torch.optim.Optimizer in bases else bases
+    return any(base.__module__.partition(".")[0] == library for base in own)
 
 
 def _is_number(key: str) -> bool:

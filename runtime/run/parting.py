@@ -14,7 +14,14 @@ from ..kernel.batches import split_evenly
 from ..trainer.settings import PRECISIONS
 from .recorded_steps import RecordedStep
 
-__all__ = ["Difference", "Tolerance", "differences_at", "first_difference", "tolerance_between"]
+__all__ = [
+    "Difference",
+    "Tolerance",
+    "conditions",
+    "differences_at",
+    "first_difference",
+    "tolerance_between",
+]
 
 _SAFETY = 8.0
 """Roundings of the same value on the way from the weights to a figure, beyond those of one sum."""
@@ -49,7 +56,8 @@ class Difference:
     """Size relative to the quantity, where that is a number."""
     bound: float = 0.0
     where: str = ""
-    """For samples: which of the global batch, and the rank that reads them."""
+    """For samples: which of the global batch, and the rank that reads them. For tensors: the ranks
+    that save the parts that differ."""
 
     def __str__(self) -> str:
         what = f"{self.quantity}{self.where and f' ({self.where})'}"
@@ -149,18 +157,30 @@ def differences_at(
 
 def _weights(first: RecordedStep, second: RecordedStep) -> Iterator[Difference]:
     """Yield the weights that differ in a bit, the one that differs most first."""
-    found = []
+    found, where = [], _describe_ranks(first, second)
     for name in first.weights.keys() & second.weights.keys():
         ours, theirs = first.weights[name], second.weights[name]
         if ours.bits != theirs.bits:
             change = max(abs(ours.norm - theirs.norm), abs(ours.total - theirs.total))
             size = change / max(ours.norm, 1e-30)
             norms = [f"norm {each.norm:.9g}, digest {each.bits:08x}" for each in (ours, theirs)]
-            found.append(Difference(first.step, f"weight {name}", norms[0], norms[1], size))
+            what = f"weight {name}"
+            found.append(Difference(first.step, what, norms[0], norms[1], size, where=where))
     yield from sorted(found, key=lambda each: (-(each.relative or 0.0), each.quantity))
     for name in sorted(first.weights.keys() ^ second.weights.keys()):
         a, b = ("there" if name in step.weights else "none" for step in (first, second))
         yield Difference(first.step, f"weight {name}", a, b)
+
+
+def _describe_ranks(first: RecordedStep, second: RecordedStep) -> str:
+    """Describe the ranks whose weights differ, if some do and others do not."""
+    texts = [step.digests.get("ranks") or "" for step in (first, second)]
+    parts = [[text[at : at + 8] for at in range(0, len(text), 8)] for text in texts]
+    ranks = [rank for rank, (a, b) in enumerate(zip(*parts, strict=False)) if a != b]
+    if len(parts[0]) != len(parts[1]) or len(ranks) in (0, len(parts[0])):
+        return ""
+    shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" * (len(ranks) > 10))
+    return f"saved by rank {shown}"
 
 
 def _samples(first: RecordedStep, second: RecordedStep) -> Difference | None:

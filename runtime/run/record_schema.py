@@ -288,6 +288,7 @@ _FIELDS: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
         ("random", _text),
         ("weights", _packed),
         ("names", _list_of(_packed)),
+        ("ranks", _or_none(_packed)),
         _MAY_HAVE_TIME,
     ),
     "run_ended": (("step", _step), ("reason", _text), ("seconds", _number), _MAY_HAVE_TIME),

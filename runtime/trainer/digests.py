@@ -67,6 +67,8 @@ class StepDigests(Event):
     """Figures of each weight after the step, see `packed`."""
     names: Sequence[str]
     """Names of the weights, in the first such event of a start only."""
+    ranks: str
+    """Eight digits for each of several ranks: the sum of the words of the weights it saves."""
 
 
 @runtime_checkable
@@ -191,6 +193,7 @@ class Digester:
         parts = [sum(each) for each in zip(*(rank[2] for rank in everyones), strict=False)]
         random = sum(rank[3] for rank in everyones) % (1 << 40)
         weights = _joined_figures(rank[4:6] for rank in everyones)
+        sums = [sum(map(int, rank[5][0])) % _WRAP for rank in everyones if len(everyones) > 1]
         if len(everyones) * len(weights) > _MOST_ENTRIES:
             weights = {ALL_WEIGHTS: _sum_of(weights.values())}
         news = () if list(weights) == list(self._names) else tuple(weights)
@@ -206,6 +209,7 @@ class Digester:
             random=f"{random:010x}",
             weights=packed(list(weights.values())),
             names=news,
+            ranks="".join(f"{each:08x}" for each in sums),
         )
 
 

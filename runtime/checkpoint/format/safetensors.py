@@ -226,7 +226,10 @@ class TensorFile:
 
     def read(self, name: str) -> Tensor:
         """Read a tensor into new host memory. Raises `CheckpointDamaged`."""
-        entry = self.entries[name]
+        return self.read_entry(self.entries[name])
+
+    def read_entry(self, entry: Entry) -> Tensor:
+        """Read one of `entries` as `read` does."""
         out = host_bytes(num_bytes(entry.dtype, entry.shape))
         with self.open() as file:
             file.read_into(entry.start, memory(out))

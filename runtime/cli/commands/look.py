@@ -238,6 +238,15 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="A new folder for the step's checkpoint. On the run's own driver it is compared "
+            "with the run's checkpoint of this step.",
+            show_default=False,
+        ),
+    ] = None,
     config: ConfigFiles = None,
     set_: Set = None,
     json: AsJson = False,
@@ -255,9 +264,73 @@ def replay(
         step=step,
         against=against,
         dump=dump,
+        save=save,
         json=json,
     )
     raise typer.Exit(train_again(request, nproc))
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain witness runs/a\n\n"
+    "drivetrain witness runs/a --follow --backend cpu --every 10   (beside a run on GPUs)\n\n"
+    "[bold]Exit codes[/]: 0 all equal; 1 a stretch is different; 2 none could be judged.\n\n"
+    "[bold]From Python[/]: drivetrain.cli.training.witness.witness"
+)
+@debuggable
+def witness(
+    run: RunPath,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="By default the recipe of the run.", show_default=False),
+    ] = None,
+    *,
+    follow: Annotated[
+        bool,
+        typer.Option("--follow", help="Each checkpoint as it comes, until the run has ended."),
+    ] = False,
+    every: Annotated[int, typer.Option(min=1, help="Judge every n-th checkpoint.")] = 1,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Between two looks for another checkpoint.")
+    ] = 10.0,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="The driver; by default that of the run.",
+            show_default=False,
+            autocompletion=backends,
+        ),
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes on this machine; by default as many as the run had on this driver, "
+            "or one.",
+            show_default=False,
+        ),
+    ] = None,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON a checkpoint.")
+    ] = False,
+) -> None:
+    """Train the steps before each checkpoint of a run again, on any driver, and compare them with
+    what the run recorded and saved. Nothing is written to the run."""
+    from ..training.witness import WitnessRequest
+    from ..training.witness import witness as judge
+
+    words = [] if recipe is None else [str(recipe)]
+    words += [] if backend is None else [f"--backend={backend}"]
+    words += [] if nproc is None else [f"--nproc={nproc}"]
+    words += [f"--config={file}" for file in config or ()]
+    words += [f"--set={pair}" for pair in set_ or ()]
+    request = WitnessRequest(
+        run=run, replay=words, every=every, follow=seconds if follow else None, json=json
+    )
+    raise typer.Exit(judge(request))
 
 
 @app.command(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernel.errors import SettingError
-from ...run.parting import Difference, Tolerance, first_difference, tolerance_between
+from ...run.parting import Difference, Tolerance, conditions, first_difference, tolerance_between
 from ...run.recorded_steps import RecordedStep, RecordedSteps, read_steps
 from ...run.run_folder import read_config
 from ...run.shown_config import VERSIONS, ShownConfig
@@ -52,6 +52,8 @@ class Comparison:
     conditions: list[list[str]]
     """Settings and versions that differ: the name, and the value in each run."""
     notes: list[str] = field(default_factory=list)
+    draws_others: bool = False
+    """True if training draws random numbers, and the second run cannot draw the same."""
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -62,11 +64,13 @@ class Comparison:
             "compared_steps": self.steps,
             "first": asdict(self.differences[0]) if self.differences else None,
             "differences": [asdict(each) for each in self.differences],
+            "texts": [str(each) for each in self.differences],
             "conditions": [
                 {"name": name, "first": first, "second": second}
                 for name, first, second in self.conditions
             ],
             "notes": self.notes,
+            "draws_others": self.draws_others,
         }
 
     def lines(self) -> list[str]:
@@ -109,15 +113,23 @@ def compare_sides(first: Side, second: Side, last: int | None = None, since: int
     tolerance = tolerance_between(ours[common[0]], theirs[common[0]], versions)
     differences = first_difference(ours, theirs, tolerance, since)
     at = common[0] if not differences else min(s for s in common if s >= differences[0].step)
-    conditions = _conditions(first, second, ours[at].start, theirs[at].start)
+    differing = _conditions(first, second, ours[at].start, theirs[at].start)
     notes = []
     if not tolerance.exact:
         notes.append(
             "computed in different ways, so losses and gradient norms are compared within "
             f"{tolerance.relative(1):.2g} of their size for each step"
         )
+    draws_others = (
+        not tolerance.exact and _draws(ours) and not _same_generators(ours[at], theirs[at])
+    )
+    if draws_others:
+        notes.append(
+            "the training draws random numbers (dropout, say), which are others on another number "
+            "of ranks or kind of device: losses may differ by more than rounding"
+        )
     names = first.name, second.name
-    return Comparison(names, common, tolerance, differences, conditions, notes)
+    return Comparison(names, common, tolerance, differences, differing, notes, draws_others)
 
 
 def _conditions(
@@ -141,6 +153,16 @@ def _conditions(
     if rows[0][1] != rows[0][2]:  # options of two drivers
         settings = [row for row in settings if not row[0].startswith("backend.")]
     return [row for row in rows if row[1] != row[2]] + settings
+
+
+def _draws(steps: Mapping[int, RecordedStep]) -> bool:
+    """True if the random state changes during training."""
+    return len({step.digests["random"] for step in steps.values()}) > 1
+
+
+def _same_generators(ours: RecordedStep, theirs: RecordedStep) -> bool:
+    found = [conditions(step, None) for step in (ours, theirs)]
+    return all(found[0][name] == found[1][name] for name in ("world size", "device"))
 
 
 def _some(steps: Mapping[int, RecordedStep]) -> str:

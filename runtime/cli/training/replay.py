@@ -16,6 +16,7 @@ from ...kernel.errors import CheckpointNotFound, DrivetrainError, SettingError, 
 from ...kernel.events import Event, Request, StepEnded
 from ...kernel.paths import Place, place
 from ...run.output import write_now
+from ...run.parted_checkpoints import differing_tensors
 from ...run.recorded_steps import RecordedStep, RecordedSteps
 from ...run.records import record_of
 from ...run.run_folder import Earlier, find_earlier, read_config, records_folder
@@ -38,6 +39,14 @@ _LEFT_OUT: Mapping[str, Any] = {
     "digests": "weights",
 }
 """Settings of a replay that change no step of training."""
+_NO_OTHER_SAVE: Mapping[str, Any] = {
+    "checkpoint.every_minutes": None,
+    "checkpoint.at_end": False,
+    "checkpoint.save_best": False,
+    "checkpoint.best_metric": "loss",
+    "checkpoint.background": False,
+    "checkpoint.stop_on_error": True,
+}
 _NO_EVALUATION: Mapping[str, Any] = {"evaluate.every": None, "evaluate.every_epochs": None}
 """Further settings that change no step unless the learning rate follows a metric."""
 
@@ -50,6 +59,8 @@ class ReplayRequest(RunRequest):
     against: str | None
     dump: Path | None
     """Folder for what the step consists of."""
+    save: Path | None
+    """Run folder for the checkpoint of the step."""
     json: bool
 
 
@@ -117,12 +128,20 @@ def _checkpoint_before(earlier: Earlier, target: RecordedStep) -> Place | None:
     )
 
 
+def _checkpoint_at(source: Place, step: int) -> Place | None:
+    """Return the complete checkpoint of a step in a run folder."""
+    complete = list_checkpoints(checkpoints_of(source)).complete
+    return next((found.folder for found in complete if found.step == step), None)
+
+
 def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: RecordedStep) -> int:
     checkpoint = _checkpoint_before(run.earlier, target)
     since = 0 if checkpoint is None else step_of(checkpoint) or 0
     collector = _Collector(target.step)
     settings = override(run.resolved.settings, _settings_then(target, run.resolved))
     left_out = dict(_LEFT_OUT) if settings.schedule.metric else {**_LEFT_OUT, **_NO_EVALUATION}
+    if request.save is not None:
+        left_out |= {**_NO_OTHER_SAVE, "checkpoint.every": target.step}
 
     with StepDump(target.step) as dump:
         fit(
@@ -130,6 +149,7 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
             override(settings, left_out),
             backend=run.driver.name,
             backend_options=run.resolved.backend_options,
+            out=request.save,
             resume=checkpoint,
             observers=[collector] if request.dump is None else [dump, collector],
         )
@@ -142,11 +162,21 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
         dump.write(request.dump, rank(), collector.recorded.steps[target.step])
     again = Side("replay", collector.recorded, _config(recorded.config, run.resolved))
     comparison = compare_sides(recorded, again, target.step, since)
+    compared = False
+    if request.save is not None and comparison.tolerance.exact and rank() == 0:
+        recorded_at = _checkpoint_at(run.earlier.source, target.step)
+        again_at = _checkpoint_at(request.save, target.step)
+        if recorded_at is not None and again_at is not None:
+            compared = True
+            found = differing_tensors(recorded_at, again_at)
+            differences = [*comparison.differences, *found]
+            comparison = dataclasses.replace(comparison, differences=differences)
     about = {
         "step": target.step,
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "steps_again": target.step - since,
         "backend": run.driver.name,
+        "checkpoint_compared": compared,
     }
     return _show(request, comparison, about)
 
