@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint
 
+from ...checkpoint.gc_paused import gc_paused
 from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
@@ -221,7 +222,8 @@ def build_optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer:
     named = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in named):
         raise RecipeError("the model has no parameter that requires a gradient: nothing to train")
-    optimizer = recipe.optimizer(named)
+    with gc_paused():  # the first optimizer of a process imports torch's compiler
+        optimizer = recipe.optimizer(named)
     if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, "step")):
         raise RecipeError(
             f"recipe.optimizer returned {type(optimizer).__name__}; it must build a "

@@ -37,6 +37,9 @@ __all__ = [
     "from_workers",
 ]
 
+_MOST_NAMED = 8
+"""Samples whose indices a message names; further ones are counted."""
+
 
 COLLATE = 1
 """Distinguishes the seed of a collation from that of its first sample."""
@@ -54,7 +57,10 @@ class MicrobatchRequest(NamedTuple):
     repeats: int = 1
 
     def __str__(self) -> str:
-        return f"the samples {self.indices} (from offset {self.offset} of epoch {self.epoch})"
+        more = len(self.indices) - _MOST_NAMED
+        shown = ", ".join(map(str, self.indices[:_MOST_NAMED]))
+        named = f"[{shown}]" if more <= 0 else f"[{shown}] and {more} more"
+        return f"the samples {named} (from offset {self.offset} of epoch {self.epoch})"
 
 
 class Fetcher:
@@ -101,8 +107,8 @@ class Fetcher:
             seconds = self._fetched - began, time.perf_counter() - self._fetched
             return Microbatch(batch, request.num_samples, request.offset, request.repeats, seconds)
         except (Exception, SystemExit) as error:
-            why = f"{last_line(error)}{self._absent(request, error)}"
-            raise DataFailed(f"{request} could not be fetched: {why}") from error
+            absent, why = self._absent(request, error), last_line(error)
+            raise DataFailed(f"{absent}{request} could not be fetched: {why}") from error
 
     def _plain(self, request: MicrobatchRequest) -> Batch:
         fetch_many = getattr(self._dataset, "__getitems__", None)
@@ -130,7 +136,7 @@ class Fetcher:
             with suppress(Exception):  # the data set is read once more
                 for index in request.indices:
                     if self._dataset[index] is None:
-                        return f"; sample {index} is None: does its __getitem__ return it?"
+                        return f"sample {index} is None: does its __getitem__ return it? So "
         return ""
 
 

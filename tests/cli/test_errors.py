@@ -309,7 +309,7 @@ def test_an_environment_of_no_launcher_is_refused(
     [
         ("module, batch:", "batch:", "recipe.loss takes (batch), and is called as loss(module,"),
         ("train_data=Points", "train_data=[] and Points", "train_data holds no samples: it is a"),
-        ('return {"x"', '_ = {"x"', "sample 0 is None: does its __getitem__ return it?"),
+        ('return {"x"', '_ = {"x"', "error: sample 0 is None: does its __getitem__ return it?"),
     ],
 )
 def test_parts_of_a_recipe_are_named(

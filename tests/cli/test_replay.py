@@ -42,6 +42,8 @@ def test_a_step_is_replayed_bit_for_bit(drive: Drive, recipe: Path, tmp_path: Pa
     assert dump["samples"].startswith("samples 12 to 15 of epoch 0 (")
     assert sum(dump["microbatch_losses"]) / 4 == pytest.approx(dump["loss"])
     assert sorted(dump["gradient_norms"]) == sorted(dump["weight_norms"])
+    ran = drive("replay", "run", "--step", "4", "--save", "run")
+    assert ran.code == 2 and "--save run is there already" in ran.stderr
     assert everything(tmp_path / "run") == before
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from typing import Any
 
 from ...checkpoint import checkpoints_of, is_checkpoint, list_checkpoints
 from ...checkpoint.catalog import step_of
-from ...kernel.errors import CheckpointNotFound, DrivetrainError, SettingError, printable
+from ...kernel.errors import (
+    CheckpointNotFound,
+    DrivetrainError,
+    OutputError,
+    SettingError,
+    printable,
+)
 from ...kernel.events import Event, Request, StepEnded
 from ...kernel.paths import Place, place
 from ...run.output import write_now
@@ -67,6 +74,8 @@ class ReplayRequest(RunRequest):
 def replay(request: ReplayRequest, nproc: int | None) -> int:
     """Replay, or launch the ranks that do; return the exit code: 0 if the step is equal, 1 if not.
     Raises `DrivetrainError`."""
+    if request.save is not None and rank() == 0 and os.path.lexists(request.save):
+        raise OutputError(f"--save {request.save} is there already; give the name of a new folder")
     earlier = find_earlier(place(request.run))
     folder = records_folder(earlier.folder)
     if request.against is not None:
