@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_networks import SETTINGS, Blocks, copied
+from test_attached import recipe
 from torch import Tensor
 
-from drivetrain import Recipe
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.subject import Subject
 
@@ -57,19 +58,14 @@ def trained(bench: Bench, folder: str) -> dict[str, list[dict[str, Tensor]]]:
     """Train with each optimizer: to the end, and in two runs; return the weights of both ends."""
     ends: dict[str, list[dict[str, Tensor]]] = {}
     for name, optimizer in OPTIMIZERS.items():
-        recipe = Recipe(
-            Blocks,
-            lambda module, batch: (module(batch) - batch.roll(1, 1)).square().sum(),
-            list(torch.randn(24, 4, generator=torch.Generator().manual_seed(0))),
-            optimizer=optimizer,
-        )
+        kept = dataclasses.replace(recipe(Blocks), optimizer=optimizer)
         saves = {**SETTINGS, "steps": 4, "checkpoint.every": 2, "checkpoint.at_end": False}
-        whole = bench.fit(recipe, saves, finish=copied)
+        whole = bench.fit(kept, saves, finish=copied)
         out = f"{folder}/{name}"
-        bench.fit(recipe, {**saves, "steps": 2}, out=out)
+        bench.fit(kept, {**saves, "steps": 2}, out=out)
         ends[name] = [
             whole.finish,
-            bench.fit(recipe, saves, out=out, resume="auto", finish=copied).finish,
+            bench.fit(kept, saves, out=out, resume="auto", finish=copied).finish,
         ]
     return ends
 

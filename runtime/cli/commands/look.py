@@ -8,13 +8,15 @@ from typing import Annotated
 
 import typer
 
-from .completion import backends
 from .options import (
     AnyBackend,
     AsJson,
     ConfigFiles,
     Nproc,
+    RunBackend,
+    RunNproc,
     RunPath,
+    RunRecipe,
     Set,
     debuggable,
     print_json,
@@ -100,10 +102,7 @@ def watch(
 @debuggable
 def evaluate(
     run: RunPath,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(help="By default the recipe of the run.", show_default=False),
-    ] = None,
+    recipe: RunRecipe = None,
     follow: Annotated[
         bool,
         typer.Option("--follow", help="Each checkpoint as it comes, until the run has ended."),
@@ -197,31 +196,11 @@ def predict(
 @debuggable
 def replay(
     run: RunPath,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(help="By default the recipe of the run.", show_default=False),
-    ] = None,
+    recipe: RunRecipe = None,
     *,
     step: Annotated[int, typer.Option(min=1, help="A step that the run has logged.")],
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            "-b",
-            help="The driver; by default that of the run.",
-            show_default=False,
-            autocompletion=backends,
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes on this machine; by default as many as the run had on this driver, "
-            "or one.",
-            show_default=False,
-        ),
-    ] = None,
+    backend: RunBackend = None,
+    nproc: RunNproc = None,
     against: Annotated[
         str | None,
         typer.Option(
@@ -279,10 +258,7 @@ def replay(
 @debuggable
 def witness(
     run: RunPath,
-    recipe: Annotated[
-        Path | None,
-        typer.Argument(help="By default the recipe of the run.", show_default=False),
-    ] = None,
+    recipe: RunRecipe = None,
     *,
     follow: Annotated[
         bool,
@@ -292,25 +268,8 @@ def witness(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Between two looks for another checkpoint.")
     ] = 10.0,
-    backend: Annotated[
-        str | None,
-        typer.Option(
-            "--backend",
-            "-b",
-            help="The driver; by default that of the run.",
-            show_default=False,
-            autocompletion=backends,
-        ),
-    ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Processes on this machine; by default as many as the run had on this driver, "
-            "or one.",
-            show_default=False,
-        ),
-    ] = None,
+    backend: RunBackend = None,
+    nproc: RunNproc = None,
     config: ConfigFiles = None,
     set_: Set = None,
     json: Annotated[

@@ -22,7 +22,10 @@ __all__ = [
     "CheckpointPath",
     "ConfigFiles",
     "Nproc",
+    "RunBackend",
+    "RunNproc",
     "RunPath",
+    "RunRecipe",
     "Set",
     "debuggable",
     "print_json",
@@ -50,6 +53,28 @@ AnyBackend = Annotated[
         help="The driver; by default auto.",
         show_default=False,
         autocompletion=backends,
+    ),
+]
+RunRecipe = Annotated[
+    Path | None,
+    typer.Argument(help="By default the recipe of the run.", show_default=False),
+]
+RunBackend = Annotated[
+    str | None,
+    typer.Option(
+        "--backend",
+        "-b",
+        help="The driver; by default that of the run.",
+        show_default=False,
+        autocompletion=backends,
+    ),
+]
+RunNproc = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Processes on this machine; by default as many as the run had on this driver, or one.",
+        show_default=False,
     ),
 ]
 Nproc = Annotated[int, typer.Option(min=1, help="Processes on this machine.")]
