@@ -9,12 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from .errors import DataError
 from .recipe import Batch
 
 __all__ = [
     "ENDLESS",
-    "LARGEST",
     "Group",
     "Groups",
     "Microbatch",
@@ -23,8 +21,6 @@ __all__ = [
     "split_evenly",
 ]
 
-LARGEST = 1 << 62
-"""Upper bound of all counts; far beyond every run."""
 ENDLESS = sys.maxsize
 """A number of steps: until the data ends."""
 
@@ -37,25 +33,6 @@ class Position(NamedTuple):
     """Samples read so far; of prebatched data, the batches of all readers."""
     state: Mapping[str, Any] | None = None
     """The stream's own state at this place; JSON types."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the position as the manifest of a checkpoint stores it."""
-        state = {} if self.state is None else {"state": dict(self.state)}
-        return {"epoch": self.epoch, "samples": self.samples, **state}
-
-    @classmethod
-    def from_json(cls, value: Any) -> Position:
-        """Raises `DataError` for anything but what `to_json` returns."""
-        if not isinstance(value, Mapping):
-            raise DataError(f"not a data position: {value!r:.200}")
-        counts = [value.get("epoch"), value.get("samples")]
-        if (
-            not all(type(count) is int and 0 <= count < LARGEST for count in counts)
-            or value.keys() - {"epoch", "samples", "state"}
-            or not isinstance(value.get("state", {}), Mapping)
-        ):
-            raise DataError(f"not a data position: {dict(value)!r:.200}")
-        return cls(**value)
 
 
 class Group(NamedTuple):

@@ -9,9 +9,7 @@ and *how*. A driver is three objects, one for each stage of a process's life:
 `Engine`   the model is wrapped          the step, evaluate and save contracts
 =========  ============================  ====================================================
 
-These three are mandatory. The other protocols are optional, and callers ask for them by
-`isinstance`, for `WatchesRanks` by a promise. From Python 3.12 on `isinstance` does not see methods
-that `__getattr__` passes on.
+These three are mandatory; `optional` has what a driver may offer besides.
 
 This file holds types and docstrings and no logic. The laws that a driver must keep are proved by
 the conformance suite; each docstring names the law it belongs to.
@@ -27,28 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 
-from .plan import Capabilities, Layout, Outcome, Parts, Plan, Probe, World
-from .recipe import Batch, Microstep, Recipe
+from .plan import Capabilities, Outcome, Plan, Probe, World
+from .recipe import Batch, Recipe
 from .shards import Piece, Reader
 
 __all__ = [
-    "Audits",
-    "AveragesWeights",
-    "ChangesWeights",
-    "ChecksModels",
-    "CountsWaits",
     "Driver",
     "Engine",
-    "EstimatesLayout",
-    "GivesBack",
     "Outcome",
     "Session",
-    "TakesOverStep",
-    "WatchesRanks",
     "World",
 ]
 
@@ -191,110 +180,3 @@ class Engine(Protocol):
         """Gives the user's own module. While it is open, the named parameters (all by default) are
         whole and readable on every rank, its buffers are rank 0's, and with all parameters the
         module can be called on one rank alone; writing to them is not supported."""
-
-
-@runtime_checkable
-class ChecksModels(Protocol):
-    """A driver that refuses a model before its ranks meet. A run asks it before `open`. Without it,
-    such a model is refused in `Session.prepare`."""
-
-    def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
-        """Raise `RecipeError` for a model that cannot be trained under this plan, and
-        `CapabilityRefused` for what the driver can do with no model. `model` is the recipe's, on
-        the meta device; nothing is changed."""
-
-
-@runtime_checkable
-class EstimatesLayout(Protocol):
-    """A driver that predicts the memory that a model needs. `drivetrain explain` asks it, and
-    shows whether the model fits. Without it, that stays unknown."""
-
-    def layout(
-        self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
-    ) -> Layout:
-        """Return the memory that the fullest rank needs. Pure. `model`: the recipe's; its tensors
-        may be on the meta device. `state_bytes`: the optimizer's state of each whole parameter, by
-        FQN."""
-
-
-@runtime_checkable
-class WatchesRanks(Session, Protocol):
-    """A session that reports late ranks, and whose ranks abort together. A run of several ranks
-    uses it where the driver promises `Capabilities.stall_seconds`. Without the promise nobody is
-    watched, and another value of the setting than the default is refused."""
-
-    def watch(self, report: Callable[[int, float, str], None], /) -> None:
-        """From now on call `report(rank, seconds, what)`, on every rank and in another thread, for
-        each rank that is alive and keeps others waiting, once a step. `seconds`: how long others
-        have waited. `what`: a text on where the rank is, and which rank waits in which call."""
-
-    def give_up(self, why: str, retry: bool = True) -> bool:
-        """Abort this rank. With `retry`: return True if all ranks call this within seconds; they
-        may continue together. Otherwise this rank must end. The others end, too, within seconds,
-        by an error that contains `why`."""
-
-
-@runtime_checkable
-class CountsWaits(Protocol):
-    """A session that counts how long its rank waits for other ranks, which a run reports. Without
-    it, this time belongs to the parts of the step in which it passes."""
-
-    @property
-    def waited_seconds(self) -> float:
-        """Seconds since the session began. Costs no communication."""
-
-
-@runtime_checkable
-class TakesOverStep(Protocol):
-    """An engine that runs forward and backward itself, as a pipeline schedule needs. The kernel
-    calls `step` for each microbatch, inside `Engine.microbatch`, in place of the recipe's loss and
-    step. Without it, or where `step` is None, the kernel runs the microbatches one by one."""
-
-    def step(self, module: nn.Module, batch: Batch, microstep: Microstep) -> Tensor:
-        """Run a microbatch, now or with a later one of the update; see `Recipe.step`."""
-
-
-@runtime_checkable
-class Audits(Protocol):
-    """An engine that detects, during a run, faults that no loss shows. The loop asks it after
-    updates 1, 2, 4, 8 and so on, before a log and before a save. Without it, they stay unseen."""
-
-    def audit(self) -> None:
-        """Raise `RecipeError`, on all ranks, for a fault such as copies that differ."""
-
-
-@runtime_checkable
-class AveragesWeights(Protocol):
-    """An engine that keeps averages of its weights, for the setting `average.decay`. Without it the
-    setting is refused. Averages are at least float32, and pieces of the optimizer in `shards`,
-    `<fqn>/average`; `restore` takes them over, or else forgets them."""
-
-    def average(self, weight: float) -> None:
-        """Move each average by `weight` of the way to its weight; a new one begins as the weight.
-        Called by all ranks, at most once after each applied update."""
-
-    def averaged(self) -> AbstractContextManager[Any]:
-        """Show averages in place of the module's weights, where there are some, around an
-        evaluation."""
-
-
-@runtime_checkable
-class ChangesWeights(Protocol):
-    """An engine whose weights may be changed between updates, for `Recipe.after_update`. Without it
-    a recipe with such a function is refused."""
-
-    def change_weights(self, change: Callable[[Parts], None]) -> None:
-        """Call `change` once, with all parameters, each tied group once. What `change` writes in
-        place stays: the next forward, update and save start from there. Called by all ranks, after
-        an applied update and before the next forward."""
-
-
-@runtime_checkable
-class GivesBack(Protocol):
-    """An engine that undoes its changes of the user's module. A run asks it at its end, if the
-    module existed before the run. Without it, the module stays as the driver has changed it."""
-
-    def give_back(self) -> bool:
-        """Restore the user's module, with plain whole parameters of the trained values in host
-        memory, so that it can be trained again; the engine is then of no use. Return False where
-        that cannot be done, and nothing has changed. Called by all ranks."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from enum import Enum
 from itertools import chain
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from .batches import ENDLESS, Group, Groups, Position, items_of, split_evenly
-from .contract import Audits, Engine, Outcome, Session
+from .contract import Engine, Outcome, Session
 from .errors import RecipeError
 from .events import Requests, StepSkipped
+from .optional import Audits
 from .progress import Progress, Window
 from .recipe import Batch, Recipe
 from .shards import Reader
@@ -82,20 +83,9 @@ class TrainLoop:
 
     # --- saving and resuming --------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
-        """The part of a checkpoint that is no tensors (JSON types), after an `audit`."""
-        self.resolve_pending_outcome()
-        self.audit()
-        return {**self.progress.to_json(), "window": self.window.to_json(self.session)}
-
-    def restore(self, reader: Reader, state: Mapping[str, Any], where: str) -> None:
-        """Take over a checkpoint, of any driver, or raise before anything is changed: its
-        tensors, and what `state` gave then. Random state is the caller's matter. Raises
-        `CheckpointDamaged`, naming `where`, for a malformed state."""
-        progress = Progress.from_json(state, where) if state else Progress()
-        window = Window(progress)
-        if stored := state.get("window"):
-            window.restore(stored, self.session, where)
+    def restore(self, reader: Reader, progress: Progress, window: Window) -> None:
+        """Continue from a checkpoint, of any driver, or raise before anything is changed. Random
+        state is the caller's matter."""
         self.engine.restore(reader)
         self._pending_outcome, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, window

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from .batches import LARGEST, Position
-from .contract import Session, World
-from .errors import CheckpointDamaged, DataError
+from .batches import Position
+from .contract import Session
 
-__all__ = ["Progress", "Window", "losses_from_json", "losses_to_json"]
+__all__ = ["Progress", "Window"]
 
 
 @dataclass
@@ -29,24 +27,6 @@ class Progress:
     items: int = 0
     samples: int = 0
     position: Position = field(default_factory=Position)
-
-    def to_json(self) -> dict[str, Any]:
-        """A mapping that `from_json` takes."""
-        return {**asdict(self), "position": self.position.to_json()}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any], where: str = "the checkpoint") -> Progress:
-        """Raises `CheckpointDamaged`, naming `where`, for anything but what `to_json` returns."""
-        try:
-            position = Position.from_json(value["position"])
-            counts = {name: value[name] for name in asdict(cls()) if name != "position"}
-        except (KeyError, DataError) as error:
-            raise CheckpointDamaged(f"{where}: its progress is malformed: {error!r}") from error
-        if not all(type(count) is int and 0 <= count < LARGEST for count in counts.values()):
-            raise CheckpointDamaged(f"{where}: its counts must be whole numbers: {counts!r:.200}")
-        if max(counts["applied"], counts["skipped"]) > counts["step"]:
-            raise CheckpointDamaged(f"{where}: more updates than steps: {counts!r:.200}")
-        return cls(**counts, position=position)
 
 
 class Window:
@@ -91,36 +71,3 @@ class Window:
             "items_per_second": (progress.items - self._items) / seconds,
             "samples_per_second": (progress.samples - self._samples) / seconds,
         }
-
-    def to_json(self, session: Session) -> dict[str, Any]:
-        """So that the first log after a resume covers the steps before it, too."""
-        first_step = self.first_step + self.empty_steps
-        return {"first_step": first_step, "losses": losses_to_json(self.loss_sum, session)}
-
-    def restore(self, value: Any, session: Session, where: str = "the checkpoint") -> None:
-        """Take over what `to_json` returned, at any world size. Raises `CheckpointDamaged`, naming
-        `where`, for anything else."""
-        match value:
-            case {"first_step": int(first_step), "losses": [_, *_] as stored} if (
-                type(first_step) is int
-                and 0 <= first_step <= self.first_step
-                and all(loss is None or type(loss) is float for loss in stored)
-            ):
-                own = losses_from_json(stored, session.world)
-            case _:
-                raise CheckpointDamaged(f"{where}: its window is malformed: {value!r:.200}")
-        self.first_step, self.empty_steps, self.loss_sum = first_step, 0, own
-
-
-def losses_to_json(loss: Any, session: Session) -> list[float | None]:
-    """Every feeder's sum of losses, in order; None where it is no finite number."""
-    own = float(loss)
-    gathered = session.exchange([session.world.feeder_index, own if math.isfinite(own) else None])
-    return list(dict(sorted(gathered, key=lambda pair: pair[0])).values())
-
-
-def losses_from_json(stored: Sequence[float | None], world: World) -> float:
-    """Return this feeder's sum, or the mean of all if the number of feeders was another one."""
-    losses = [math.nan if loss is None else float(loss) for loss in stored]
-    same = len(losses) == world.num_feeders
-    return losses[world.feeder_index] if same else math.fsum(losses) / len(losses)

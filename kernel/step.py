@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import Engine, Outcome, Session, TakesOverStep
+from .contract import Engine, Outcome, Session
 from .errors import CollectiveFailed, out_of_memory_in_update, ran_out
+from .optional import TakesOverStep
 from .recipe import Batch, Microstep, Recipe, check_loss
 
 __all__ = ["StepPlace", "StepResult", "Stepper"]

@@ -222,8 +222,8 @@ class ProcessGroupSession:
     def watch(self, report: Callable[[int, float, str], None], /) -> None:
         stall_watch.listen(lambda late: report(late.rank, late.seconds, str(late)))
 
-    def give_up(self, why: str, retry: bool = True) -> bool:
-        return stall_watch.give_up(why, retry)
+    def abort(self, why: str, retry: bool = True) -> bool:
+        return stall_watch.abort(why, retry)
 
     def seed(self, value: int) -> None:
         seed_generators(value, devices=True)

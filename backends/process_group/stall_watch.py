@@ -134,7 +134,7 @@ class Watch:
             self.waits.seconds += time.monotonic() - self._since
         self._call, self._since, self._patient, self._mixed = before
 
-    def give_up(self, why: str, retry: bool) -> bool:
+    def abort(self, why: str, retry: bool) -> bool:
         """See `WatchesRanks`. Called by the main thread."""
         if self._has_aborted or self.verdict:
             return False
@@ -369,9 +369,9 @@ def listen(report: Callable[[Late], None]) -> None:
         watch.report = report
 
 
-def give_up(why: str, retry: bool) -> bool:
+def abort(why: str, retry: bool) -> bool:
     """See `WatchesRanks`; True with one rank."""
-    together = _open[-1].give_up(why, retry) if _open else True
+    together = _open[-1].abort(why, retry) if _open else True
     if not together:
         broken.append(why)
     return together

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ...data.parent import end_with_launcher
-from ...kernel.contract import Driver, Engine, GivesBack, Session, WatchesRanks, World
+from ...kernel.contract import Driver, Engine, Session, World
+from ...kernel.optional import GivesBack, WatchesRanks
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...registry import usable_driver

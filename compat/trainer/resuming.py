@@ -15,6 +15,7 @@ from ...data.indexed import length_of
 from ...kernel.batches import Position
 from ...kernel.errors import CheckpointMismatch, printable
 from ...kernel.loop import TrainLoop
+from ...trainer.loop_state import loop_from_json
 from ...trainer.module_state import ModuleState
 from ...trainer.resume import differences
 from ..arguments.backend import settings
@@ -125,7 +126,7 @@ class ResumingMixin(WeightsMixin):
         reader = OverlayReader(stored, beside, kinds=kinds) if beside or late else stored
         restoring = own_random_state(stored, training.session, self.driver_session.driver.name)
         with nullcontext() if is_overridden(type(self), "_load_rng_state") else restoring:
-            training.restore(reader, state, where)
+            training.restore(reader, *loop_from_json(state, training.session, where))
         modules = ModuleState(self.driver_session.engine, training.session, _LOG.warning)
         for note in modules.notes(stored, self.driver_session.driver.name):
             _LOG.warning("resuming: %s", note)

@@ -26,6 +26,7 @@ from ...checkpoint.storage.local import replace_text
 from ...data.indexed import length_of
 from ...kernel.contract import Engine
 from ...kernel.shards import Piece
+from ...trainer.loop_state import loop_to_json
 from ...trainer.start_checks import json_types
 from ..arguments.backend import settings
 from ..callbacks.state import TrainerState
@@ -148,7 +149,7 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
 
     def _write_kernel_checkpoint(self, folder: Path, step: int) -> None:
         running, engine = self._running(), self.driver_session.engine
-        state = running.state()
+        state = loop_to_json(running)
         if begun := getattr(running.data, "begun", None):
             state["begun"] = begun(running.progress.position)
         state["data_length"] = length_of(self.train_dataset)

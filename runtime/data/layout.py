@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernel.contract import EstimatesLayout
+from ..kernel.optional import EstimatesLayout
 from ..kernel.plan import Layout
 
 __all__ = ["EstimatesLayout", "Layout"]

@@ -11,6 +11,7 @@ from .indexed import Loader
 from .mixture import Joined, Mix, draw_indices, fetched
 from .order import Order, mix
 from .partition import named_samples
+from .positions import position_from_json, position_to_json
 from .reading import StreamReader
 
 __all__ = ["MixLoader", "MixStream"]
@@ -125,7 +126,7 @@ class MixStream:
             "seed": self._seed,
             "lengths": self.mixture.lengths,
             "drawn": self.mixture.drawn(self._samples),
-            "streams": {name: at().to_json() for name, at in self._positions.items()},
+            "streams": {name: position_to_json(at()) for name, at in self._positions.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -151,7 +152,7 @@ class MixStream:
             if size is not None:
                 readers.append(_shuffled(name, data, seed, size, drawn[name]))
                 continue
-            start = Position.from_json(self._from.get(name, {"epoch": 0, "samples": 0}))
+            start = position_from_json(self._from.get(name, {"epoch": 0, "samples": 0}))
             stream = _Stream(name, data, seed, start)
             self._positions[name] = stream.position
             readers.append(iter(stream))

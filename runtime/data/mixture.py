@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..kernel.batches import LARGEST
 from ..kernel.errors import DataError, DataFailed
 from .indexed import is_indexed, length_of
 from .order import mix, shuffled
+from .positions import LARGEST
 from .prebatched import Batches
 from .shares import Shares, shares_of
 from .user_frames import last_line

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernel.batches import LARGEST
 from ..kernel.errors import DataError
+from .positions import LARGEST
 from .small_files import open_regular, read_json
 
 __all__ = ["DTYPES", "INDEX", "MAX_INDEX_BYTES", "Shard", "TokenShards", "read_index", "shard_name"]

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernel.contract import ChangesWeights, Engine
+from ..kernel.contract import Engine
 from ..kernel.errors import CapabilityRefused, RecipeError
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import ChangesWeights
 from ..kernel.plan import Parts
 from ..kernel.recipe import Recipe
 

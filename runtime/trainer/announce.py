@@ -11,10 +11,11 @@ from ..data.open_dataset import Source
 from ..kernel.errors import NonFiniteTraining
 from ..kernel.events import Event, Logged, Observer, Requests, StepSkipped
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import KeepsWrites
 from ..kernel.paths import Place
 from .recipe_checks import output_is_gone
 from .step_clock import OBSERVERS, STARTING, StepClock
-from .weight_writes import KeepsWrites, open_to_writes
+from .weight_writes import open_to_writes
 
 __all__ = ["Announcer", "log_of", "never_finite", "unused_note"]
 

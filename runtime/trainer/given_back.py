@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..kernel.contract import Engine, GivesBack
+from ..kernel.contract import Engine
+from ..kernel.optional import GivesBack
 
 __all__ = ["GivenModel", "GivesBack"]
 

@@ -10,9 +10,10 @@ from typing import cast
 
 from ..checkpoint import storage_of
 from ..data.user_frames import last_line
-from ..kernel.contract import Session, WatchesRanks
+from ..kernel.contract import Session
 from ..kernel.errors import CollectiveFailed, FailedAfterTraining
 from ..kernel.events import Event, RankLate, Warned
+from ..kernel.optional import WatchesRanks
 from ..kernel.paths import Place
 from ..kernel.plan import Capabilities
 from ..registry import REQUIRED_LIMITS
@@ -60,7 +61,7 @@ def abort_ranks(session: Session, able: Capabilities, why: str, retry: bool) -> 
     this rank may retry: all ranks reported the same, or no other rank watches it."""
     if session.world.size == 1 or not able.stall_seconds:
         return True
-    return cast(WatchesRanks, session).give_up(why, retry)
+    return cast(WatchesRanks, session).abort(why, retry)
 
 
 def ended_by(rank: int, error: BaseException) -> str:

@@ -20,9 +20,10 @@ from ..checkpoint import storage_of
 from ..data.nested import num_bytes, tensors_of
 from ..data.private_names import private_name
 from ..kernel.batches import Group, Groups, Microbatch, Position
-from ..kernel.contract import Driver, EstimatesLayout, Session
+from ..kernel.contract import Driver, Session
 from ..kernel.errors import DrivetrainError, OutputError
 from ..kernel.events import Event
+from ..kernel.optional import EstimatesLayout
 from ..kernel.paths import Place
 from ..kernel.plan import Layout, Plan
 from .activation_watch import ActivationWatch, storage_of_tensor

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from ..data.prebatched import PrebatchedLoader
 from ..data.random_state import host_state, set_host_state
 from ..data.user_frames import last_line
 from ..kernel.batches import Group, Groups, Microbatch, Position, items_of
-from ..kernel.contract import Engine, Session, TakesOverStep
+from ..kernel.contract import Engine, Session
 from ..kernel.events import Event, StepSkipped
+from ..kernel.optional import RunsBackwardAgain, TakesOverStep
 from ..kernel.recipe import Batch, Recipe
 from .kept_microbatches import (
     Kept,
@@ -37,7 +38,7 @@ from .nonfinite_values import Origin
 from .settings import PRECISIONS, Settings
 from .step_clock import COMPUTE
 
-__all__ = ["NonFiniteFound", "NonFiniteSearch", "RunsBackwardAgain"]
+__all__ = ["NonFiniteFound", "NonFiniteSearch"]
 
 _STEPS_BETWEEN = 100
 """Steps after a search before another one, unless the run is about to end."""
@@ -73,15 +74,6 @@ class NonFiniteFound(Event):
     """Number of the first such sample in the microbatch, from 0."""
     data: str = ""
     """Place of the sample in the data."""
-
-
-@runtime_checkable
-class RunsBackwardAgain(Protocol):
-    """An engine whose backward can run without an update. With another engine only the forward is
-    searched."""
-
-    def without_update(self) -> AbstractContextManager[Any]:
-        """Enclose forward and backward of a microbatch whose gradients nobody keeps."""
 
 
 class NonFiniteSearch:

@@ -18,7 +18,7 @@ from ..data.ranges import Range
 from ..kernel.errors import SettingError
 from .layer_decay import depths
 
-__all__ = ["OptimizerGroup", "OptimizerSettings", "Several"]
+__all__ = ["CombinedOptimizer", "OptimizerGroup", "OptimizerSettings"]
 
 _Named = list[tuple[str, nn.Parameter]]
 
@@ -132,9 +132,10 @@ class OptimizerSettings:
         self, named: Iterable[tuple[str, nn.Parameter]], all_of_them: bool = True
     ) -> torch.optim.Optimizer:
         """Build the optimizer over two groups, with and without decay, or over one group if no
-        parameter decays. With `groups`, build it over the parameters of each group, as `Several` if
-        the kinds of optimizers differ. `all_of_them`: `named` holds all parameters of the model, so
-        a pattern that matches none of them is an error. Raises `SettingError`."""
+        parameter decays. With `groups`, build it over the parameters of each group, as a
+        `CombinedOptimizer` if the kinds of optimizers differ. `all_of_them`: `named` holds all
+        parameters of the model, so a pattern that matches none of them is an error. Raises
+        `SettingError`."""
         trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         if not self.groups:
             return self._made(trainable, every=False)
@@ -242,7 +243,7 @@ def _listed(named: _Named) -> str:
 
 def _as_one(made: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.optim.Optimizer:
     """Merge optimizers of one kind into one with more groups, if they differ only in their groups,
-    as torch's own do. Combine the rest in `Several`."""
+    as torch's own do. Combine the rest in `CombinedOptimizer`."""
     kinds: dict[str, torch.optim.Optimizer] = {}
     for name, optimizer in made:
         while name in kinds and not _is_torchs(optimizer):
@@ -253,7 +254,7 @@ def _as_one(made: Sequence[tuple[str, torch.optim.Optimizer]]) -> torch.optim.Op
         for group in optimizer.param_groups:
             kinds[name].add_param_group(group)
         kinds[name].state.update(optimizer.state)
-    return next(iter(kinds.values())) if len(kinds) == 1 else Several(kinds)
+    return next(iter(kinds.values())) if len(kinds) == 1 else CombinedOptimizer(kinds)
 
 
 def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
@@ -268,7 +269,7 @@ def _can_fuse(parameters: Iterable[nn.Parameter]) -> bool:
     return all(p.device.type in devices and p.is_floating_point() for p in parameters)
 
 
-class Several(torch.optim.Optimizer):
+class CombinedOptimizer(torch.optim.Optimizer):
     """Optimizers of several kinds as one. The entry `optimizer` of a group names the optimizer that
     updates it. This object owns the groups and the state, and lends them to each optimizer for its
     step."""

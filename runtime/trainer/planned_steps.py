@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..data.open_dataset import Source
-from ..kernel.batches import LARGEST, Position
+from ..data.positions import LARGEST
+from ..kernel.batches import Position
 from ..kernel.errors import CheckpointDamaged, DataError, SettingError
 from ..kernel.progress import Progress
+from .loop_state import progress_from_json
 from .plateau import Plateau
 from .schedule import RecipeSchedule
 from .settings import Settings
@@ -75,7 +77,7 @@ class Planned:
     def resume(self, state: Mapping[str, Any], where: str) -> tuple[str, ...]:
         """Continue a begun epoch with the plan of its run; return notes on what changed. Raises
         `CheckpointDamaged`, naming `where`."""
-        progress = Progress.from_json(state, where) if state else Progress()
+        progress = progress_from_json(state, where) if state else Progress()
         try:
             self.source.resume(progress.position, state.get("begun", {}))
         except ValueError as error:

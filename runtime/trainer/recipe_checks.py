@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..data.indexed import length_of
 from ..data.user_frames import last_line
-from ..kernel.contract import ChecksModels
 from ..kernel.errors import DataError, RecipeError, RecipeFailed, SettingError
+from ..kernel.optional import ChecksModels
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from .settings import ScheduleSettings, Settings

@@ -21,9 +21,10 @@ from ..data.open_dataset import open_dataset
 from ..data.partition import fitting_size
 from ..kernel import events
 from ..kernel.batches import Groups
-from ..kernel.contract import Driver, Session, TakesOverStep
+from ..kernel.contract import Driver, Session
 from ..kernel.errors import OutOfMemory, SettingError, ran_out
 from ..kernel.loop import NextAction, TrainLoop
+from ..kernel.optional import KeepsWrites, TakesOverStep
 from ..kernel.paths import Place, Url
 from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
@@ -63,7 +64,6 @@ from .time_accounting import TimeAccounting
 from .turn_losses import TurnLosses
 from .update_numbers import numbering
 from .weight_averages import WeightAverages
-from .weight_writes import KeepsWrites
 
 __all__ = ["Run"]
 

@@ -16,6 +16,7 @@ from ..kernel.paths import Place
 from .after_update import AfterUpdate
 from .evaluations import Evaluations
 from .left_out import LeftOut
+from .loop_state import loop_from_json, loop_to_json
 from .module_state import ModuleState
 from .nonfinite import NonFiniteSearch
 from .observer_states import ObserverStates
@@ -68,7 +69,7 @@ class RunState:
             "engine": loop.engine,
             "session": self.session,
             "state": {
-                **loop.state(),
+                **loop_to_json(loop),
                 "begun": self.source.begun(loop.progress.position),
                 "planned": self.planned.to_json(),
                 **self.measured(loop),
@@ -104,8 +105,9 @@ class RunState:
         self.spikes.restore(state.get("spikes"), where)
         self.turn_losses.restore(state.get("turns"), where)
         self.observers.restore(state.get("observers"), where)
+        progress, window = loop_from_json(state, self.session, where)
         with own_random_state(reader, self.session, self.backend) as unknown:
-            loop.restore(reader, state, where)
+            loop.restore(reader, progress, window)
         self.after_update.restored(loop)
         loss = state.get("loss")
         self.loss = loss if isinstance(loss, float) else math.nan

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,41 +16,13 @@ from ..kernel.contract import Engine, Session
 from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import ShowsUpdates
 from ..kernel.plan import Parts
 from .activations import Activations
 from .settings import Settings
 from .step_clock import COMPUTE
 
-__all__ = ["ShowsUpdates", "Statistics", "Stats", "UpdateObserver"]
-
-
-class UpdateObserver(Protocol):
-    """Receives the parts that this rank holds of each parameter in one update. It changes
-    nothing."""
-
-    def weights(self, parts: Parts) -> None:
-        """Receive all weights before the update, each tied group once, by the same names in the
-        same order on all ranks. The tensor of a parameter is empty on a rank that holds nothing of
-        it. After the update the tensors have the new values. Called by all ranks."""
-
-    def gradients(self, parts: Mapping[str, Tensor]) -> None:
-        """Receive the same elements of gradients: averaged over ranks, divided by the loss scale,
-        and not clipped yet. Called once or several times, each time with other parameters. A
-        parameter that no rank has a gradient of is left out."""
-
-
-@runtime_checkable
-class ShowsUpdates(Protocol):
-    """An engine that shows what an update computes with, for the setting `stats.every`. Without it
-    the setting is refused."""
-
-    @property
-    def runs_all_modules(self) -> bool:
-        """True if each rank runs all modules of the model in a training step."""
-
-    def show_update(self, observer: UpdateObserver | None) -> None:
-        """Show the next `update` to an observer; None: to nobody. Raises `CapabilityRefused`, also
-        for None, if this engine cannot. Called by all ranks."""
+__all__ = ["Statistics", "Stats"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from ..kernel.contract import CountsWaits, Session
+from ..kernel.contract import Session
+from ..kernel.optional import CountsWaits
 
 __all__ = [
     "COMPUTE",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernel.contract import Session
 from ..kernel.errors import CheckpointDamaged
-from ..kernel.progress import losses_from_json, losses_to_json
+from .loop_state import losses_from_json, losses_to_json
 from .loss_parts import LossParts
 
 __all__ = ["TurnLosses"]

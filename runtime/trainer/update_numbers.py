@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from ..kernel.contract import Engine
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import NumbersUpdates
 
-__all__ = ["NumbersUpdates", "numbering"]
-
-
-@runtime_checkable
-class NumbersUpdates(Protocol):
-    """An engine on which an optimizer may draw random numbers. Within an update its generators
-    depend on the run's seed, on the number of the update, and on the part of the weights that the
-    rank updates. Copies of weights stay equal, and a resumed run draws what it would have drawn.
-    """
-
-    def number_update(self, number: int, /) -> object:
-        """Give the next `update` its number in the run; the first is 1. Called by all ranks."""
+__all__ = ["numbering"]
 
 
 def numbering(engine: Engine) -> Callable[[TrainLoop], None]:

@@ -7,9 +7,10 @@ from typing import Any
 
 from ..checkpoint import CheckpointReader
 from ..checkpoint.averages import WithoutAverages, has_averages
-from ..kernel.contract import AveragesWeights, Engine
+from ..kernel.contract import Engine
 from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import AveragesWeights
 from .settings import Settings
 
 __all__ = ["AveragesWeights", "WeightAverages", "refuse_no_average"]

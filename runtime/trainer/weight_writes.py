@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
-__all__ = ["KeepsWrites", "open_to_writes"]
+from ..kernel.optional import KeepsWrites
+
+__all__ = ["open_to_writes"]
 
 _LIBRARIES = ("drivetrain", "transformers")
 _NO_CONTEXT: AbstractContextManager[Any] = nullcontext()
-
-
-@runtime_checkable
-class KeepsWrites(Protocol):
-    """An engine that does something for a write to a weight to last. Without it, the module's own
-    parameters are all that an update, a forward and a save begin with."""
-
-    def open_to_writes(self, where: str) -> AbstractContextManager[Any]:
-        """Enclose user's code between two forwards, or in the optimizer's step; `where` names it.
-        What this code writes in place to the module's parameters is in the next forward, update
-        and save. Raises `RecipeError`, which names the weights and `where`, for a write that is
-        not. Blocks may be nested. No ranks meet, and no device is waited for."""
 
 
 def open_to_writes(

@@ -51,10 +51,10 @@ def verdict_received_by(watch: Watch) -> str:
     return watch.verdict
 
 
-def test_if_all_ranks_give_up_they_may_resume_together(pair: tuple[Watch, Watch]) -> None:
+def test_if_all_ranks_abort_they_may_resume_together(pair: tuple[Watch, Watch]) -> None:
     with ThreadPoolExecutor() as threads:
         for _ in range(3):
-            answers = threads.map(lambda each: each.give_up("no memory", retry=True), pair)
+            answers = threads.map(lambda each: each.abort("no memory", retry=True), pair)
             assert list(answers) == [True, True]
     assert [each.verdict for each in pair] == ["", ""]
 
@@ -64,9 +64,9 @@ def test_if_one_rank_gives_up_the_others_receive_its_reason(pair: tuple[Watch, W
     which would end it, and cannot take its abort back.
     """
     first, second = pair
-    assert not first.give_up("rank 0 has no memory", retry=True)
+    assert not first.abort("rank 0 has no memory", retry=True)
     assert verdict_received_by(second) == "rank 0 has no memory" and second.stalled == [0]
-    assert first.verdict == "" and not first.give_up("once more", retry=True)
+    assert first.verdict == "" and not first.abort("once more", retry=True)
 
 
 def test_a_rank_that_ends_only_waits_until_its_reason_is_received(
@@ -74,9 +74,9 @@ def test_a_rank_that_ends_only_waits_until_its_reason_is_received(
 ) -> None:
     """Require that the first reason is sent. A rank with a reason of its own asks no others."""
     first, second = pair
-    assert not first.give_up("a bad sample", retry=False)
+    assert not first.abort("a bad sample", retry=False)
     assert verdict_received_by(second) == "a bad sample"
-    assert not second.give_up("another one", retry=False)
+    assert not second.abort("another one", retry=False)
     assert stores[0].calls and not stores[1].calls
     assert (second.verdict, first.verdict) == ("a bad sample", "")
 
@@ -94,6 +94,6 @@ def test_a_store_that_is_gone_or_stands_still_keeps_nobody() -> None:
 
     stuck = Stuck()
     alone = Watch(dist.HashStore(), stuck, 0, 2, 0.6, 60.0)
-    assert not alone.give_up("a bad sample", retry=False)
+    assert not alone.abort("a bad sample", retry=False)
     assert not stuck.has_answered
     over.set()

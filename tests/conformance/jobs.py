@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernel.contract import Engine, Session, TakesOverStep
+from ..kernel.contract import Engine, Session
+from ..kernel.optional import TakesOverStep
 from ..kernel.recipe import Microstep
 from .bench import Bench
 from .optimizers import optimizer_class

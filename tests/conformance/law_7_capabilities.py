@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..kernel.contract import WatchesRanks
 from ..kernel.errors import CollectiveFailed
+from ..kernel.optional import WatchesRanks
 from .bench import Bench
 from .cases import Refused, check
 from .jobs import microbatches, optimizer_called, partition, train
@@ -127,7 +127,7 @@ def timeout_seconds(subject: Subject) -> Refused | None:
 
 @check()
 def one_rank_gives_up(subject: Subject) -> None:
-    """Require that ranks may go on after all of them give up. After one rank alone gives up, the
+    """Require that ranks may go on after all of them abort. After one rank alone aborts, the
     others end within seconds, by an error that names it and says why. This applies to drivers that
     promise `stall_seconds`.
     """
@@ -138,11 +138,11 @@ def one_rank_gives_up(subject: Subject) -> None:
             gives_up, alone=True, folder=folder, longest=40.0, timeout_seconds=10.0
         )
     together = [each["together"] for each in reported]
-    require_same("all give up, and may resume", together, [True] * len(reported))
-    require(not reported.pop(LATE)["resumes"], "a rank that gives up alone may not resume")
+    require_same("all abort, and may resume", together, [True] * len(reported))
+    require(not reported.pop(LATE)["resumes"], "a rank that aborts alone may not resume")
     for other in reported:
         require(other["error"], "a rank that others wait for has given up, and they wait on")
-        require(WHY in other["error"], f"why rank {LATE} gave up is not said: {other['error']}")
+        require(WHY in other["error"], f"why rank {LATE} aborted is not said: {other['error']}")
         require_same("the ranks that it names who has waited", other["late"], [LATE])
         seconds = other["seconds"]
         require(seconds < 15.0, f"the others end {seconds:.1f} s after a rank has given up")
@@ -275,18 +275,18 @@ WHY = "its third sample is bad"
 
 
 def gives_up(bench: Bench, *, folder: str, longest: float, **settings: Any) -> dict[str, Any]:
-    """Job in which all ranks give up and resume, then one rank gives up and ends. Returns the error
+    """Job in which all ranks abort and resume, then one rank aborts and ends. Returns the error
     that each rank receives, and the seconds until then.
     """
     reported: dict[str, Any] = {"error": "", "late": [], "resumes": False}
     with suppress(CollectiveFailed), bench.open(**settings) as session:
         rank, size, watched = session.world.rank, session.world.size, cast(WatchesRanks, session)
-        reported["together"] = watched.give_up("no memory")
+        reported["together"] = watched.abort("no memory")
         session.tally([1.0])()
         began = time.monotonic()
         try:
             if rank == LATE:
-                reported["resumes"] = watched.give_up(f"rank {rank} ends: {WHY}", retry=False)
+                reported["resumes"] = watched.abort(f"rank {rank} ends: {WHY}", retry=False)
                 raise CollectiveFailed("as an error ends it")
             session.tally([1.0])()
         except CollectiveFailed as error:

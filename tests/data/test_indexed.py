@@ -30,6 +30,7 @@ from trainer.problems import eval_groups
 
 from drivetrain.data.indexed import Loader, steps_per_epoch
 from drivetrain.data.order import Order, sequential, shuffled
+from drivetrain.data.positions import position_from_json, position_to_json
 from drivetrain.kernel.batches import Group, Microbatch, Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError, WorkerFailed
 
@@ -246,8 +247,8 @@ def test_a_resumed_run_continues_the_same(cut: dict[str, Any], step: int) -> Non
         return
     for loader in loaders(cut):
         whole = read(loader, Position(), step + 5)
-        stored = json.loads(json.dumps(whole[step][0].position.to_json()))
-        resumed = read(loader, Position.from_json(stored), 5)
+        stored = json.loads(json.dumps(position_to_json(whole[step][0].position)))
+        resumed = read(loader, position_from_json(stored), 5)
         assert [part for _, part in resumed] == [part for _, part in whole[step:]]
         assert [group.next for group, _ in resumed] == [group.next for group, _ in whole[step:]]
         assert whole[step][0].next == whole[step + 1][0].position
@@ -676,7 +677,7 @@ def test_a_position_past_the_end_is_refused() -> None:
 )
 def test_a_malformed_position_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="not a data position"):
-        Position.from_json(value)
+        position_from_json(value)
 
 
 # --- evaluation -------------------------------------------------------------------------------

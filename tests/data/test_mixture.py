@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from drivetrain import Batches, Mix, ReadAgain, Recipe, Settings
 from drivetrain.data.open_dataset import by_sample
+from drivetrain.data.positions import position_from_json, position_to_json
 from drivetrain.data.shares import shares_of
 from drivetrain.kernel.batches import Position
 from drivetrain.kernel.errors import DataError, DataFailed, SettingError, UsageError
@@ -80,8 +81,8 @@ def steps(
             for each in group.microbatches:
                 found[number] += each.batch[: each.num_samples]
             end = group.next
-    kept = json.loads(json.dumps([end.to_json(), loader.begun(end)]))
-    return found, Position.from_json(kept[0]), kept[1]
+    kept = json.loads(json.dumps([position_to_json(end), loader.begun(end)]))
+    return found, position_from_json(kept[0]), kept[1]
 
 
 @quickly

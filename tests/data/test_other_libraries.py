@@ -15,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from drivetrain import Mix, TarShards
 from drivetrain.data.open_dataset import by_sample
+from drivetrain.data.positions import position_from_json, position_to_json
 from drivetrain.kernel.batches import ENDLESS, Position
 from drivetrain.kernel.errors import DataError, DataFailed
 
@@ -40,7 +41,7 @@ def read(data: Any, start: Position, num_steps: int, readers: int = 1) -> Any:
             for each in group.microbatches:
                 found[number] += each.batch[: each.num_samples]
             end = group.next
-    return found, Position.from_json(json.loads(json.dumps(end.to_json())))
+    return found, position_from_json(json.loads(json.dumps(position_to_json(end))))
 
 
 def goes_on(data: Make, steps: int = 12) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 
 from drivetrain import ReadAgain
+from drivetrain.data.positions import position_from_json, position_to_json
 from drivetrain.data.stream import StreamLoader
 from drivetrain.kernel.batches import ENDLESS, Position
 
@@ -52,7 +53,7 @@ def read(stream: Any, start: Position, num_steps: int) -> tuple[list[list[int]],
     for group in loader.groups(start, num_steps):
         found += [each.batch for each in group.microbatches]
         position = group.next
-    return found, Position.from_json(json.loads(json.dumps(position.to_json())))
+    return found, position_from_json(json.loads(json.dumps(position_to_json(position))))
 
 
 @pytest.mark.parametrize("make", [in_shards, shuffled, mapped, in_epochs, interleaved])

@@ -23,8 +23,9 @@ from drivetrain.backends.common import models, stepping
 from drivetrain.backends.common.entered import Entered
 from drivetrain.backends.ddp import DdpOptions
 from drivetrain.conformance.resuming import WeightsAlone
-from drivetrain.kernel.contract import Outcome, TakesOverStep, World
+from drivetrain.kernel.contract import Outcome, World
 from drivetrain.kernel.errors import CheckpointError, CollectiveFailed, RecipeError
+from drivetrain.kernel.optional import TakesOverStep
 from drivetrain.kernel.plan import Capabilities, Plan
 from drivetrain.kernel.recipe import Batch, Recipe
 from drivetrain.kernel.shards import Kind, Piece, Reader
@@ -985,7 +986,7 @@ class TheOthersFault(WrappedSession):
 class KeepsItToItself(WrappedSession):
     """Aborts a rank without a message to the other ranks, which keep waiting for it."""
 
-    def give_up(self, why: str, retry: bool = True) -> bool:
+    def abort(self, why: str, retry: bool = True) -> bool:
         return retry
 
 

@@ -30,6 +30,7 @@ TYPED = (
     "drivetrain.kernel.contract",
     "drivetrain.kernel.errors",
     "drivetrain.kernel.events",
+    "drivetrain.kernel.optional",
     "drivetrain.kernel.plan",
     "drivetrain.kernel.recipe",
     "drivetrain.kernel.shards",

@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 import pytest
 from house_rules import ROOMS, ROOT, Room, imports, module_name, room_of, sources
 
-from drivetrain.kernel import contract
+from drivetrain.kernel import optional
 from drivetrain.kernel.contract import Driver, Engine, Session
 
 KERNEL_LINES = 2000
@@ -25,12 +25,16 @@ MANDATORY = (Driver, Session, Engine)
 OPTIONAL = {
     "ChecksModels": {"check_model"},
     "EstimatesLayout": {"layout"},
-    "WatchesRanks": {"watch", "give_up"},
+    "WatchesRanks": {"watch", "abort"},
     "CountsWaits": set(),
     "TakesOverStep": {"step"},
     "Audits": {"audit"},
     "AveragesWeights": {"average", "averaged"},
     "ChangesWeights": {"change_weights"},
+    "KeepsWrites": {"open_to_writes"},
+    "NumbersUpdates": {"number_update"},
+    "ShowsUpdates": {"show_update"},
+    "RunsBackwardAgain": {"without_update"},
     "GivesBack": {"give_back"},
 }
 """Protocols that a driver may offer besides, and their callables, which the limit leaves out."""
@@ -93,18 +97,33 @@ def callables(protocol: type) -> set[str]:
 
 
 def optional_protocols() -> dict[str, type]:
-    """Return the protocols of the contract that are not mandatory, in the order of its file."""
-    found = {name: value for name, value in vars(contract).items() if name in contract.__all__}
-    protocols = {n: value for n, value in found.items() if getattr(value, "_is_protocol", False)}
-    return {name: value for name, value in protocols.items() if value not in MANDATORY}
+    """Return the protocols that `isinstance` can ask for, in the order of their file."""
+    found = {name: value for name, value in vars(optional).items() if name in optional.__all__}
+    return {n: value for n, value in found.items() if getattr(value, "_is_runtime_protocol", False)}
 
 
 def test_what_a_driver_may_offer_is_listed() -> None:
     found = {name: callables(value) for name, value in optional_protocols().items()}
     assert found == OPTIONAL
-    assert all(
-        getattr(value, "_is_runtime_protocol", False) for value in optional_protocols().values()
-    )
+
+
+def offered(text: str) -> list[str]:
+    """Return the protocols of a module that `isinstance` asks a driver, a session or an engine
+    for, as their docstrings say.
+    """
+    return [
+        node.name
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.ClassDef)
+        and "runtime_checkable" in map(ast.unparse, node.decorator_list)
+        and re.match(r"(A|An) (driver|session|engine) ", ast.get_docstring(node) or "")
+    ]
+
+
+def test_what_a_driver_may_offer_lies_in_one_place() -> None:
+    above = {path: text for path, text in library().items() if not path.startswith("backends/")}
+    found = {path: names for path, text in above.items() if (names := offered(text))}
+    assert found == {"kernel/optional.py": list(OPTIONAL)}
 
 
 def test_the_manual_shows_what_a_driver_may_offer() -> None:

@@ -20,7 +20,7 @@ from drivetrain.conformance.problems import PROBLEMS, Samples
 from drivetrain.kernel.errors import CheckpointMismatch, RecipeError, SettingError
 from drivetrain.kernel.events import Logged, Resumed, RunStarted
 from drivetrain.trainer.fit import fit
-from drivetrain.trainer.optimizers import Several
+from drivetrain.trainer.optimizers import CombinedOptimizer
 from drivetrain.trainer.setting_values import flatten, override
 
 MUON = {"dims": 2, "name": "torch.optim.Muon", "lr": 0.02, "args": {"momentum": 0.9}}
@@ -64,7 +64,7 @@ def built(groups: Any, **given: Any) -> tuple[torch.optim.Optimizer, dict[str, d
 
 def test_patterns_come_before_dimensions_and_these_before_the_rest() -> None:
     optimizer, of = built([{"pattern": "emb*", "lr": 0.5}, MUON, {"weight_decay": 0.1}])
-    assert isinstance(optimizer, Several)
+    assert isinstance(optimizer, CombinedOptimizer)
     reported = {name: (g["optimizer"], g["lr"], g["weight_decay"]) for name, g in of.items()}
     adamw, muon = "torch.optim.AdamW", "torch.optim.Muon"
     assert reported == {

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from ...data.open_dataset import by_sample
 from ...data.prebatched import Batches
 from ...kernel.batches import Position
-from ...kernel.contract import Driver, EstimatesLayout
+from ...kernel.contract import Driver
 from ...kernel.errors import DrivetrainError
+from ...kernel.optional import EstimatesLayout
 from ...kernel.plan import Layout
 from ...kernel.recipe import Batch, Recipe
 from ...registry import find_driver, known_backends, refuse_unpromised, usable_driver
