@@ -12,6 +12,7 @@ import torch
 from ..data.sample_digest import differing_parts
 from ..kernel.batches import split_evenly
 from ..trainer.settings import PRECISIONS
+from ..trainer.tensor_figures import TensorFigures
 from .recorded_steps import RecordedStep
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "first_difference",
     "tolerance_between",
 ]
+
+Figures = Mapping[str, TensorFigures]
 
 _SAFETY = 8.0
 """Roundings of the same value on the way from the weights to a figure, beyond those of one sum."""
@@ -49,7 +52,8 @@ class Difference:
 
     step: int
     quantity: str
-    """`learning rate`, `samples`, `random state`, `loss`, `gradient norm` or `weight NAME`."""
+    """`learning rate`, `samples`, `random state`, `loss`, `gradient norm`, `gradient NAME` or
+    `weight NAME`."""
     first: Any
     second: Any
     relative: float | None = None
@@ -146,30 +150,53 @@ def differences_at(
             yield _numbers(step, "loss", pair, bound)
             break
     norms = [step.logged["grad_norm"] for step in (first, second)]
-    if _apart(norms, bound, 0.0):
+    norm_is_apart = _apart(norms, bound, 0.0)
+    where = _describe_ranks(first, second)
+    gradients = first.gradients, second.gradients
+    if tolerance.exact and all(gradients):
+        yield from _tensors(number, "gradient", *gradients, where)
+    if norm_is_apart:
         apart = True
         yield _numbers(number, "gradient norm", norms, bound)
+        if not tolerance.exact:
+            yield from _gradient_norms(number, *gradients, bound)
     if apart and samples is not None and not tolerance.same_batches:
         yield samples
     if tolerance.exact:
-        yield from _weights(first, second)
+        yield from _tensors(number, "weight", first.weights, second.weights, where)
 
 
-def _weights(first: RecordedStep, second: RecordedStep) -> Iterator[Difference]:
-    """Yield the weights that differ in a bit, the one that differs most first."""
-    found, where = [], _describe_ranks(first, second)
-    for name in first.weights.keys() & second.weights.keys():
-        ours, theirs = first.weights[name], second.weights[name]
+def _tensors(
+    step: int, kind: str, first: Figures, second: Figures, where: str
+) -> Iterator[Difference]:
+    """Yield the tensors that differ in a bit, the one that differs most first."""
+    found = []
+    for name in first.keys() & second.keys():
+        ours, theirs = first[name], second[name]
         if ours.bits != theirs.bits:
             change = max(abs(ours.norm - theirs.norm), abs(ours.total - theirs.total))
             size = change / max(ours.norm, 1e-30)
             norms = [f"norm {each.norm:.9g}, digest {each.bits:08x}" for each in (ours, theirs)]
-            what = f"weight {name}"
-            found.append(Difference(first.step, what, norms[0], norms[1], size, where=where))
+            what = f"{kind} {name}"
+            found.append(Difference(step, what, norms[0], norms[1], size, where=where))
     yield from sorted(found, key=lambda each: (-(each.relative or 0.0), each.quantity))
-    for name in sorted(first.weights.keys() ^ second.weights.keys()):
-        a, b = ("there" if name in step.weights else "none" for step in (first, second))
-        yield Difference(first.step, f"weight {name}", a, b)
+    for name in sorted(first.keys() ^ second.keys()):
+        a, b = ("there" if name in each else "none" for each in (first, second))
+        yield Difference(step, f"{kind} {name}", a, b)
+
+
+def _gradient_norms(
+    step: int, first: Figures, second: Figures, bound: float
+) -> Iterator[Difference]:
+    """Yield the gradients whose norms differ by more than rounding of the whole norm, the one that
+    differs most first."""
+    scale = math.hypot(*(each.norm for each in first.values()))
+    found = [
+        _numbers(step, f"gradient {name}", pair, bound)
+        for name in first.keys() & second.keys()
+        if _apart(pair := [each[name].norm for each in (first, second)], bound, scale)
+    ]
+    yield from sorted(found, key=lambda each: -abs(each.first - each.second))
 
 
 def _describe_ranks(first: RecordedStep, second: RecordedStep) -> str:

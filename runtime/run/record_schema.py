@@ -288,6 +288,8 @@ _FIELDS: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
         ("random", _text),
         ("weights", _packed),
         ("names", _list_of(_packed)),
+        ("gradients", _or_none(_packed)),
+        ("gradient_names", _or_none(_list_of(_packed))),
         ("ranks", _or_none(_packed)),
         _MAY_HAVE_TIME,
     ),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..kernel.errors import CheckpointNotFound, OutputError
-from ..trainer.digests import TensorFigures, unpacked
+from ..trainer.tensor_figures import TensorFigures, unpacked
 from .record_file import Record, RecordFile
 from .run_folder import METRICS
 from .watch import DIGESTS
@@ -25,6 +25,8 @@ class RecordedStep:
     start: Record
     """The record of the start of the run that made the step."""
     weights: Mapping[str, TensorFigures]
+    gradients: Mapping[str, TensorFigures]
+    """Empty where none are recorded."""
 
     @property
     def losses(self) -> dict[int, float | None]:
@@ -45,12 +47,13 @@ class RecordedSteps:
     _start: Record | None = None
     _logged: Record | None = None
     _names: Sequence[str] = ()
+    _gradient_names: Sequence[str] = ()
 
     def add(self, record: Record) -> None:
         """Add a record that came after all others."""
         event = record["event"]
         if event == "run_started":
-            self._start, self._names = record, ()
+            self._start, self._names, self._gradient_names = record, (), ()
             self.first = self.first or record
             self._go_back(record["first_step"])
         elif event == "rolled_back":
@@ -70,11 +73,19 @@ class RecordedSteps:
         if logged is None or start is None or logged["step"] != record["step"]:
             return
         self._names = record["names"] or self._names
+        self._gradient_names = record["gradient_names"] or self._gradient_names
         try:
-            weights = dict(zip(self._names, unpacked(record["weights"]), strict=True))
+            weights = _by_name(self._names, record["weights"])
+            gradients = _by_name(self._gradient_names, record["gradients"] or "")
         except ValueError:  # a damaged record
             return
-        self.steps[record["step"]] = RecordedStep(record["step"], logged, record, start, weights)
+        self.steps[record["step"]] = RecordedStep(
+            record["step"], logged, record, start, weights, gradients
+        )
+
+
+def _by_name(names: Sequence[str], text: str) -> dict[str, TensorFigures]:
+    return dict(zip(names, unpacked(text), strict=True)) if text else {}
 
 
 def read_steps(folder: Path) -> RecordedSteps:

@@ -1,19 +1,14 @@
-"""Digests of a step that is logged: of its samples, its random state, and the weights after it.
-
-By these `drivetrain replay` and `drivetrain compare` find where two runs part. A digest of a whole
-tensor is the sum of the digests of its parts, so that it does not depend on how ranks hold it.
+"""Digests of a logged step: of its samples, its random state, its gradients, and the weights after
+it. By these `drivetrain replay` and `drivetrain compare` find where two runs part.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import math
-import struct
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,31 +16,17 @@ from torch import Tensor
 from ..checkpoint.extra_state import without_extra_state
 from ..data.sample_digest import num_parts, part_digests, part_text
 from ..kernel.batches import Group, Groups, Microbatch, Position
-from ..kernel.contract import Session, World
+from ..kernel.contract import Session
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
+from .gradient_digests import GradientDigests
+from .tensor_figures import PartFigures, TensorFigures, added, joined, packed, sum_of_bits
 
-__all__ = ["Digester", "ReceivesSamples", "StepDigests", "TensorFigures", "packed", "unpacked"]
+__all__ = ["Digester", "ReceivesSamples", "StepDigests"]
 
 _MOST_LOSSES = 100
 _MOST_ENTRIES = 20_000
 """Tensors times ranks up to which each tensor is recorded; above, all together are."""
-ALL_WEIGHTS = "all weights"
-_ENTRY = struct.Struct("<Iff")
-_WRAP = 1 << 32
-_WORD_BYTES = 4
-_MOST = 3e38
-
-
-class TensorFigures(NamedTuple):
-    """Figures of one tensor."""
-
-    bits: int
-    """Sum of its 32-bit words, modulo 2**32."""
-    total: float
-    """Sum of its elements."""
-    norm: float
-    """L2 norm."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +48,11 @@ class StepDigests(Event):
     """Figures of each weight after the step, see `packed`."""
     names: Sequence[str]
     """Names of the weights, in the first such event of a start only."""
+    gradients: str
+    """Figures of each gradient, averaged over ranks and not clipped; empty if the driver shows
+    none."""
+    gradient_names: Sequence[str]
+    """Names of the parameters that these are of, where they are others than in the event before."""
     ranks: str
     """Eight digits for each of several ranks: the sum of the words of the weights it saves."""
 
@@ -93,7 +79,7 @@ class Digester:
 
     `level`: the setting `digests`. `due(step)`: whether a step is logged, which is known before its
     samples are fetched. `where`: describes the samples of a group, for
-    those of the `observers` that receive it.
+    those of the `observers` that receive it. `gradients`: None to leave them out.
     """
 
     def __init__(
@@ -103,12 +89,15 @@ class Digester:
         due: Callable[[int], bool],
         where: Callable[[Position, int], str],
         observers: Sequence[object] = (),
+        gradients: GradientDigests | None = None,
     ) -> None:
+        self._gradients = gradients if level == "weights" else None
         self._session, self._due, self._level, self._where = session, due, level, where
         self._receivers = [each for each in observers if isinstance(each, ReceivesSamples)]
         self._batches: dict[int, _Batch] = {}
         self._losses: list[Tensor] = []
-        self._names: Sequence[str] = ()
+        self._names: dict[str, Sequence[str]] = {}
+        """By the kind of tensors, the names in the last event."""
 
     def watched(self, groups: Groups, steps_done: Callable[[], int]) -> Groups:
         """Return the same groups; samples of steps that are logged are looked at on the way."""
@@ -146,12 +135,19 @@ class Digester:
                 seen.parts = [a + b for a, b in zip(seen.parts, sums, strict=True)]
             yield part
 
+    def before_update(self, step: int) -> None:
+        """Watch the update of a step that is logged. Called by all ranks."""
+        if self._gradients is not None and self._due(step):
+            self._gradients.watch()
+
     def begin(self, loop: TrainLoop) -> Callable[[], StepDigests | None]:
         """Start to compute on the device; the returned function waits for it, and for all ranks."""
         if self._level == "none":
             return lambda: None
         world = self._session.world
-        names, figures = _figures_of(loop, world) if self._level == "weights" else ([], None)
+        weights = _weights_of(loop) if self._level == "weights" else PartFigures()
+        gradients = PartFigures() if self._gradients is None else self._gradients.take()
+        figures = [(each.names, each.stacked(world)) for each in (weights, gradients)]
         losses, self._losses = self._losses, []
         loss = torch.stack([world.widened(each) for each in losses]) if losses else torch.zeros(0)
         progress = loop.progress
@@ -160,17 +156,13 @@ class Digester:
         random = self._random()
 
         def finish() -> StepDigests:
-            own = [] if figures is None else figures.tolist()
-            count = len(names)
-            columns = [own[:count], own[count : 2 * count], own[2 * count :]]
             everyones = self._session.exchange(
                 [
                     self._session.world.feeder_index,
                     loss.tolist(),
                     [] if batch is None else batch.parts,
                     random,
-                    names,
-                    columns,
+                    *([names, columns.tolist()] for names, columns in figures),
                 ]
             )
             return self._joined(progress.step, batch, everyones)
@@ -192,12 +184,11 @@ class Digester:
         losses = [sum(each) / len(by_feeder) for each in zip(*by_feeder.values(), strict=True)]
         parts = [sum(each) for each in zip(*(rank[2] for rank in everyones), strict=False)]
         random = sum(rank[3] for rank in everyones) % (1 << 40)
-        weights = _joined_figures(rank[4:6] for rank in everyones)
-        sums = [sum(map(int, rank[5][0])) % _WRAP for rank in everyones if len(everyones) > 1]
-        if len(everyones) * len(weights) > _MOST_ENTRIES:
-            weights = {ALL_WEIGHTS: _sum_of(weights.values())}
-        news = () if list(weights) == list(self._names) else tuple(weights)
-        self._names = tuple(weights)
+        sums = [sum_of_bits(*rank[4]) for rank in everyones if len(everyones) > 1]
+        weights, gradients = (
+            _fewer(joined(rank[entry] for rank in everyones), len(everyones), name)
+            for entry, name in ((4, "all weights"), (5, "all gradients"))
+        )
         position = Position() if batch is None else batch.position
         return StepDigests(
             step=step,
@@ -208,9 +199,16 @@ class Digester:
             batch=part_text(parts),
             random=f"{random:010x}",
             weights=packed(list(weights.values())),
-            names=news,
+            names=self._news("weights", weights),
+            gradients=packed(list(gradients.values())),
+            gradient_names=self._news("gradients", gradients),
             ranks="".join(f"{each:08x}" for each in sums),
         )
+
+    def _news(self, kind: str, found: Mapping[str, TensorFigures]) -> Sequence[str]:
+        """Return the names if they are others than in the event before."""
+        before, self._names[kind] = self._names.get(kind, ()), tuple(found)
+        return () if before == self._names[kind] else self._names[kind]
 
 
 class _Watched:
@@ -228,59 +226,20 @@ class _Watched:
                 yield self._digester.look(step, group)
 
 
-@torch.no_grad()
-def _figures_of(loop: TrainLoop, world: World) -> tuple[list[str], Tensor]:
-    """Return the names of the weights of which this rank writes a part, and as one vector the sums
-    of their words, of their elements, and their norms; waits for nothing."""
-    names: list[str] = []
-    columns: tuple[list[Tensor], ...] = ([], [], [])
+def _weights_of(loop: TrainLoop) -> PartFigures:
+    """Return the figures of the parts of weights that this rank writes; waits for nothing."""
+    found = PartFigures()
     with without_extra_state():
         for piece in loop.engine.shards():
             if piece.kind == "weights" and piece.tensor.numel():
-                names.append(piece.name)
-                for column, figure in zip(columns, _figures(piece.tensor.detach()), strict=True):
-                    column.append(figure)
-    figures = [world.widened(figure) for column in columns for figure in column]
-    device = next((each.device for each in figures if each.device.type != "cpu"), None)
-    figures = [each if device is None else each.to(device) for each in figures]
-    return names, torch.stack(figures) if figures else torch.zeros(0)
+                found.add(piece.name, piece.tensor)
+    return found
 
 
-def _figures(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    words = raw.view(torch.int32) if len(raw) % _WORD_BYTES == 0 else raw
-    wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-    return words.sum(dtype=torch.int32), wide.sum(), torch.linalg.vector_norm(wide)
-
-
-def _joined_figures(everyones: Iterable[Sequence[Any]]) -> dict[str, TensorFigures]:
-    """Return the figures of whole tensors, in the order of the ranks that have parts of them."""
-    parts: dict[str, list[TensorFigures]] = {}
-    for names, columns in everyones:
-        for name, bits, total, norm in zip(names, *columns, strict=True):
-            parts.setdefault(name, []).append(TensorFigures(int(bits), total, norm))
-    return {name: _sum_of(each) for name, each in sorted(parts.items())}
-
-
-def _sum_of(parts: Iterable[TensorFigures]) -> TensorFigures:
-    bits, totals, norms = zip(*parts, strict=True)
-    return TensorFigures(sum(bits) % _WRAP, math.fsum(totals), math.hypot(*norms))
-
-
-def packed(figures: Iterable[TensorFigures]) -> str:
-    """Return figures as text: for each, its bits and two numbers of 32 bits, in base64."""
-    return base64.b64encode(b"".join(_ENTRY.pack(*map(_narrow, each)) for each in figures)).decode()
-
-
-def unpacked(text: str) -> list[TensorFigures]:
-    """Return the figures that `packed` made a text of. Raises `ValueError` for another text."""
-    try:
-        return [TensorFigures(*each) for each in _ENTRY.iter_unpack(base64.b64decode(text))]
-    except struct.error as error:
-        raise ValueError(f"no figures of tensors: {error}") from error
-
-
-def _narrow(value: float) -> float:
-    """Return a number that a float of 32 bits can hold."""
-    return value if isinstance(value, int) or abs(value) < _MOST else math.copysign(math.inf, value)
+def _fewer(
+    figures: dict[str, TensorFigures], num_ranks: int, name: str
+) -> dict[str, TensorFigures]:
+    """Return the figures; if there are too many to record, those of all tensors together, by
+    `name`."""
+    too_many = len(figures) * num_ranks > _MOST_ENTRIES
+    return {name: added(figures.values())} if too_many else figures

@@ -87,6 +87,7 @@ class SettingsPolicy:
             group["lr"] = rate
         if (statistics := self.state.statistics) is not None:
             statistics.before_update(loop.progress.step + 1)
+        self.digester.before_update(loop.progress.step + 1)
         self.state.number_next_update(loop)
         self.clock.mark(UPDATE)
 

@@ -35,6 +35,7 @@ from .early_stopping import EarlyStopping
 from .ending import Ending, sentences
 from .evaluations import Evaluations
 from .given_back import GivenModel
+from .gradient_digests import GradientDigests
 from .late_ranks import abort_ranks, ended_by, report_late_ranks
 from .left_out import LeftOut
 from .loss_parts import LossParts, with_parts
@@ -55,6 +56,7 @@ from .run_state import RunState
 from .sanity import SanityCheck, skipped_without_memory
 from .saves import Saves, checkpoint_store, stored_metrics
 from .settings import Settings
+from .shown_updates import shared
 from .spikes import SkipGroups, Spikes
 from .start_checks import agree, on_rank_0, start_conditions
 from .start_notes import start_notes
@@ -164,6 +166,7 @@ class Run:
         size = settings.evaluate.micro_batch or self.micro_batch
         left_out = LeftOut(recipe, source, lambda note: announce(events.Warned(note)))
         averages = WeightAverages(settings, engine, driver.name)
+        shows = shared(engine)
         after_update = AfterUpdate(recipe, engine, driver.name)
         self.state = RunState(
             backend=driver.name,
@@ -184,7 +187,7 @@ class Run:
             averages=averages,
             after_update=after_update,
             observers=ObserverStates(announce.observers),
-            statistics=Statistics.of(settings, engine, session, driver.name),
+            statistics=Statistics.of(settings, shows, session, driver.name),
             left_out=left_out,
             modules=ModuleState(engine, session, lambda note: announce(events.Warned(note))),
             number_next_update=numbering(engine),
@@ -194,7 +197,8 @@ class Run:
         level = settings.digests
         if able.static_shapes and level == "weights":
             level = "samples"  # a device that compiles whole steps copies its weights to the host
-        digester = Digester(level, session, self._is_logged, source.where, observers)
+        gradients = GradientDigests(shows, session)
+        digester = Digester(level, session, self._is_logged, source.where, observers, gradients)
         self.policy = SettingsPolicy(
             *(self.state, engine.param_groups, saves, lock, announce, times, self.account),
             digester,

@@ -324,8 +324,8 @@ class Settings:
     """Steps between logs."""
     digests: Literal["weights", "samples", "none"] = "weights"
     """Digests that each log records, for `drivetrain replay` and `drivetrain compare`. `weights`:
-    of the samples of the step, of the random state and of each weight; `samples`: not of the
-    weights; `none`: no digests."""
+    of the samples of the step, of the random state, of each gradient and of each weight;
+    `samples`: not of gradients and weights; `none`: no digests."""
     max_nonfinite: Steps = 10
     """End the run when this many steps in a row could not be applied."""
     out_of_memory: Literal["halve", "stop"] = "halve"

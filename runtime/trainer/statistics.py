@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -12,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..kernel.contract import Engine, Session
+from ..kernel.contract import Session
 from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
@@ -20,6 +19,7 @@ from ..kernel.optional import ShowsUpdates
 from ..kernel.plan import Parts
 from .activations import Activations
 from .settings import Settings
+from .shown_updates import CountedParts
 from .step_clock import COMPUTE
 
 __all__ = ["Statistics", "Stats"]
@@ -50,7 +50,7 @@ class Statistics:
     numbers of all ranks, as one vector, after a log has waited for the device.
     """
 
-    def __init__(self, settings: Settings, engine: Engine, session: Session, driver: str) -> None:
+    def __init__(self, settings: Settings, engine: object, session: Session, driver: str) -> None:
         """Raises `CapabilityRefused` if the driver shows no updates."""
         every = settings.stats.every
         if not isinstance(engine, ShowsUpdates):
@@ -69,9 +69,7 @@ class Statistics:
         self._engine: ShowsUpdates = engine
         self._session, self._period = session, every * settings.log_every
         self._activations = Activations(settings, session.world)
-        self._keys: list[str] = []
-        self._own = frozenset[str]()
-        """The parameters whose elements this rank counts."""
+        self._counted = CountedParts(session)
         self._weights: Mapping[str, Tensor] = {}
         self._before: Mapping[str, Tensor] = {}
         self._gradients: dict[str, tuple[int, Tensor]] = {}
@@ -79,7 +77,7 @@ class Statistics:
 
     @classmethod
     def of(
-        cls, settings: Settings, engine: Engine, session: Session, driver: str
+        cls, settings: Settings, engine: object, session: Session, driver: str
     ) -> Statistics | None:
         """Return the statistics of a run; None if its settings ask for none."""
         if settings.stats.every:
@@ -138,7 +136,7 @@ class Statistics:
         measured, self._measured = self._measured, None
         if measured is None or measured[0] != step:
             return None
-        names, own = self._names, self._list(measured[1])
+        names, own = self._counted.names, self._list(measured[1])
         own += self._activations.take()
         added = self._session.tally(own)()
         rows = [added[start : start + _WIDTH] for start in range(0, len(names) * _WIDTH, _WIDTH)]
@@ -154,7 +152,7 @@ class Statistics:
         stacked = [each.sums.to(device) for each in measured.values()]
         values = iter(torch.stack(stacked).tolist() if stacked else ())
         listed: list[float] = []
-        for name in self._names:
+        for name in self._counted.names:
             found = measured.get(name)
             listed += (
                 [0.0] * _WIDTH if found is None else [found.size, found.grad_size, *next(values)]
@@ -167,32 +165,16 @@ class Statistics:
     # --- an update (see `UpdateObserver`) -------------------------------------------------------
 
     def weights(self, parts: Parts) -> None:
-        self._choose_own(parts)
-        self._weights = {name: part for name, (part, _) in parts.items() if name in self._own}
+        self._counted.choose(parts)
+        own = self._counted.own
+        self._weights = {name: part for name, (part, _) in parts.items() if name in own}
         self._before = {name: part.clone() for name, part in self._weights.items()}
 
     @torch.no_grad()
     def gradients(self, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
-            if name in self._own:
+            if name in self._counted.own:
                 self._gradients[name] = part.numel(), _measure(part)
-
-    def _choose_own(self, parts: Parts) -> None:
-        """Choose the parameters to count here: ranks that hold the same elements share them out."""
-        world = self._session.world
-        keys = [_key(name, key) if part.numel() else "" for name, (part, key) in parts.items()]
-        if keys == self._keys:
-            return
-        self._names, self._keys = [*parts], keys
-        everyones = self._session.exchange(keys) if world.size > 1 else [keys]
-        own = set[str]()
-        for turn, (name, key, *held) in enumerate(zip(parts, keys, *everyones, strict=True)):
-            ranks = [rank for rank, other in enumerate(held) if other == key]
-            if key and ranks[turn % len(ranks)] == world.rank:
-                own.add(name)
-        self._own = frozenset(own)
-
-    _names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -209,11 +191,6 @@ class _Sums:
 
 _WIDTH = 9
 """Numbers of a parameter in the vector that ranks add up."""
-
-
-def _key(name: str, key: object) -> str:
-    """Return a short text that is equal on ranks that hold the same elements."""
-    return hashlib.blake2b(f"{name}/{key}".encode(), digest_size=8).hexdigest()
 
 
 def _measure(part: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings
 from drivetrain.data.sample_digest import differing_parts, part_digests, part_text
 from drivetrain.kernel.events import StepEnded
-from drivetrain.run.parting import Difference, first_difference, tolerance_between
+from drivetrain.run.parting import Difference, Tolerance, first_difference, tolerance_between
 from drivetrain.run.recorded_steps import RecordedSteps
 from drivetrain.run.records import record_of
 from drivetrain.trainer.fit import fit
@@ -136,8 +136,42 @@ def test_a_weight_that_differs_is_named() -> None:
     assert [(each.step, each.quantity) for each in found] == [(4, "weight 0.weight")]
 
 
+def with_bent_gradient(factor: float) -> Recipe:
+    """Return the usual recipe, in whose fourth update the gradient of one weight is multiplied."""
+    usual, updates = recipe(48), [0]
+
+    def model() -> torch.nn.Module:
+        built = usual.model()
+        weight = built.get_submodule("0").get_parameter("weight")
+        weight.register_hook(lambda gradient: gradient * (factor if updates == [3] else 1.0))
+        return built
+
+    def count(weights: Any, number: int) -> None:
+        updates[:] = [number]
+
+    return dataclasses.replace(usual, model=model, after_update=count)
+
+
+def test_a_gradient_that_differs_in_a_bit_is_named() -> None:
+    found = parted(recorded(with_bent_gradient(1.0)), recorded(with_bent_gradient(1 + 2**-22)))
+    assert (found[0].step, found[0].quantity) == (4, "gradient 0.weight")
+    assert {each.quantity for each in found} <= {
+        *("gradient 0.weight", "gradient norm", "weight 0.weight")
+    }
+
+
+def test_a_wrong_gradient_is_named_where_rounding_differs() -> None:
+    first, second = (recorded(with_bent_gradient(factor)).steps for factor in (1.0, 1.5))
+    found = first_difference(first, second, Tolerance(False, 1e-5), 0)
+    assert [(each.step, each.quantity) for each in found] == [
+        (4, "gradient norm"),
+        (4, "gradient 0.weight"),
+    ]
+    assert not first_difference(first, first, Tolerance(False, 1e-5), 0)
+
+
 def test_nothing_is_recorded_on_request() -> None:
     assert not recorded(recipe(48), dataclasses.replace(SETTINGS, digests="none")).steps
     samples = recorded(recipe(48), dataclasses.replace(SETTINGS, digests="samples"))
-    assert all(step.weights == {} for step in samples.steps.values())
+    assert all(step.weights == step.gradients == {} for step in samples.steps.values())
     assert len(samples.steps) == 3
