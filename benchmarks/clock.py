@@ -1,5 +1,5 @@
-"""Cost of dividing a run's time into parts: what is added to a step is counted, and each is timed
-by itself, since two runs differ by more.
+"""Cost of dividing a run's time into parts, and of the digests that logs record: what is added to a
+step is counted, and each is timed by itself, since two runs differ by more.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class _Counted:
 
 
 def measure(backend: str, candidate: str, quick: bool) -> Measured:
-    """Seconds of a step, and of all that the division adds to it."""
+    """Seconds of a step, and of all that the division and the digests add to it."""
     from drivetrain import Recipe, Settings
     from drivetrain.backends.process_group.waits import Waits
     from drivetrain.data.fetch_times import FetchTimes
     from drivetrain.kernel.batches import Microbatch
     from drivetrain.kernel.events import StepEnded
+    from drivetrain.trainer import digests
     from drivetrain.trainer.fit import fit
+    from drivetrain.trainer.gradient_digests import GradientDigests
     from drivetrain.trainer.setting_values import override
     from drivetrain.trainer.step_clock import StepClock
     from drivetrain.trainer.time_accounting import TimeAccounting
@@ -58,6 +60,12 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
         "idle": _Counted(Waits, "end_work"),
     }
     logs = _Spent(TimeAccounting, "logged")
+    digesting = [
+        _Spent(digests, "part_digests"),
+        _Spent(GradientDigests, "weights"),
+        _Spent(GradientDigests, "gradients"),
+        _Spent(digests.Digester, "begin"),  # and what it returns
+    ]
     steps, at = 5 if quick else 40, list[float]()
 
     def ends(event: Any) -> None:
@@ -91,29 +99,37 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
     calls = {name: method.calls / steps for name, method in methods.items()}
     added = sum(calls[name] * costs[name] for name in methods)
     judged = 5 * logs.longest / 1000  # at the logs 4, 8, 16, 32 and 64
+    digested = sum(each.seconds for each in digesting) / steps
     return {
         "step": step,
         "calls": sum(calls.values()),
         "added": added,
         "judged": judged,
-        "share": (added + judged) / step,
+        "digested": digested,
+        "share": (added + judged + digested) / step,
     }
 
 
 class _Spent:
-    """The longest call of a method, in seconds."""
+    """Seconds in a function, and in the functions that it returns: of all calls, and of the longest
+    one."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.longest, method = 0.0, getattr(owner, name)
+        self.longest = self.seconds = 0.0
+        setattr(owner, name, self._timed(getattr(owner, name)))
 
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
-                return method(*args, **kwargs)
+                found = function(*args, **kwargs)
             finally:
-                self.longest = max(self.longest, time.perf_counter() - started)
+                spent = time.perf_counter() - started
+                self.seconds += spent
+                self.longest = max(self.longest, spent)
+            return self._timed(found) if callable(found) else found
 
-        setattr(owner, name, timed)
+        return timed
 
 
 def _seconds_of(act: Callable[[], object], count: int = 20_000) -> float:
@@ -133,7 +149,8 @@ def _benchmark(name: str, title: str, backend: str, processes: int) -> Benchmark
         title,
         "The GPT of 10 million parameters, logged every 10 steps, with one observer. The calls "
         "that [dividing the time](guides/time.md) adds to a step are counted in the run, and timed "
-        "one by one beside it. Judging the time, which compares ranks, is spread over 1,000 steps.",
+        "one by one beside it. Judging the time, which compares ranks, is spread over 1,000 steps. "
+        "[Digests](guides/replay.md) of samples, gradients and weights are timed in the run.",
         {backend: LABELS[backend]},
         lambda candidate, quick: measure(backend, candidate, quick),
         (
@@ -141,6 +158,7 @@ def _benchmark(name: str, title: str, backend: str, processes: int) -> Benchmark
             Column("calls a step", "calls", digits=1),
             Column("added a step, µs", "added", scale=1e6),
             Column("judging, µs a step", "judged", scale=1e6),
+            Column("digests, µs a step", "digested", scale=1e6),
             Column("% of a step", "share", scale=100, digits=4),
         ),
         plotted="% of a step",
@@ -149,6 +167,6 @@ def _benchmark(name: str, title: str, backend: str, processes: int) -> Benchmark
 
 
 BENCHMARKS = [
-    _benchmark("clock", "What dividing the time costs", "cpu", 1),
-    _benchmark("clock_ddp", "What dividing the time costs, on two ranks", "ddp", 2),
+    _benchmark("clock", "What dividing the time and digests cost", "cpu", 1),
+    _benchmark("clock_ddp", "What dividing the time and digests cost, on two ranks", "ddp", 2),
 ]
