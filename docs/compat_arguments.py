@@ -49,6 +49,7 @@ _MODULES: dict[str, str] = {
     "optim/table.py": "optim optim_args",
     "profile.py": "profile",
     "trainer/between_steps.py": "greater_is_better metric_for_best_model",
+    "trainer/diagnostics.py": "find_nonfinite memory_parts stats_steps",
     "trainer/evaluation.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object include_for_metrics prediction_loss_only""",
     "trainer/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision
@@ -151,10 +152,19 @@ def example(item: dataclasses.Field[Any]) -> Any:
     raise TypeError(f"give {item.name} ({kind}) an example")
 
 
+REFUSED_BY_ENGINE = {
+    ("stats_steps", "ipex"): "its layers hold weights and gradients in layouts of their own",
+    ("stats_steps", "xla"): "it does not show its gradients",
+}
+"""Arguments that a driver refuses once it has wrapped the model, before the first step."""
+
+
 def answer(driver: str, item: dataclasses.Field[Any]) -> str:
     """`applied`, `no effect: ` and the reason, or `refused: ` and the reason."""
     if item.name == "backend":
         return "applied"
+    if why := REFUSED_BY_ENGINE.get((item.name, driver)):
+        return f"refused: {why}"
     given = {
         "output_dir": "out",
         "backend": driver,

@@ -278,6 +278,15 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     time_parts: bool = arg(
         False, "Add to each log the seconds of each part of the time, and warn of remarkable parts"
     )
+    stats_steps: int | None = arg(
+        None, "Steps between logs of norms, zeros and non-finite values of each parameter"
+    )
+    memory_parts: bool = arg(
+        False, "Report what takes memory after the first step, and when memory runs out"
+    )
+    find_nonfinite: bool = arg(
+        False, "Name the first tensor that is not finite, after a step that is not"
+    )
 
     def __post_init__(self) -> None:
         resolve(self)

@@ -52,9 +52,10 @@ def validate(args: Any) -> None:
     for name, bound in _AT_LEAST.items():
         if getattr(args, name) < bound:
             raise ArgumentError(f"{name} is {getattr(args, name)}; it must be at least {bound}")
-    every = args.torch_empty_cache_steps
-    if every is not None and not (isinstance(every, int) and every > 0):
-        raise ArgumentError(f"torch_empty_cache_steps is {every!r}; it must be an integer above 0")
+    for name in ("torch_empty_cache_steps", "stats_steps"):
+        every = getattr(args, name)
+        if every is not None and not (isinstance(every, int) and every > 0):
+            raise ArgumentError(f"{name} is {every!r}; it must be an integer above 0")
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
         raise ArgumentError(
             f"dataloader_prefetch_factor is {args.dataloader_prefetch_factor}, and "

@@ -13,8 +13,13 @@ __all__ = [
     "DEFAULT_PROGRESS_CALLBACK",
     "PrinterCallback",
     "ProgressCallback",
+    "StatisticsLog",
     "default_progress_callback",
 ]
+
+
+class StatisticsLog(dict[str, Any]):
+    """A log of `stats_steps`: eight figures for each parameter, which are not shown as text."""
 
 
 class ProgressCallback(TrainerCallback):
@@ -78,7 +83,7 @@ class ProgressCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.training_bar is not None:
+        if self.training_bar is not None and not isinstance(logs, StatisticsLog):
             self.training_bar.write(str(_shown(logs or {}, self.max_str_len)))
 
     def on_train_end(
@@ -105,7 +110,7 @@ class PrinterCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if state.is_local_process_zero:
+        if state.is_local_process_zero and not isinstance(logs, StatisticsLog):
             print(_shown(logs or {}))
 
 

@@ -41,6 +41,8 @@ class BetweenStepsMixin(KeepingMixin):
         if self.control.should_log and state.global_step > self._globalstep_last_logged:
             with self._timed(COMPUTE):  # for which a log waits
                 self._log_steps(tr_loss, grad_norm, learning_rate, start_time)
+        if self._diagnostics is not None:
+            self._diagnostics.log()
         if self.control.should_evaluate:
             with self._keeping_last_step(model, trial):
                 with self._timed(EVALUATION):

@@ -17,6 +17,7 @@ from ...trainer.step_clock import EVALUATION, SAVING
 from ..checkpoints.rotation import delete
 from ..enums import SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR
+from .diagnostics import Diagnostics
 from .evaluation import EvaluationMixin
 from .search import SearchMixin
 from .time_parts import TimeParts
@@ -31,6 +32,8 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
 
     _times: TimeParts | None = None
     """The account of the time of the current call of `train`."""
+    _diagnostics: Diagnostics | None = None
+    """The reports that arguments request in the current call of `train`."""
     _saved_step: int | None = None
     """The last step of which this call of `train` has saved a checkpoint."""
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...kernel.errors import OutOfMemory, ran_out
 from ..theirs import theirs
+from .diagnostics import Diagnostics
 
-__all__ = ["lacks_memory", "memory_tracker", "smaller_batch", "what_to_do"]
+__all__ = ["lacks_memory", "memory_tracker", "name_largest_parts", "smaller_batch", "what_to_do"]
 
 
 class _Nothing:
@@ -52,6 +53,15 @@ def what_to_do(args: Any, batch_size: int) -> str:
     if not args.auto_find_batch_size:
         to_do.append("let batches shrink where all ranks run out (auto_find_batch_size=True)")
     return ", or ".join(to_do)
+
+
+def name_largest_parts(error: Exception, reports: Diagnostics | None) -> str:
+    """Add to an out-of-memory error a sentence on the largest parts of memory, if `memory_parts`
+    requests it. Return it to follow another sentence."""
+    if reports is None or not (sentence := reports.largest_parts()):
+        return ""
+    error.args = (f"{error}. {sentence}", *error.args[1:])
+    return f". {sentence}"
 
 
 def smaller_batch(batch_size: int, error: BaseException) -> int:

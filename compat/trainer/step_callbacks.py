@@ -25,6 +25,7 @@ from ..callbacks.base import has_listener
 from ..common.debugging import print_xla_metrics
 from ..optim.schedules import follow_groups, follows_a_metric
 from .between_steps import BetweenStepsMixin
+from .diagnostics import Diagnostics
 from .epochs import Epochs
 from .time_parts import TimeParts
 
@@ -46,12 +47,14 @@ class TrainerPolicy:
         self,
         trainer: BetweenStepsMixin,
         epochs: Epochs,
+        diagnostics: Diagnostics | None,
         *,
         trial: Any,
         ignore_keys_for_eval: list[str] | None,
         start_time: float,
     ) -> None:
         self.trainer, self.epochs, self.trial = trainer, epochs, trial
+        self._diagnostics = diagnostics
         self.ignore_keys, self.start_time = ignore_keys_for_eval, start_time
         self.num_items: Tensor | None = None
         self.grad_norm: Tensor | None = None
@@ -127,6 +130,8 @@ class TrainerPolicy:
             loss: Tensor = trainer.training_step(module, batch, self.num_items)
         finally:
             trainer._microstep = None
+        if self._diagnostics is not None:
+            self._diagnostics.add(loss)
         if trainer.args.logging_nan_inf_filter:
             loss = self._filtered(loss)
         trainer.current_flos += float(trainer.floating_point_ops(batch))
@@ -211,6 +216,8 @@ class TrainerPolicy:
         self.learning_rate = trainer._get_learning_rate()
         for theirs, ours in zip(self._engine.param_groups, groups, strict=False):
             theirs["lr"] = ours["lr"]  # if a driver has its own groups
+        if self._diagnostics is not None:
+            self._diagnostics.before_update(loop)
         self._number_next_update(loop)
         self.mark(UPDATE)
 
@@ -226,6 +233,8 @@ class TrainerPolicy:
             self._before_optimizer_step(self.optimizer, (), {})
             self._after_optimizer_step(self.optimizer, (), {})
         self._after_update.run(loop)
+        if self._diagnostics is not None:
+            self._diagnostics.after_step(loop, group, self.num_items)
         if self._modules is not None:
             self._modules.after_step()
         if self.times is not None and not self.times.has_begun:
@@ -335,6 +344,8 @@ class TrainerPolicy:
             event.grad_norm,
             event.in_a_row,
         )
+        if self._diagnostics is not None:
+            self._diagnostics.skipped(event, group)
 
     def _look_at(self, scheduler: Any) -> None:
         """Inspect a schedule once, and not in each step."""

@@ -10,18 +10,11 @@ from ...kernel.progress import Progress
 from ...trainer.step_clock import StepClock
 from ...trainer.time_accounting import TimeAccounting, TimeSpent
 from ..arguments.backend import settings
+from .hf_terms import in_hf_terms
 
-__all__ = ["TimeParts", "in_hf_terms"]
+__all__ = ["TimeParts"]
 
 _LOG = logging.getLogger(__name__)
-
-_HF_TERMS = {
-    "`data.workers=": "`dataloader_num_workers=",
-    "`evaluate.every`": "`eval_steps`",
-    "measure a part by `evaluate.max_batches`": "evaluate on a part of `eval_dataset`",
-    "`checkpoint.every`": "`save_steps`",
-    ", or set `checkpoint.background=true`": "",
-}
 
 
 class TimeParts(TimeAccounting):
@@ -54,10 +47,3 @@ class TimeParts(TimeAccounting):
         if self.session.world.rank == 0:
             for text in spent.news:
                 _LOG.warning("time: %s", in_hf_terms(text))
-
-
-def in_hf_terms(text: str) -> str:
-    """Replace the names of settings by those of HF's arguments."""
-    for ours, theirs in _HF_TERMS.items():
-        text = text.replace(ours, theirs)
-    return text

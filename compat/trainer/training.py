@@ -29,9 +29,10 @@ from ..enums import SaveStrategy
 from ..evaluation.outputs import TrainOutput
 from ..integrations.hub import quiet_uploads
 from ..profile import profile_of
+from .diagnostics import Diagnostics
 from .epochs import Epochs, RunLength, no_batches
 from .finalizing import FinalizingMixin
-from .memory import lacks_memory, smaller_batch, what_to_do
+from .memory import lacks_memory, name_largest_parts, smaller_batch, what_to_do
 from .partitioning import whole_sequences
 from .step_callbacks import TrainerPolicy
 
@@ -124,7 +125,7 @@ class TrainingMixin(FinalizingMixin):
                 self._train_batch_size = size
                 args.gradient_accumulation_steps *= factor
         finally:
-            self._interrupted = None
+            self._interrupted = self._diagnostics = None
             args.gradient_accumulation_steps = accumulation
             if not args.auto_find_batch_size:
                 self._train_batch_size = batch_size
@@ -140,7 +141,8 @@ class TrainingMixin(FinalizingMixin):
             raise error
         found = f"rank {args.process_index} ran out of memory in step {step} with batches of {size}"
         cause = str(error).partition("\n")[0]
-        message = f"{found} ({cause}): {what_to_do(args, size)}"
+        largest = name_largest_parts(error, self._diagnostics)
+        message = f"{found} ({cause}): {what_to_do(args, size)}{largest}"
         together = self.driver_session.abort_ranks(message, retry=args.auto_find_batch_size)
         if not args.auto_find_batch_size or isinstance(error, OutOfMemory):
             raise error
@@ -148,10 +150,11 @@ class TrainingMixin(FinalizingMixin):
             raise OutOfMemory(message) from error
         less = smaller_batch(size, error)
         _LOG.warning(
-            "%s: continuing with %s, and %s times as many per update: the global batch stays",
+            "%s: continuing with %s, and %s times as many per update: the global batch stays%s",
             found,
             less,
             size // less,
+            largest,
         )
         return less
 
@@ -176,6 +179,7 @@ class TrainingMixin(FinalizingMixin):
         self._train_batch_size = batch_size or self._train_batch_size
         loader = self.get_train_dataloader()
         length = RunLength(*self.set_initial_training_values(args, loader))
+        reports = self._diagnostics = Diagnostics.of(self)
         begun = self._init_training_state(
             length.max_steps,
             length.updates_per_epoch,
@@ -185,24 +189,30 @@ class TrainingMixin(FinalizingMixin):
         )
         model, loader = self._prepare_for_training(length.max_steps, loader, resume_from_checkpoint)
         self._check_wrapped(model)
+        if reports is not None:
+            reports.begin()
         epochs = self._epochs(loader, length)
         start_time = time.time()
         policy = TrainerPolicy(
             self,
             epochs,
+            reports,
             trial=trial,
             ignore_keys_for_eval=ignore_keys_for_eval,
             start_time=start_time,
+        )
+        data, mark = (
+            (epochs, policy.mark) if reports is None else reports.watched(epochs, policy.mark)
         )
         training = self._training = TrainLoop(
             self._recipe(policy),
             self.driver_session.session,
             self.driver_session.engine,
-            epochs,
+            data,
             length.max_steps,
             policy,
             Requests(),
-            policy.mark,
+            mark,
         )
         try:
             self._resume(training, epochs, resume_from_checkpoint, begun)
@@ -212,7 +222,8 @@ class TrainingMixin(FinalizingMixin):
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             waits = waits_for_signals(self.callback_handler.callbacks)
             signals = preempt_on_signals(training.requests) if waits else None
-            with signals or contextlib.nullcontext():
+            counting = contextlib.nullcontext() if reports is None else reports.counting()
+            with signals or contextlib.nullcontext(), counting:
                 policy.run(training)
             training.resolve_pending_outcome()
             return self._finalize_training(trial, length.num_train_samples, start_time)

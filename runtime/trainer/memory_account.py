@@ -8,10 +8,10 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,10 @@ from ..kernel.paths import Place
 from ..kernel.plan import Layout, Plan
 from .activation_watch import ActivationWatch, storage_of_tensor
 from .memory_parts import ON_HOST, describe, remedies
-from .optimizer_record import OptimizerRecord
 from .settings import Settings
 from .step_clock import COMPUTE
 
-__all__ = ["MemoryAccount", "MemoryCounted"]
+__all__ = ["CountedOptimizer", "MemoryAccount", "MemoryCounted"]
 
 _MOST_MODULES = 20
 
@@ -59,7 +58,18 @@ class MemoryCounted(Event):
     """The most that the allocator of the rank's device has handed out so far."""
 
 
-class MemoryAccount:
+class CountedOptimizer(Protocol):
+    """An optimizer whose state is counted."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer; None until it is built."""
+
+    def estimated_state_bytes(self) -> int:
+        """Estimate the state that a first step will make on this rank."""
+
+
+class MemoryAccount(AbstractContextManager[None]):
     """Counts the memory of one rank. `out`: the run folder, for snapshots of the allocator.
 
     Within its `with`, the activations of the first step are counted, unless `account_memory` is
@@ -72,7 +82,7 @@ class MemoryAccount:
         plan: Plan,
         session: Session,
         settings: Settings,
-        optimizer: OptimizerRecord,
+        optimizer: CountedOptimizer,
         micro_batch: int,
         out: Place | None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .settings import Settings
 
-__all__ = ["ON_HOST", "PARTS", "describe", "remedies", "size_of"]
+__all__ = ["ON_HOST", "PARTS", "describe", "listed", "remedies", "size_of"]
 
 PARTS = {
     "weights": "weights that are trained",
@@ -79,6 +79,16 @@ def describe(
     if not named:
         return ""
     return f"The largest parts of memory, and what shrinks them: {' | '.join(named)}"
+
+
+def listed(parts: Mapping[str, int], estimated: frozenset[str]) -> str:
+    """List all parts with their sizes, the largest first."""
+    largest_first = sorted(parts, key=lambda part: -parts[part])
+    return ", ".join(
+        f"{PARTS[part]} {size_of(parts[part])}{' (estimated)' if part in estimated else ''}"
+        for part in largest_first
+        if parts[part]
+    )
 
 
 def size_of(num_bytes: float) -> str:

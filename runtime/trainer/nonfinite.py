@@ -21,7 +21,7 @@ from ..data.prebatched import PrebatchedLoader
 from ..data.random_state import host_state, set_host_state
 from ..data.user_frames import last_line
 from ..kernel.batches import Group, Groups, Microbatch, Position, items_of
-from ..kernel.contract import Engine, Session
+from ..kernel.contract import Engine, Session, World
 from ..kernel.events import Event, StepSkipped
 from ..kernel.optional import RunsBackwardAgain, TakesOverStep
 from ..kernel.recipe import Batch, Recipe
@@ -38,7 +38,7 @@ from .nonfinite_values import Origin
 from .settings import PRECISIONS, Settings
 from .step_clock import COMPUTE
 
-__all__ = ["NonFiniteFound", "NonFiniteSearch"]
+__all__ = ["NonFiniteFound", "NonFiniteSearch", "Rerun", "rerun_of"]
 
 _STEPS_BETWEEN = 100
 """Steps after a search before another one, unless the run is about to end."""
@@ -76,20 +76,51 @@ class NonFiniteFound(Event):
     """Place of the sample in the data."""
 
 
+@dataclass(frozen=True)
+class Rerun:
+    """The functions by which the microbatches of a step are run again."""
+
+    loss_of: Callable[[int], Callable[[nn.Module, Batch], Tensor]]
+    """Returns the loss function of the step of this number."""
+    weight: Callable[[Microbatch, float], float]
+    """Returns the factor of a microbatch's loss in its step. Its second argument: the items of the
+    global batch."""
+    where: Callable[[Position, int], str] | None = None
+    """Describes samples by the position of the first one and their number; None: nothing does."""
+
+
+def rerun_of(recipe: Recipe, world: World, source: Source) -> Rerun | None:
+    """Return how steps of a recipe are run again; None for a recipe with a step of its own."""
+    if recipe.step is not None and not isinstance(recipe.loss, LossParts):
+        return None
+
+    def weight(part: Microbatch, num_items: float) -> float:
+        """Return the weight as the kernel's `Stepper` has it."""
+        own = 1 / part.repeats if part.num_samples else 0.0
+        if recipe.loss_is == "mean" and recipe.step is None:
+            own = items_of(part, recipe.count_items)
+        return own * world.num_feeders / num_items if num_items else 0.0
+
+    return Rerun(
+        loss_of=getattr(recipe.loss, "of_update", lambda number: recipe.loss),
+        weight=weight,
+        where=None if isinstance(source, PrebatchedLoader) else source.where,  # it counts batches
+    )
+
+
 class NonFiniteSearch:
-    """Searches on one rank. All ranks call every method in the same order."""
+    """Searches on one rank. All ranks call every method in the same order. `rerun`: None if steps
+    cannot be run again."""
 
     def __init__(
-        self, recipe: Recipe, session: Session, engine: Engine, settings: Settings, source: Source
+        self, rerun: Rerun | None, session: Session, engine: Engine, settings: Settings
     ) -> None:
-        self.recipe, self.session, self.engine = recipe, session, engine
-        self.settings, self.source = settings, source
+        self.rerun, self.session, self.engine, self.settings = rerun, session, engine, settings
         self._kept: KeptMicrobatches | None = None
         self._num_items, self._last = math.nan, -math.inf
-        own_step = recipe.step is not None and not isinstance(recipe.loss, LossParts)
         self.watches = (
             settings.find_nonfinite
-            and not own_step
+            and rerun is not None
             and not isinstance(engine, TakesOverStep)
             and _has_generator(session.world.device)
         )
@@ -123,12 +154,12 @@ class NonFiniteSearch:
         """Search the step of `event`; None if it is not to be searched."""
         if not self._is_due(event):
             return None
-        assert self._kept is not None
+        assert self._kept is not None and self.rerun is not None
         self._last = event.step
         kept = self._kept.of(group)
         number = min(self.session.exchange(len(kept)))
         with self._unchanged() as names:
-            search = _Search(self, event.step, group, names)
+            search = _Search(self, self.rerun, event.step, group, names)
             found = search.forward(kept[:number]) or search.backward(kept[:number])
         missing = group.num_microbatches - number
         if found.rank is None and missing:
@@ -192,11 +223,15 @@ class _Search:
     """The search of one step."""
 
     def __init__(
-        self, run: NonFiniteSearch, step: int, group: Group, names: dict[nn.Module, str]
+        self,
+        run: NonFiniteSearch,
+        rerun: Rerun,
+        step: int,
+        group: Group,
+        names: dict[nn.Module, str],
     ) -> None:
         self.run, self.step, self.group, self.names = run, step, group, names
-        of_update = getattr(run.recipe.loss, "of_update", None)
-        self.loss = run.recipe.loss if of_update is None else of_update(step)
+        self.loss, self.rerun = rerun.loss_of(step), rerun
 
     def forward(self, kept: list[Kept]) -> NonFiniteFound | None:
         """Return the first tensor of the forwards."""
@@ -220,8 +255,8 @@ class _Search:
         def run(trace: Trace, batch: Batch, part: Microbatch) -> Origin | None:
             with engine.without_update():
                 loss = self._loss(trace, batch)
-                weight = torch.full_like(loss.detach(), self._weight(part))
-                return run_backward(trace, loss, weight)
+                weight = self.rerun.weight(part, self.run._num_items)
+                return run_backward(trace, loss, torch.full_like(loss.detach(), weight))
 
         return self._first("backward", kept, run) or self._unknown(
             "nothing that is not finite came up when its microbatches were run again one by one. "
@@ -259,15 +294,6 @@ class _Search:
         with trace, self.run.engine.autocast():
             return self.loss(self.run.engine.module, batch)
 
-    def _weight(self, part: Microbatch) -> float:
-        """The weight of the loss in the step, as in the kernel's `Stepper`."""
-        recipe = self.run.recipe
-        weight = 1 / part.repeats if part.num_samples else 0.0
-        if recipe.loss_is == "mean" and recipe.step is None:
-            weight = items_of(part, recipe.count_items)
-        items = self.run._num_items
-        return weight * self.run.session.world.num_feeders / items if items else 0.0
-
     def _sample(self, origin: Origin, part: Microbatch) -> dict[str, Any]:
         """Find the sample among the rows of a microbatch, of which some are repeated."""
         rows, size = origin.rows, max(1, part.num_samples)
@@ -276,9 +302,9 @@ class _Search:
         known = origin.num_rows == size * part.repeats
         samples = sorted({row % size for row in rows} if known else rows)
         data = ""
-        if known and not isinstance(self.run.source, PrebatchedLoader):  # which counts batches
+        if known and self.rerun.where is not None:
             position = Position(self.group.position.epoch, part.offset + samples[0])
-            data = self.run.source.where(position, 1)
+            data = self.rerun.where(position, 1)
         of_all = {"samples": len(samples), "size": size if known else origin.num_rows}
         return {"sample": samples[0], "data": data, **of_all}
 

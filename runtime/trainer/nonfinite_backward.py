@@ -60,7 +60,11 @@ class _Search:
             self._order += 1
             for (target, _), gradient in zip(node.next_functions, computed, strict=False):
                 if target is not None and values_of(gradient):
-                    first = self._arriving.get(node) or self._made_by(node, gradient, arrived)
+                    first = self._arriving.get(node)
+                    if first is None:
+                        first = self._made_by(node, gradient, arrived)
+                        if _is_of_a_weight(target, gradient):
+                            first = replace(first, rows=())
                     self._arriving.setdefault(target, first)
 
         return ran
@@ -97,6 +101,15 @@ class _Search:
             place=call.place,
             inputs=ranges_of([each for each in arrived if each is not None], None),
         )
+
+
+def _is_of_a_weight(target: Node, gradient: Tensor) -> bool:
+    """True for the gradient of a weight, or of a view, a transpose or a cast of one: none of its
+    dimensions is that of the batch."""
+    node: Any = target
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node is not None and bool(node.variable.numel() == gradient.numel())
 
 
 def _reachable(last: Node) -> Iterator[Node]:

@@ -16,11 +16,36 @@ from ..checkpoint import CheckpointReader, WithoutOptimizer
 from ..checkpoint.optimizer_entries import beside_state, settings_of, unsaved, unstorable
 from ..kernel.errors import CheckpointMismatch, RecipeError
 
-__all__ = ["OptimizerRecord"]
+__all__ = ["OptimizerRecord", "estimated_state_bytes"]
 
 _LOG = logging.getLogger(__name__)
 
 _Build = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+
+
+def estimated_state_bytes(build: _Build, named: Iterable[tuple[str, nn.Parameter]]) -> int:
+    """Estimate the state that a first step on these parameters will make on this rank, by a step on
+    parameters of at most 8 elements in each dimension. 0 if that fails, or there is nothing to
+    train."""
+    per_element: dict[Any, float] = {}
+    total = 0.0
+    with suppress(Exception):  # code of the user's, called with other parameters
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                continue
+            key = tuple(min(size, 8) for size in parameter.shape), parameter.dtype
+            if key not in per_element:
+                twin = nn.Parameter(torch.zeros(key[0], dtype=key[1]))
+                twin.grad = torch.zeros_like(twin)
+                trial = build([(name, twin)])
+                trial.step()
+                kept = (v for v in trial.state[twin].values() if isinstance(v, torch.Tensor))
+                num_bytes = sum(v.nbytes for v in kept if v.shape == twin.shape)
+                per_element[key] = num_bytes / twin.numel()
+            held: Any = parameter
+            held = held.to_local() if hasattr(held, "to_local") else held
+            total += per_element[key] * held.numel()
+    return int(total)
 
 
 class OptimizerRecord:
@@ -110,27 +135,8 @@ class OptimizerRecord:
         }
 
     def estimated_state_bytes(self) -> int:
-        """Estimate the state that a first step will make on this rank, by a step on parameters of
-        at most 8 elements in each dimension. 0 if that fails, or there is nothing to train."""
-        per_element: dict[Any, float] = {}
-        total = 0.0
-        with suppress(Exception):  # code of the recipe, called with other parameters
-            for name, parameter in self._named:
-                if not parameter.requires_grad:
-                    continue
-                key = tuple(min(size, 8) for size in parameter.shape), parameter.dtype
-                if key not in per_element:
-                    twin = nn.Parameter(torch.zeros(key[0], dtype=key[1]))
-                    twin.grad = torch.zeros_like(twin)
-                    trial = self._build([(name, twin)])
-                    trial.step()
-                    kept = (v for v in trial.state[twin].values() if isinstance(v, torch.Tensor))
-                    num_bytes = sum(v.nbytes for v in kept if v.shape == twin.shape)
-                    per_element[key] = num_bytes / twin.numel()
-                held: Any = parameter
-                held = held.to_local() if hasattr(held, "to_local") else held
-                total += per_element[key] * held.numel()
-        return int(total)
+        """Estimate the state that a first step will make on this rank."""
+        return estimated_state_bytes(self._build, self._named)
 
     def refuse_unsaved(self) -> None:
         """Raises `RecipeError` with the name of any state that no checkpoint of this run can hold.

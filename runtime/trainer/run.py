@@ -41,7 +41,7 @@ from .left_out import LeftOut
 from .loss_parts import LossParts, with_parts
 from .memory_account import MemoryAccount
 from .module_state import ModuleState
-from .nonfinite import NonFiniteSearch
+from .nonfinite import NonFiniteSearch, rerun_of
 from .observer_states import ObserverStates
 from .optimizer_record import OptimizerRecord
 from .out_of_memory import OutOfMemoryPolicy
@@ -165,6 +165,7 @@ class Run:
         spikes = Spikes(settings.spikes, session, source.where, turn_of)
         size = settings.evaluate.micro_batch or self.micro_batch
         left_out = LeftOut(recipe, source, lambda note: announce(events.Warned(note)))
+        rerun = rerun_of(self.recipe, world, source)
         averages = WeightAverages(settings, engine, driver.name)
         shows = shared(engine)
         after_update = AfterUpdate(recipe, engine, driver.name)
@@ -182,7 +183,7 @@ class Run:
                 max_batches=settings.evaluate.max_batches,
             ),
             spikes=spikes,
-            nonfinite=(search := NonFiniteSearch(self.recipe, session, engine, settings, source)),
+            nonfinite=(search := NonFiniteSearch(rerun, session, engine, settings)),
             turn_losses=TurnLosses(turn_of, session, parts),
             averages=averages,
             after_update=after_update,

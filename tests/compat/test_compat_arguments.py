@@ -23,7 +23,7 @@ from drivetrain.compat import Seq2SeqTrainingArguments, TrainingArguments
 from drivetrain.compat.arguments import AcceleratorConfig, backend
 
 OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format", "fp8"]
-OURS += ["time_parts", "resume_hyper_parameters"]
+OURS += ["time_parts", "resume_hyper_parameters", "stats_steps", "memory_parts", "find_nonfinite"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),

@@ -12,7 +12,7 @@ import torch
 from side_by_side import Classifier, arguments, samples
 
 from drivetrain import compat
-from drivetrain.compat.trainer.time_parts import in_hf_terms
+from drivetrain.compat.trainer.hf_terms import in_hf_terms
 from drivetrain.trainer.step_clock import PARTS
 from drivetrain.trainer.time_verdicts import Spent, verdicts
 

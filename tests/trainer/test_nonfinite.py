@@ -260,6 +260,22 @@ def test_an_operation_of_the_backward_is_named(name: str) -> None:
     assert found.place == ("" if called == "SetsBackward" else line_of(operation)), found.text
 
 
+def test_the_gradient_of_a_weight_has_no_samples() -> None:
+    """Give the first layer an infinite feature, which `tanh` makes finite."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    what = recipe(
+        model=build,
+        loss=lambda module, batch: module(batch["x"]).square().sum(),
+        train_data=samples(math.inf),
+    )
+    _, (found,) = run(what)
+    assert (found.phase, found.tensor, found.microbatch) == ("backward", "0.weight", 1), found.text
+    assert found.sample is None, found.text
+
+
 class Drawn(nn.Module):
     """A logarithm that fails where dropout drops an element."""
 

@@ -1,0 +1,103 @@
+"""Reports that arguments request, on parameters, memory and values that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from ...kernel.batches import Group, Groups
+from ...kernel.events import StepSkipped
+from ...kernel.loop import TrainLoop
+from .memory_parts import MemoryParts
+from .nonfinite import FirstNonFinite
+from .parameter_statistics import ParameterStatistics
+
+__all__ = ["Diagnostics"]
+
+
+class Diagnostics:
+    """The reports of one call of `train`, created before the driver wraps the model. Called by all
+    ranks in the same order."""
+
+    @classmethod
+    def of(cls, trainer: Any) -> Diagnostics | None:
+        """Return the reports of a call of `train`; None if its arguments request none."""
+        names = ("memory_parts", "stats_steps", "find_nonfinite")
+        return cls(trainer) if any(_asked(trainer, name) for name in names) else None
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.memory = MemoryParts(trainer) if _asked(trainer, "memory_parts") else None
+        self.statistics: ParameterStatistics | None = None
+        self.nonfinite: FirstNonFinite | None = None
+        self._has_updated = self._has_stepped = False
+
+    def begin(self) -> None:
+        """Note that the driver has wrapped the model. Raises `ArgumentRefused` if it cannot report
+        what is requested."""
+        if every := _asked(self._trainer, "stats_steps"):
+            self.statistics = ParameterStatistics(self._trainer, every)
+        if _asked(self._trainer, "find_nonfinite"):
+            self.nonfinite = FirstNonFinite(self._trainer)
+
+    def watched(
+        self, data: Groups, mark: Callable[[str], object]
+    ) -> tuple[Groups, Callable[[str], object]]:
+        """Return the data and `mark` of the loop, whose microbatches and forwards are noted."""
+        if (memory := self.memory) is not None:
+            data, mark = memory.noting_batch(data), memory.marking(mark)
+        if (nonfinite := self.nonfinite) is not None:
+            data = nonfinite.watch(data)
+            mark = nonfinite.marking(mark)
+        return data, mark
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Return the context of the loop, in which memory is counted."""
+        return nullcontext() if self.memory is None else self.memory
+
+    def add(self, loss: Tensor) -> None:
+        """Note the loss of a microbatch."""
+        if self.nonfinite is not None:
+            self.nonfinite.add(loss)
+
+    def before_update(self, loop: TrainLoop) -> None:
+        """Look at the next update."""
+        if self.memory is not None and not self._has_updated:
+            self._has_updated = True
+            self.memory.before_first_update()
+        if self.statistics is not None:
+            self.statistics.before_update(loop.progress.step + 1)
+
+    def after_step(self, loop: TrainLoop, group: Group, num_items: Any) -> None:
+        """Note the end of a step. `num_items`: as `training_step` received it."""
+        if self.nonfinite is not None:
+            accumulation = self._trainer.current_gradient_accumulation_steps
+            self.nonfinite.after_step(group, num_items, accumulation)
+        if self.statistics is not None:
+            self.statistics.after_update(loop.progress.step)
+        if self.memory is not None and not self._has_stepped:
+            self._has_stepped = True
+            self.memory.report(loop.progress.step)
+
+    def log(self) -> None:
+        """Pass the statistics of the last step to callbacks, if it was measured."""
+        if self.statistics is not None:
+            self.statistics.log(self._trainer.state.global_step)
+
+    def skipped(self, event: StepSkipped, group: Group) -> None:
+        """Report on a step that was not applied."""
+        if self.nonfinite is not None:
+            self.nonfinite.report(event, group)
+
+    def largest_parts(self) -> str:
+        """Return a sentence on the largest parts of memory, for an error; empty if none is
+        known."""
+        return "" if self.memory is None else self.memory.largest_parts()
+
+
+def _asked(trainer: Any, name: str) -> Any:
+    """Return an argument of a Trainer, whose arguments may be transformers' own."""
+    return getattr(trainer.args, name, None)
