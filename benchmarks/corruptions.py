@@ -59,7 +59,7 @@ DRIVERS = {
 
 @dataclass(frozen=True)
 class Expected:
-    """What a verdict must name first. `where` is how the text begins; empty: no rank."""
+    """The difference that a verdict must name first. `where` begins its place; empty: no place."""
 
     step: int
     quantities: tuple[str, ...]

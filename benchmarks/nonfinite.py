@@ -27,7 +27,7 @@ STEPS, BATCH, MICRO = 8, 8, 2
 DRIVERS = {"cpu": "cpu", "ddp": "ddp, two ranks", "fsdp": "fsdp, two ranks"}
 OPTIONS: dict[str, dict[str, Any]] = {"cpu": {}, "ddp": {}, "fsdp": {"optimizer_step": "parts"}}
 PLACES = {"forward": 2, "backward": 2, "sample": 2, "weight": 1, "loss": 2, "gradient": 1}
-"""Where a value is planted -> in how many runs of each driver."""
+"""Place of a planted value -> the number of runs of each driver that have it."""
 CLEAN = {"cpu": 4, "ddp": 3, "fsdp": 3}
 PARTLY = ("operation", "tensor")
 """Fields that may have more text than is known: `torch.` before an operation, and which of the
