@@ -59,7 +59,7 @@ DRIVERS = {
 
 @dataclass(frozen=True)
 class Expected:
-    """The difference that a verdict must name first. `where` begins its place; empty: no place."""
+    """The difference that a verdict must name first. `where` begins its place, if known."""
 
     step: int
     quantities: tuple[str, ...]
@@ -72,7 +72,7 @@ def plants(driver: str) -> list[tuple[Plant, Expected]]:
 
     A moment is corrupted at the end of a stretch, where the checkpoint holds it. So are the lowest
     bits of a gradient, which may change the moment alone. On ddp all ranks have the corruption, or
-    the run itself would end, since the copies of its weights differ.
+    the run itself would end, since the copies of its weights differ; so no rank is expected.
     """
     of, kinds = DRIVERS[driver], [*BITS]
     left_out = [*DRIVERS].index(driver)
@@ -107,10 +107,8 @@ def is_named(expected: Expected, verdict: Mapping[str, Any]) -> bool:
     if verdict["outcome"] != "different":
         return False
     first = verdict["first"]
-    where = first["where"]
-    right_place = where.startswith(expected.where) if expected.where else not where
     named = first["step"] == expected.step and first["quantity"] in expected.quantities
-    return named and right_place
+    return named and first["where"].startswith(expected.where)
 
 
 def measure(candidate: str, quick: bool) -> Measured:
