@@ -6,9 +6,11 @@ from . import (
     audit,
     checkpoint,
     clock,
+    corruptions,
     defaults,
     follow,
     gpu,
+    nonfinite,
     packing,
     predict,
     resume,
@@ -32,6 +34,8 @@ BENCHMARKS: dict[str, Benchmark] = {
         *audit.BENCHMARKS,
         *clock.BENCHMARKS,
         *verdicts.BENCHMARKS,
+        *corruptions.BENCHMARKS,
+        *nonfinite.BENCHMARKS,
         *gpu.BENCHMARKS,
     )
 }

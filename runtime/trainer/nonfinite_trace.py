@@ -282,7 +282,9 @@ class Trace(TorchFunctionMode):
                     for own, weight in owner.named_parameters(recurse=False)
                     if weight is each
                 )
-                self._weights[id(each)] = each, next(found, "")
+                # fsdp gathers into a weight before it gives the weight to its module
+                if name := next(found, ""):
+                    self._weights[id(each)] = each, name
 
 
 _LOOK_AWAY = frozenset({"__set__", "backward", "register_hook"})

@@ -97,3 +97,36 @@ def test_pages_are_measured(benchmark_module: Callable[[str], Any], tmp_path: Pa
     found = benchmark_module("pages").measure(tmp_path, 2 << 20)
     assert found["records"] > 4000
     assert found["more megabytes of memory"] < 50
+
+
+def test_each_kind_of_corruption_is_planted_in_each_target(
+    benchmark_module: Callable[[str], Any],
+) -> None:
+    """Require one corruption in each stretch of two steps, and both ranks."""
+    module = benchmark_module("corruptions")
+    planted = {driver: module.plants(driver) for driver in module.DRIVERS}
+    stretches = [[(e.step + 1) // 2 for _, e in each] for each in planted.values()]
+    assert stretches == [[*range(1, 13)]] * 5
+    kinds = {(plant.target, plant.kind) for each in planted.values() for plant, _ in each}
+    assert len(kinds) == 16
+    ranks = {plant.rank for plant, _ in planted["fsdp"] if plant.target != "sample"}
+    assert ranks == {"0", "1"}
+
+
+def test_a_verdict_must_give_step_tensor_and_rank(benchmark_module: Callable[[str], Any]) -> None:
+    module = benchmark_module("corruptions")
+    first = {"step": 3, "quantity": "weight 1.weight", "where": "saved by rank 1"}
+    expected = module.Expected(3, ("weight 1.weight",), "saved by rank 1")
+    assert module.is_named(expected, {"outcome": "different", "first": first})
+    for wrong in ({"step": 4}, {"quantity": "weight 3.weight"}, {"where": ""}):
+        assert not module.is_named(expected, {"outcome": "different", "first": first | wrong})
+    assert not module.is_named(expected, {"outcome": "equal"})
+    on_all_ranks = module.Expected(3, ("weight 1.weight",), "")
+    assert module.is_named(on_all_ranks, {"outcome": "different", "first": first})
+
+
+@pytest.mark.slow
+def test_planted_values_that_are_not_finite_are_named() -> None:
+    figures = measured("nonfinite", "cpu")
+    assert figures["planted"] == figures["named"] == 2
+    assert figures["clean"] == 1 and not figures["named in clean"]

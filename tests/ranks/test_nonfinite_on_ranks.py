@@ -125,6 +125,8 @@ def test_the_rank_is_named_and_no_bit_changes(tmp_path: Path, backend: str, plan
         named = "blocks.0.act" if plant == "forward" else "blocks.1.act"
         assert first["module"] == named, first["text"]
         assert first["data"] == f"sample {BAD} of epoch 0 ({BAD})"
+        if plant == "backward":
+            assert first["tensor"].startswith("blocks.1.up."), first["text"]
     train(tmp_path / "other", backend, DRIVERS[backend], plant, finds=False)
     with_search, without = tensors(tmp_path / "found"), tensors(tmp_path / "other")
     assert with_search.keys() == without.keys()
