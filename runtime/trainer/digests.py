@@ -226,6 +226,7 @@ class _Watched:
                 yield self._digester.look(step, group)
 
 
+@torch.no_grad()
 def _weights_of(loop: TrainLoop) -> PartFigures:
     """Return the figures of the parts of weights that this rank writes; waits for nothing."""
     found = PartFigures()

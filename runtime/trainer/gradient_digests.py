@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from ..kernel.contract import Session
@@ -40,6 +41,7 @@ class GradientDigests:
     def weights(self, parts: Parts) -> None:
         self._counted.choose(parts)
 
+    @torch.no_grad()
     def gradients(self, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
             if name in self._counted.own:

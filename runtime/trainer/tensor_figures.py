@@ -44,7 +44,6 @@ class PartFigures:
         self.names: list[str] = []
         self._columns: tuple[list[Tensor], ...] = ([], [], [])
 
-    @torch.no_grad()
     def add(self, name: str, part: Tensor) -> None:
         """Start to compute the figures of a part; waits for nothing."""
         self.names.append(name)
