@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -131,12 +132,23 @@ def _input(seen: _Timed, seconds: float) -> float:
 
 def _workers(seen: _Timed, seconds: float) -> float:
     """Workers whose samples take longer than the rest of a step by `seconds`: it cannot be seen
-    from here how long they slept, so the truth is what the steps take above those of no wait."""
+    from here how long they slept. The truth is the time from the end of each step to the next
+    forward, above that of a run without workers, which waits for none."""
     sample = (COMPUTE + seconds) / BATCH
-    quick = _Timed()
-    train(quick, {"train_data": Rows()}, {"data.workers": 1})
-    train(seen, {"train_data": Rows(sample)}, {"data.workers": 1})
-    return seen.seconds - quick.seconds
+    usual = statistics.median(_gaps(_Timed(), Rows(), workers=0))
+    return sum(gap - usual for gap in _gaps(seen, Rows(sample), workers=1))
+
+
+def _gaps(seen: _Timed, data: Rows, workers: int) -> list[float]:
+    """Train; return the seconds from the end of each step to the next forward."""
+    forwards: list[float] = []
+
+    def noted(module: nn.Module, batch: Tensor) -> Tensor:
+        forwards.append(time.perf_counter())
+        return loss(module, batch)
+
+    train(seen, {"train_data": data, "loss": noted}, {"data.workers": workers})
+    return [min(each for each in forwards if each > end) - end for end in seen.at[:-1]]
 
 
 def _collate(seen: _Timed, seconds: float) -> float:

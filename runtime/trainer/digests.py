@@ -54,7 +54,7 @@ class StepDigests(Event):
     gradient_names: Sequence[str]
     """Names of the parameters that these are of, where they are others than in the event before."""
     ranks: str
-    """Eight digits for each of several ranks: the sum of the words of the weights it saves."""
+    """Eight digits for each of several ranks: the digest of the weights it saves."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Figures by which tensors of two runs are compared: a sum of the bits, the sum, and the norm.
+"""Figures by which tensors of two runs are compared: a digest of the bits, the sum, and the norm.
 
 Those of a whole tensor are made of those of its parts, so that they do not depend on how ranks hold
 it.
@@ -23,13 +23,17 @@ _ENTRY = struct.Struct("<Iff")
 _WRAP = 1 << 32
 _WORD_BYTES = 4
 _MOST = 3e38
+_CHUNK_ON_HOST = 1 << 16
+"""Words that stay in a processor's cache while they are hashed."""
+_CHUNK = 1 << 24
+"""Words hashed at once on other devices, which bounds the memory for it."""
 
 
 class TensorFigures(NamedTuple):
     """Figures of one tensor."""
 
     bits: int
-    """Sum of its 32-bit words, modulo 2**32."""
+    """Sum of hashes of its 32-bit words, modulo 2**32."""
     total: float
     """Sum of its elements."""
     norm: float
@@ -63,9 +67,22 @@ def _figures(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tensor = tensor.to_dense()
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     raw = tensor.contiguous().reshape(-1).view(torch.uint8)
-    words = raw.view(torch.int32) if len(raw) % _WORD_BYTES == 0 else raw
+    words = raw.view(torch.int32) if len(raw) % _WORD_BYTES == 0 else raw.int()
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-    return words.sum(dtype=torch.int32), wide.sum(), torch.linalg.vector_norm(wide)
+    return _sum_of_hashes(words), wide.sum(), torch.linalg.vector_norm(wide)
+
+
+def _sum_of_hashes(words: Tensor) -> Tensor:
+    """Return the sum of the hash of each word, modulo 2**32; int32, 0-d.
+
+    In a plain sum, flips of one bit in several words cancel each other if as many are set as are
+    cleared. The hash is `x * (2 * x + 1)`, as in RC6, of a word whose halves are mixed.
+    """
+    total = words.new_zeros(())
+    for chunk in torch.split(words, _CHUNK_ON_HOST if words.is_cpu else _CHUNK):
+        mixed = (chunk >> 16).bitwise_xor_(chunk)
+        total += torch.addcmul(mixed, mixed, mixed, value=2).sum(dtype=torch.int32)
+    return total
 
 
 def joined(everyones: Iterable[tuple[Sequence[str], Sequence[float]]]) -> dict[str, TensorFigures]:
@@ -86,7 +103,7 @@ def added(parts: Iterable[TensorFigures]) -> TensorFigures:
 
 
 def sum_of_bits(names: Sequence[str], columns: Sequence[Any]) -> int:
-    """Return the sum of the words of all parts of one rank."""
+    """Return the sum of the digests of all parts of one rank."""
     return sum(map(int, columns[: len(names)])) % _WRAP
 
 

@@ -13,10 +13,12 @@ import torch
 from drivetrain import EvaluateSettings, OptimizerSettings, Recipe, Settings
 from drivetrain.data.sample_digest import differing_parts, part_digests, part_text
 from drivetrain.kernel.events import StepEnded
+from drivetrain.kernel.plan import World
 from drivetrain.run.parting import Difference, Tolerance, first_difference, tolerance_between
 from drivetrain.run.recorded_steps import RecordedSteps
 from drivetrain.run.records import record_of
 from drivetrain.trainer.fit import fit
+from drivetrain.trainer.tensor_figures import PartFigures, joined
 
 from .problems import Pairs, recipe
 
@@ -134,6 +136,38 @@ def test_a_weight_that_differs_is_named() -> None:
     changed = dataclasses.replace(usual, after_update=bit_flipped)
     found = parted(recorded(usual), recorded(changed))
     assert [(each.step, each.quantity) for each in found] == [(4, "weight 0.weight")]
+
+
+def bits_of(*parts: torch.Tensor) -> int:
+    """Return the digest of a tensor that consists of these parts, each of another rank."""
+    ranks = []
+    for part in parts:
+        figures = PartFigures()
+        figures.add("weight", part)
+        ranks.append((figures.names, figures.stacked(World(0, 1, part.device, 0, 1)).tolist()))
+    return joined(ranks)["weight"].bits
+
+
+def flipped(tensor: torch.Tensor, mask: int) -> torch.Tensor:
+    return (tensor.view(torch.int32) ^ mask).view(torch.float32)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 15, 16, 22, 26, 30, 31])
+def test_flips_do_not_cancel_each_other(bit: int) -> None:
+    """In a plain sum of words they do, where one half sets the bit and the other half clears it."""
+    mask = (1 << bit) - (1 << 32 if bit == 31 else 0)
+    for seed in range(50):
+        some = torch.randn(512, generator=torch.Generator().manual_seed(seed))
+        is_set = (some.view(torch.int32) & mask) != 0
+        whole = torch.cat([some[is_set][:8], flipped(some[is_set], mask)[8:16], some[~is_set][16:]])
+        changed = torch.cat([flipped(whole[:16], mask), whole[16:]])
+        assert bits_of(changed) != bits_of(whole)
+
+
+def test_digests_do_not_depend_on_how_ranks_share_a_tensor() -> None:
+    whole = torch.randn(150_000)
+    assert bits_of(whole) == bits_of(*whole.split(1001)) == bits_of(*whole.view(1000, -1).unbind(1))
+    assert bits_of(whole.bfloat16()[:7]) != bits_of(-whole.bfloat16()[:7])
 
 
 def with_bent_gradient(factor: float) -> Recipe:
