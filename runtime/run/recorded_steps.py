@@ -73,10 +73,10 @@ class RecordedSteps:
         if logged is None or start is None or logged["step"] != record["step"]:
             return
         self._names = record["names"] or self._names
-        self._gradient_names = record["gradient_names"] or self._gradient_names
+        self._gradient_names = record.get("gradient_names") or self._gradient_names
         try:
             weights = _by_name(self._names, record["weights"])
-            gradients = _by_name(self._gradient_names, record["gradients"] or "")
+            gradients = _by_name(self._gradient_names, record.get("gradients") or "")
         except ValueError:  # a damaged record
             return
         self.steps[record["step"]] = RecordedStep(

@@ -204,6 +204,23 @@ def test_a_wrong_gradient_is_named_where_rounding_differs() -> None:
     assert not first_difference(first, first, Tolerance(False, 1e-5), 0)
 
 
+def test_records_without_gradients_are_compared() -> None:
+    """Drop the fields that are absent in runs which were recorded before gradients were."""
+    records: list[Any] = []
+    now, before = RecordedSteps(), RecordedSteps()
+
+    def observe(event: Any) -> None:
+        if not isinstance(event, StepEnded):
+            records.append(record_of(event))
+
+    fit(recipe(48), SETTINGS, backend="cpu", observers=[observe])
+    for record in records:
+        now.add(record)
+        before.add({k: v for k, v in record.items() if k not in ("gradients", "gradient_names")})
+    assert now.steps.keys() == before.steps.keys() == {2, 4, 6}
+    assert not parted(now, before)
+
+
 def test_nothing_is_recorded_on_request() -> None:
     assert not recorded(recipe(48), dataclasses.replace(SETTINGS, digests="none")).steps
     samples = recorded(recipe(48), dataclasses.replace(SETTINGS, digests="samples"))
