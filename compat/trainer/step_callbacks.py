@@ -18,6 +18,7 @@ from ...kernel.loop import NextAction, TrainLoop
 from ...kernel.recipe import Batch, Microstep
 from ...kernel.step import StepResult
 from ...trainer.after_update import AfterUpdate
+from ...trainer.gc_frozen import survivors_frozen
 from ...trainer.module_state import ModuleState
 from ...trainer.step_clock import UPDATE
 from ...trainer.update_numbers import numbering
@@ -100,17 +101,21 @@ class TrainerPolicy:
         self._after_update.restored(loop)
         if self._modules is not None:
             self._modules.begin()
+        with survivors_frozen():
+            self._run_epochs(loop)
+        if self.times is not None:
+            self.times.finish(loop.progress)
+
+    def _run_epochs(self, loop: TrainLoop) -> None:
         while True:
             try:
                 loop.run()
-                break
+                return
             except _AllRanksLeave:
                 epoch = loop.progress.position.epoch
             if self._leave_epoch(loop, epoch) is not NextAction.NEXT_EPOCH:
-                break
+                return
             loop.progress.position = Position(epoch + 1)
-        if self.times is not None:
-            self.times.finish(loop.progress)
 
     # --- inside a step ----------------------------------------------------------------------
 

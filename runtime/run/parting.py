@@ -81,6 +81,7 @@ def conditions(step: RecordedStep, torch_version: object) -> dict[str, Any]:
         "device": str(_world(start).get("device")).partition(":")[0],
         "precision": _settings(start).get("precision"),
         "torch": torch_version,
+        "layout": step.digests.get("layout"),
     }
 
 
@@ -88,7 +89,7 @@ def tolerance_between(
     first: RecordedStep, second: RecordedStep, torch_versions: tuple[object, object]
 ) -> Tolerance:
     """Return the tolerance of two runs: none if their driver, world size, device, precision and
-    version of torch are the same.
+    version of torch are the same, and their ranks share the weights alike.
 
     Otherwise rounding differs. A blocked sum of n numbers has a relative error of about
     `eps * log2(n)`, and each weight takes part in the loss and in the norm, so n is the number of

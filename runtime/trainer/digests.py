@@ -5,7 +5,7 @@ it. By these `drivetrain replay` and `drivetrain compare` find where two runs pa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -19,10 +19,11 @@ from ..kernel.batches import Group, Groups, Microbatch, Position
 from ..kernel.contract import Session
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
+from ..kernel.plan import Capabilities
 from .gradient_digests import GradientDigests
 from .tensor_figures import PartFigures, TensorFigures, added, joined, packed, sum_of_bits
 
-__all__ = ["Digester", "ReceivesSamples", "StepDigests"]
+__all__ = ["Digester", "ReceivesSamples", "StepDigests", "affordable"]
 
 _MOST_LOSSES = 100
 _MOST_ENTRIES = 20_000
@@ -55,6 +56,8 @@ class StepDigests(Event):
     """Names of the parameters that these are of, where they are others than in the event before."""
     ranks: str
     """Eight digits for each of several ranks: the digest of the weights it saves."""
+    layout: str
+    """Digest of how ranks share the weights. Digests of tensors are equal where this is."""
 
 
 @runtime_checkable
@@ -72,6 +75,12 @@ class _Batch:
     position: Position
     num_samples: int
     parts: list[int]
+
+
+def affordable(level: str, able: Capabilities) -> str:
+    """Return the setting `digests`, or the part of it that a driver can compute cheaply: a device
+    that compiles whole steps would copy its weights to the host."""
+    return "samples" if able.static_shapes and level == "weights" else level
 
 
 class Digester:
@@ -163,6 +172,7 @@ class Digester:
                     [] if batch is None else batch.parts,
                     random,
                     *([names, columns.tolist()] for names, columns in figures),
+                    weights.layout(),
                 ]
             )
             return self._joined(progress.step, batch, everyones)
@@ -203,6 +213,7 @@ class Digester:
             gradients=packed(list(gradients.values())),
             gradient_names=self._news("gradients", gradients),
             ranks="".join(f"{each:08x}" for each in sums),
+            layout=_layout(rank[6] for rank in everyones),
         )
 
     def _news(self, kind: str, found: Mapping[str, TensorFigures]) -> Sequence[str]:
@@ -235,6 +246,11 @@ def _weights_of(loop: TrainLoop) -> PartFigures:
             if piece.kind == "weights" and piece.tensor.numel():
                 found.add(piece.name, piece.tensor)
     return found
+
+
+def _layout(of_ranks: Iterable[int]) -> str:
+    text = ",".join(map(str, of_ranks))
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def _fewer(

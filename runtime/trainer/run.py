@@ -30,10 +30,11 @@ from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from .after_update import AfterUpdate
 from .announce import Announcer
-from .digests import Digester
+from .digests import Digester, affordable
 from .early_stopping import EarlyStopping
 from .ending import Ending, sentences
 from .evaluations import Evaluations
+from .gc_frozen import survivors_frozen
 from .given_back import GivenModel
 from .gradient_digests import GradientDigests
 from .late_ranks import abort_ranks, ended_by, report_late_ranks
@@ -195,9 +196,7 @@ class Run:
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)
-        level = settings.digests
-        if able.static_shapes and level == "weights":
-            level = "samples"  # a device that compiles whole steps copies its weights to the host
+        level = affordable(settings.digests, able)
         gradients = GradientDigests(shows, session)
         digester = Digester(level, session, self._is_logged, source.where, observers, gradients)
         self.policy = SettingsPolicy(
@@ -205,7 +204,8 @@ class Run:
             digester,
         )
         data: Groups = SkipGroups(source, spikes.left_out) if settings.spikes.roll_back else source
-        data = search.watch(self.account.noting_batch(digester.watched(data, self._steps_done)))
+        data = times.watched(digester.watched(data, self._steps_done))
+        data = search.watch(self.account.noting_batch(data))
         self.loop = TrainLoop(
             *(self.recipe, session, engine, data, planned.total, self.policy, requests),
             search.marking(self.account.marking(clock.mark)),
@@ -376,7 +376,8 @@ class Run:
             self._check_sanity()
             statistics = self.state.statistics
             watching = nullcontext() if statistics is None else statistics.watching(self.loop)
-            with watching, self.policy.times.finder or nullcontext(), self.account:
+            finding = self.policy.times.finder or nullcontext()
+            with watching, finding, survivors_frozen(), self.account:
                 return self.loop.run()
         except OutOfMemory as error:
             self.account.save_snapshot(f"memory-rank-{self.session.world.rank}.json")

@@ -59,7 +59,7 @@ class CountedParts:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._keys: list[str] | None = None
+        self._held: list[tuple[str, int]] | None = None
         self.names: Sequence[str] = ()
         """All parameters, by the same names in the same order on all ranks."""
         self.own = frozenset[str]()
@@ -67,18 +67,31 @@ class CountedParts:
 
     def choose(self, parts: Parts) -> None:
         """Choose them, for parts of weights. Called by all ranks; they meet when parts change."""
-        world = self._session.world
-        keys = [_key(name, key) if part.numel() else "" for name, (part, key) in parts.items()]
-        if keys == self._keys:
+        held = [(_key(name, key), part.numel()) for name, (part, key) in parts.items()]
+        if held == self._held:
             return
-        self.names, self._keys = [*parts], keys
-        everyones = self._session.exchange(keys) if world.size > 1 else [keys]
-        own = set[str]()
-        for turn, (name, key, *held) in enumerate(zip(parts, keys, *everyones, strict=True)):
-            ranks = [rank for rank, other in enumerate(held) if other == key]
-            if key and ranks[turn % len(ranks)] == world.rank:
-                own.add(name)
-        self.own = frozenset(own)
+        self.names, self._held = [*parts], held
+        world = self._session.world
+        everyones = self._session.exchange(held) if world.size > 1 else [held]
+        names = dict(zip(parts, zip(*everyones, strict=True), strict=True))
+        self.own = frozenset(_shared_out(names, world.size)[world.rank])
+
+
+def _shared_out(parts: Mapping[str, Sequence[tuple[str, int]]], num_ranks: int) -> list[list[str]]:
+    """Return by rank the names of the parts that it counts, so that the one with the most elements
+    has few. `parts`: for each name what the ranks hold, as key and number of elements."""
+    counted: list[list[str]] = [[] for _ in range(num_ranks)]
+    elements = [0] * num_ranks
+    for name, held in sorted(parts.items(), key=lambda each: -max(count for _, count in each[1])):
+        holders: dict[str, list[int]] = {}
+        for rank, (key, count) in enumerate(held):
+            if count:
+                holders.setdefault(key, []).append(rank)
+        for ranks in holders.values():
+            chosen = min(ranks, key=elements.__getitem__)
+            elements[chosen] += held[chosen][1]
+            counted[chosen].append(name)
+    return counted
 
 
 def _key(name: str, key: object) -> str:

@@ -6,6 +6,7 @@ the device shows where the host waits for it anyway; the clock itself waits for 
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ PARTS = tuple(TITLES)
 
 _SHARED = frozenset({DATA, COPY, COMPUTE, UPDATE})
 """Parts of which the time in calls that wait for other ranks is taken out."""
+_NUM_LONGEST = 3
 
 
 class StepClock:
@@ -58,6 +60,7 @@ class StepClock:
         self.part = STARTING
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._total = dict.fromkeys(PARTS, 0.0)
+        self._longest = [0.0] * _NUM_LONGEST
         self._observers, self._names = dict[int, float](), dict[int, str]()
         self.thread = threading.get_ident()
         self._session: CountsWaits | None = None
@@ -80,9 +83,24 @@ class StepClock:
                 self._seconds[RANKS] += others
                 spent -= others
             self._waited = waited
+        if before == DATA and spent > self._longest[0]:
+            heapq.heapreplace(self._longest, spent)
         self._seconds[before] += spent
         self._since, self.part = now, part
         return before
+
+    def instead(self, part: str) -> None:
+        """Let the time since the last mark, and from now on, belong to `part`."""
+        self.part = part
+
+    @property
+    def longest_waits(self) -> tuple[float, ...]:
+        """The seconds of the three longest waits for data."""
+        return tuple(self._longest)
+
+    def forget_waits(self) -> None:
+        """Forget the longest waits for data so far."""
+        self._longest = [0.0] * _NUM_LONGEST
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:

@@ -1,12 +1,13 @@
 """Figures by which tensors of two runs are compared: a digest of the bits, the sum, and the norm.
 
-Those of a whole tensor are made of those of its parts, so that they do not depend on how ranks hold
-it.
+Those of a whole tensor are made of those of its parts. The sum and the norm do not depend on how
+ranks share it; digests are compared where they share it alike.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -23,17 +24,15 @@ _ENTRY = struct.Struct("<Iff")
 _WRAP = 1 << 32
 _WORD_BYTES = 4
 _MOST = 3e38
-_CHUNK_ON_HOST = 1 << 16
-"""Words that stay in a processor's cache while they are hashed."""
-_CHUNK = 1 << 24
-"""Words hashed at once on other devices, which bounds the memory for it."""
+_COLUMNS = 8191
+"""A prime, so that rows of a matrix do not lie above each other."""
 
 
 class TensorFigures(NamedTuple):
     """Figures of one tensor."""
 
     bits: int
-    """Sum of hashes of its 32-bit words, modulo 2**32."""
+    """Sum of hashes of the 32-bit words of each part, modulo 2**32."""
     total: float
     """Sum of its elements."""
     norm: float
@@ -46,20 +45,31 @@ class PartFigures:
 
     def __init__(self) -> None:
         self.names: list[str] = []
+        self._shapes: list[torch.Size] = []
         self._columns: tuple[list[Tensor], ...] = ([], [], [])
 
     def add(self, name: str, part: Tensor) -> None:
         """Start to compute the figures of a part; waits for nothing."""
         self.names.append(name)
+        self._shapes.append(part.shape)
         for column, figure in zip(self._columns, _figures(part.detach()), strict=True):
             column.append(figure)
 
+    def layout(self) -> int:
+        """Return a digest of 32 bits of the names and shapes of the parts."""
+        parts = zip(self.names, self._shapes, strict=True)
+        text = "/".join(f"{name} {[*shape]}" for name, shape in parts)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
     def stacked(self, world: World) -> Tensor:
         """Return the columns one after the other, as one vector on the device."""
-        figures = [world.widened(figure) for column in self._columns for figure in column]
-        device = next((each.device for each in figures if each.device.type != "cpu"), None)
-        figures = [each if device is None else each.to(device) for each in figures]
-        return torch.stack(figures) if figures else torch.zeros(0)
+        if not self.names:
+            return torch.zeros(0)
+        device = next((each.device for each in self._columns[0] if not each.is_cpu), None)
+        columns = self._columns
+        if device is not None:
+            columns = tuple([each.to(device) for each in column] for column in columns)
+        return torch.cat([world.widened(torch.stack(column)) for column in columns])
 
 
 def _figures(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,16 +83,19 @@ def _figures(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sum_of_hashes(words: Tensor) -> Tensor:
-    """Return the sum of the hash of each word, modulo 2**32; int32, 0-d.
+    """Return the sum of hashes of words, modulo 2**32; int32, 0-d.
 
     In a plain sum, flips of one bit in several words cancel each other if as many are set as are
-    cleared. The hash is `x * (2 * x + 1)`, as in RC6, of a word whose halves are mixed.
+    cleared. The hash is `x * (2 * x + 1)`, as in RC6, of a word whose halves are mixed. Words that
+    lie `_COLUMNS` apart are added first: reading each once takes a third of the time of hashing it.
     """
-    total = words.new_zeros(())
-    for chunk in torch.split(words, _CHUNK_ON_HOST if words.is_cpu else _CHUNK):
-        mixed = (chunk >> 16).bitwise_xor_(chunk)
-        total += torch.addcmul(mixed, mixed, mixed, value=2).sum(dtype=torch.int32)
-    return total
+    if len(words) > _COLUMNS:
+        rest = len(words) % _COLUMNS
+        whole, last = torch.split(words, [len(words) - rest, rest])
+        words = whole.view(-1, _COLUMNS).sum(0, dtype=torch.int32)
+        words[:rest] += last
+    mixed = (words >> 16).bitwise_xor_(words)
+    return mixed.addcmul_(mixed, mixed, value=2).sum(dtype=torch.int32)
 
 
 def joined(everyones: Iterable[tuple[Sequence[str], Sequence[float]]]) -> dict[str, TensorFigures]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..data.fetch_times import FetchTimes
 from ..data.indexed import Loader
 from ..data.prebatched import PrebatchedLoader
+from ..kernel.batches import Group, Groups, Position
 from ..kernel.contract import Session
 from ..kernel.events import Event
 from ..kernel.progress import Progress
 from .settings import Settings
-from .step_clock import PARTS, StepClock
+from .step_clock import PARTS, UPDATE, StepClock
 from .synchronisations import SynchronisationFinder
 from .time_verdicts import Spent, Verdict, verdicts
 
@@ -57,10 +59,15 @@ class TimeAccounting:
         self._reported: set[str] = set()
         self._judged: tuple[Spent, list[Verdict]] | None = None
 
+    def watched(self, groups: Groups) -> Groups:
+        """Return the same groups; the time after the last of them is no wait for data."""
+        return _UntilTheEnd(groups, self.clock)
+
     def begin(self, progress: Progress) -> None:
         """Call it after the first step of the run, which is left out: it starts workers, and
         compiles."""
         self._first = self._now(progress)
+        self.clock.forget_waits()
 
     @property
     def has_begun(self) -> bool:
@@ -117,6 +124,7 @@ class TimeAccounting:
                 for name, spent in now.observers.items()
             },
             synchronisations=self.finder.found() if self.finder is not None else (),
+            longest_waits=self.clock.longest_waits,
         )
 
     def _of_ranks(self, seconds: Mapping[str, float]) -> list[list[float]]:
@@ -143,6 +151,20 @@ class TimeAccounting:
             evaluations=self.evaluations,
             saves=self.saves,
         )
+
+
+class _UntilTheEnd:
+    """`Groups`, after the last of which workers are closed."""
+
+    def __init__(self, groups: Groups, clock: StepClock) -> None:
+        self._groups, self._clock = groups, clock
+
+    def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
+        """See `Groups`."""
+        whole: Any = self._groups.groups(start, num_steps)
+        with closing(whole):
+            yield from whole
+        self._clock.instead(UPDATE)
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Spent:
     observers: Mapping[str, float] = field(default_factory=dict)
     """By name."""
     synchronisations: Sequence[Synchronisation] = ()
+    longest_waits: Sequence[float] = ()
+    """Seconds of the longest waits for data."""
 
     @property
     def total(self) -> float:
@@ -114,7 +116,7 @@ def _in_each_step(spent: Spent, seconds: float) -> bool:
 
 def _of_data(spent: Spent) -> Iterator[Verdict]:
     waited = spent.seconds.get(DATA, 0.0)
-    if not _in_each_step(spent, waited):
+    if not _in_each_step(spent, min(waited, _usual_wait(spent))):
         return
     share = waited / spent.total
     begin = f"{_percent(share)} of the time training waits for data"
@@ -157,6 +159,13 @@ def _of_data(spent: Spent) -> Iterator[Verdict]:
         return
     kind = "workers" if spent.workers else "input"
     yield Verdict(kind, share, f"{begin}: {who}, each sample takes {_time(sample)}; {remedy}")
+
+
+def _usual_wait(spent: Spent) -> float:
+    """Return the seconds of waiting for data if the longest waits had been as the others: a machine
+    that stops for a moment is no slow loader."""
+    others = spent.steps - len(spent.longest_waits)
+    return (spent.seconds.get(DATA, 0.0) - sum(spent.longest_waits)) * spent.steps / max(1, others)
 
 
 def _enough_workers(spent: Spent, work: float) -> int:

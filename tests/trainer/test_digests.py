@@ -15,10 +15,10 @@ from drivetrain.data.sample_digest import differing_parts, part_digests, part_te
 from drivetrain.kernel.events import StepEnded
 from drivetrain.kernel.plan import World
 from drivetrain.run.parting import Difference, Tolerance, first_difference, tolerance_between
-from drivetrain.run.recorded_steps import RecordedSteps
+from drivetrain.run.recorded_steps import RecordedStep, RecordedSteps
 from drivetrain.run.records import record_of
 from drivetrain.trainer.fit import fit
-from drivetrain.trainer.tensor_figures import PartFigures, joined
+from drivetrain.trainer.tensor_figures import PartFigures, TensorFigures, joined
 
 from .problems import Pairs, recipe
 
@@ -139,13 +139,17 @@ def test_a_weight_that_differs_is_named() -> None:
 
 
 def bits_of(*parts: torch.Tensor) -> int:
-    """Return the digest of a tensor that consists of these parts, each of another rank."""
+    return figures_of(*parts).bits
+
+
+def figures_of(*parts: torch.Tensor) -> TensorFigures:
+    """Return the figures of a tensor that consists of these parts, each of another rank."""
     ranks = []
     for part in parts:
         figures = PartFigures()
         figures.add("weight", part)
         ranks.append((figures.names, figures.stacked(World(0, 1, part.device, 0, 1)).tolist()))
-    return joined(ranks)["weight"].bits
+    return joined(ranks)["weight"]
 
 
 def flipped(tensor: torch.Tensor, mask: int) -> torch.Tensor:
@@ -164,10 +168,42 @@ def test_flips_do_not_cancel_each_other(bit: int) -> None:
         assert bits_of(changed) != bits_of(whole)
 
 
-def test_digests_do_not_depend_on_how_ranks_share_a_tensor() -> None:
+def test_flips_in_a_large_tensor_are_seen() -> None:
+    """Words that lie far apart are added before they are hashed."""
+    whole = torch.randn(100_003, generator=torch.Generator().manual_seed(0))
+    changes = [
+        (slice(at, at + 1), 1 << bit)
+        for at in (0, 8190, 8191, 8192, 50_000, 98_291, 98_292, 100_002)
+        for bit in range(31)
+    ]
+    changes += [(slice(0, size), 0xFFFF) for size in range(16, 40_000, 160)]
+    for where, mask in changes:
+        changed = whole.clone()
+        changed[where] = flipped(whole[where], mask)
+        assert bits_of(changed) != bits_of(whole)
+
+
+def test_sums_and_norms_do_not_depend_on_how_ranks_share_a_tensor() -> None:
     whole = torch.randn(150_000)
-    assert bits_of(whole) == bits_of(*whole.split(1001)) == bits_of(*whole.view(1000, -1).unbind(1))
+    for parts in (whole.split(1001), whole.view(1000, -1).unbind(1)):
+        shared = figures_of(*parts)
+        assert shared.total == pytest.approx(float(whole.double().sum()), abs=0.01)
+        assert shared.norm == pytest.approx(float(whole.double().norm()), rel=1e-5)
     assert bits_of(whole.bfloat16()[:7]) != bits_of(-whole.bfloat16()[:7])
+
+
+def test_digests_are_compared_where_ranks_share_tensors_alike() -> None:
+    first, second = (recorded(recipe(48)) for _ in range(2))
+    assert not parted(first, second)
+
+    def changed(step: RecordedStep, **digests: str) -> RecordedStep:
+        others = {name: each._replace(bits=each.bits ^ 1) for name, each in step.weights.items()}
+        return dataclasses.replace(step, weights=others, digests={**step.digests, **digests})
+
+    second.steps = {number: changed(step) for number, step in second.steps.items()}
+    assert {each.quantity.split()[0] for each in parted(first, second)} == {"weight"}
+    other = {number: changed(step, layout="other") for number, step in second.steps.items()}
+    assert not parted(first, dataclasses.replace(second, steps=other))
 
 
 def with_bent_gradient(factor: float) -> Recipe:

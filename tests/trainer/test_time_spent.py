@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,12 @@ from torch.utils.data import default_collate
 
 from drivetrain import Recipe, Settings
 from drivetrain.checkpoint import CheckpointStore
+from drivetrain.kernel.batches import Position
 from drivetrain.kernel.events import Event, Logged, RunEnded, StepEnded
 from drivetrain.trainer.fit import fit
 from drivetrain.trainer.setting_values import override
 from drivetrain.trainer.step_clock import PARTS, StepClock
-from drivetrain.trainer.time_accounting import TimeSpent
+from drivetrain.trainer.time_accounting import TimeAccounting, TimeSpent
 from drivetrain.trainer.time_verdicts import Spent, Synchronisation, Verdict, verdicts
 
 STEPS, BATCH = 30, 4
@@ -297,6 +298,51 @@ def test_a_moment_or_a_few_steps_are_not_judged() -> None:
     assert not verdicts(spent(seconds={"compute": 1.0, "data": 9.0}, steps=4))
     assert not verdicts(spent(seconds={"compute": 9.5, "data": 0.5}))
     assert not verdicts(Spent(0, {}))
+
+
+def test_a_machine_that_stops_for_a_moment_is_no_slow_loader() -> None:
+    waits = spent(seconds={"compute": 5.0, "data": 2.0}, longest_waits=(0.6, 0.7, 0.6))
+    assert not verdicts(waits)
+    assert kinds(verdicts(dataclasses.replace(waits, longest_waits=(0.3, 0.3, 0.3)))) == ["input"]
+    each_step = spent(steps=5, seconds={"compute": 5.0, "data": 2.0}, longest_waits=(0.4,) * 3)
+    assert kinds(verdicts(each_step)) == ["input"]
+
+
+def test_a_loader_that_stalls_twice_is_not_slow_but_one_that_stalls_often_is(world: World) -> None:
+    def stalls(every: int) -> list[str]:
+        class Stalling(Rows):
+            def __getitem__(self, index: int) -> Tensor:
+                self.fetched = getattr(self, "fetched", 0) + 1
+                if self.fetched % (every * BATCH) == 0:
+                    world.sleep(0.1)
+                return super().__getitem__(index)
+
+        found = run(world.sleep, {"train_data": Stalling()}).spent.verdicts
+        return [verdict["kind"] for verdict in found]
+
+    assert stalls(STEPS // 2) == []
+    assert stalls(4) == ["input"]
+
+
+def test_what_comes_after_the_last_batch_is_no_wait_for_data(world: World) -> None:
+    class Closing:
+        def groups(self, start: Position, num_steps: int) -> Iterator[Any]:
+            for number in range(num_steps):
+                world.sleep(1.0)
+                yield number
+            world.sleep(100.0)
+
+    clock: Any = StepClock()
+    clock.mark("data")
+    accounting = TimeAccounting(clock, SimpleNamespace(), None, Settings())  # type: ignore[arg-type]
+    given: Any = accounting.watched(Closing())
+    assert list(given.groups(Position(), 3)) == [0, 1, 2]
+    assert clock.take() == {"update": 103.0}
+    clock.mark("data")
+    for _ in given.groups(Position(), 3):
+        clock.mark("compute")
+        clock.mark("data")
+    assert clock.take() == {"data": 3.0, "update": 100.0}
 
 
 def test_more_workers_than_cores_are_advised_with_a_condition() -> None:
