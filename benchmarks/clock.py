@@ -4,8 +4,10 @@ step is counted, and each is timed by itself, since two runs differ by more.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from .harness import Benchmark, Column, Measured
@@ -13,6 +15,7 @@ from .problems import GPT, collate
 
 __all__ = ["BENCHMARKS"]
 
+LOG_EVERY = 10
 LABELS = {"cpu": "one process", "ddp": "two processes, ddp"}
 
 
@@ -60,13 +63,13 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
         "idle": _Counted(Waits, "end_work"),
     }
     logs = _Spent(TimeAccounting, "logged")
-    digesting = [
+    digesting = [  # all are called at logs alone
         _Spent(digests, "part_digests"),
         _Spent(GradientDigests, "weights"),
         _Spent(GradientDigests, "gradients"),
         _Spent(digests.Digester, "begin"),  # and what it returns
     ]
-    steps, at = 5 if quick else 40, list[float]()
+    steps, at = 20 if quick else 100, list[float]()
 
     def ends(event: Any) -> None:
         if isinstance(event, StepEnded):
@@ -87,19 +90,19 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
         waits = Waits()
         costs["idle"] = _seconds_of(lambda: waits.end_work(*waits.begin_work()))
 
-    workers = {"steps": steps, "global_batch": GPT.batch, "checkpoint.at_end": False}
+    settings = {"steps": steps, "global_batch": GPT.batch, "log_every": LOG_EVERY}
     fit(
         Recipe(model=GPT.model, loss=GPT.sum, train_data=GPT.data(), collate=collate),
-        override(Settings(), workers),
+        override(Settings(), {**settings, "checkpoint.at_end": False}),
         backend=backend,
         observers=[ends],
         finish=time_each,
     )
-    step = (at[-1] - at[0]) / (len(at) - 1)
+    step = statistics.median(end - start for start, end in pairwise(at))
     calls = {name: method.calls / steps for name, method in methods.items()}
     added = sum(calls[name] * costs[name] for name in methods)
-    judged = 5 * logs.longest / 1000  # at the logs 4, 8, 16, 32 and 64
-    digested = sum(each.seconds for each in digesting) / steps
+    judged = 5 * max(logs.calls) / 1000  # at the logs 4, 8, 16, 32 and 64
+    digested = sum(statistics.median(each.calls) for each in digesting) / LOG_EVERY
     return {
         "step": step,
         "calls": sum(calls.values()),
@@ -111,23 +114,26 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
 
 
 class _Spent:
-    """Seconds in a function, and in the functions that it returns: of all calls, and of the longest
-    one."""
+    """Seconds of each call of a function, and of the functions that it returns."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.longest = self.seconds = 0.0
-        setattr(owner, name, self._timed(getattr(owner, name)))
+        self.calls: list[float] = []
+        method = getattr(owner, name)
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
-            try:
-                found = function(*args, **kwargs)
-            finally:
-                spent = time.perf_counter() - started
-                self.seconds += spent
-                self.longest = max(self.longest, spent)
-            return self._timed(found) if callable(found) else found
+            found = method(*args, **kwargs)
+            self.calls.append(time.perf_counter() - started)
+            return self._more(found, len(self.calls) - 1) if callable(found) else found
+
+        setattr(owner, name, timed)
+
+    def _more(self, function: Callable[[], Any], call: int) -> Callable[[], Any]:
+        def timed() -> Any:
+            started = time.perf_counter()
+            found = function()
+            self.calls[call] += time.perf_counter() - started
+            return found
 
         return timed
 
@@ -147,10 +153,12 @@ def _benchmark(name: str, title: str, backend: str, processes: int) -> Benchmark
     return Benchmark(
         name,
         title,
-        "The GPT of 10 million parameters, logged every 10 steps, with one observer. The calls "
+        f"The GPT of 10 million parameters, logged every {LOG_EVERY} steps, with one observer. A "
+        "step takes the median of 100. The calls "
         "that [dividing the time](guides/time.md) adds to a step are counted in the run, and timed "
         "one by one beside it. Judging the time, which compares ranks, is spread over 1,000 steps. "
-        "[Digests](guides/replay.md) of samples, gradients and weights are timed in the run.",
+        "[Digests](guides/replay.md) of samples, gradients and weights are timed in the run: the "
+        "median of its logs.",
         {backend: LABELS[backend]},
         lambda candidate, quick: measure(backend, candidate, quick),
         (

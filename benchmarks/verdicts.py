@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -162,38 +163,46 @@ def _collate(seen: _Timed, seconds: float) -> float:
 
 
 def _evaluation(seen: _Timed, seconds: float) -> float:
+    from drivetrain.trainer.evaluations import Evaluations
+
     def measure(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        seen.sleep(5 * seconds)
+        time.sleep(5 * seconds)
         return {"loss": module(batch).square().sum()}
 
-    data = {"held out": Subset(Rows(), range(BATCH))}
-    train(seen, {"eval_data": data, "measure": measure}, {"evaluate.every": 5})
-    return seen.planted
+    recipe = {"eval_data": {"held out": Subset(Rows(), range(BATCH))}, "measure": measure}
+    with _timed_calls(Evaluations, "run") as calls:
+        train(seen, recipe, {"evaluate.every": 5, "steps": STEPS + 1})
+    return sum(calls)
 
 
 def _saving(seen: _Timed, seconds: float) -> float:
     from drivetrain.checkpoint import CheckpointStore
 
-    save = CheckpointStore.save
-    saved = 0.0
-
-    def slowly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal saved
-        began = time.perf_counter()
-        time.sleep(10 * seconds)
-        result = save(self, *args, **kwargs)
-        saved += time.perf_counter() - began
-        return result
-
-    CheckpointStore.save = slowly  # type: ignore[method-assign]
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            # the last step's save is after the last StepEnded, and in no truth
-            settings = {"checkpoint.every": 10, "steps": STEPS + 1}
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"checkpoint.every": 10, "steps": STEPS + 1}
+        with _timed_calls(CheckpointStore, "save", 10 * seconds) as calls:
             train(seen, None, settings, out=f"{folder}/run")
+    return sum(calls)
+
+
+@contextlib.contextmanager
+def _timed_calls(owner: Any, name: str, more: float = 0.0) -> Iterator[list[float]]:
+    """Time each call of a method, and let it take so much more. Runs have one step more than their
+    last call, since what comes after the last `StepEnded` is in no truth."""
+    method, calls = getattr(owner, name), list[float]()
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        time.sleep(more)
+        found = method(*args, **kwargs)
+        calls.append(time.perf_counter() - began)
+        return found
+
+    setattr(owner, name, timed)
+    try:
+        yield calls
     finally:
-        CheckpointStore.save = save  # type: ignore[method-assign]
-    return saved
+        setattr(owner, name, method)
 
 
 def _observer(seen: _Timed, seconds: float) -> float:
