@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from .harness import Benchmark, Column, Measured
 from .problems import GPT, SMALL, Batch, Gpt, collate
+from .timed_calls import TimedCalls
 
 __all__ = ["BENCHMARKS"]
 
@@ -83,23 +83,6 @@ def loss(module: nn.Module, batch: Batch) -> Tensor:
     return mean * (batch["labels"].numel() / SMALL.sequence)
 
 
-class _Spent:
-    """Wall seconds inside of a method, and its calls."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.seconds, self.calls, method = 0.0, 0, getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                self.seconds += time.perf_counter() - started
-                self.calls += 1
-
-        setattr(owner, name, timed)
-
-
 def measure(candidate: str, quick: bool) -> Measured:
     """Seconds of a step, of an audit, and of the comparison before the first update."""
     from drivetrain import Parallel, Recipe, Settings
@@ -109,8 +92,8 @@ def measure(candidate: str, quick: bool) -> Measured:
     from drivetrain.trainer.setting_values import override
 
     steps = 4 if quick else 40
-    audits, steppers = _Spent(TrainLoop, "audit"), _Spent(TrainLoop, "_steps")
-    first = _Spent(GradientAudit, "see_batch")
+    audits, steppers = TimedCalls(TrainLoop, "audit"), TimedCalls(TrainLoop, "_steps")
+    batches = TimedCalls(GradientAudit, "see_batch")
     recipe = Recipe(
         model=partial(Gpt, feed=Mixture) if candidate == "expert" else Gpt,
         loss=loss,
@@ -131,14 +114,15 @@ def measure(candidate: str, quick: bool) -> Measured:
         backend_options=OPTIONS[candidate],
         observers=[lambda e: None],
     )
-    step = (steppers.seconds - first.seconds - audits.seconds) / steps
+    audit, first = sum(audits.seconds) / len(audits.seconds), sum(batches.seconds)
+    step = (sum(steppers.seconds) - first - sum(audits.seconds)) / steps
     logs = {*range(10, STEPS + 1, 10)}
     number = len(logs | {2**n for n in range(STEPS.bit_length())})
-    spent = first.seconds + number * audits.seconds / audits.calls
+    spent = first + number * audit
     return {
         "step": step,
-        "audit": audits.seconds / audits.calls,
-        "first": first.seconds,
+        "audit": audit,
+        "first": first,
         "number": number,
         "share": spent / (STEPS * step),
     }

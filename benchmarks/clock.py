@@ -12,10 +12,11 @@ from typing import Any
 
 from .harness import Benchmark, Column, Measured
 from .problems import GPT, collate
+from .timed_calls import TimedCalls
 
 __all__ = ["BENCHMARKS"]
 
-LOG_EVERY = 10
+STEPS, LOG_EVERY = 100, 10
 LABELS = {"cpu": "one process", "ddp": "two processes, ddp"}
 
 
@@ -62,14 +63,14 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
         "observed": _Counted(StepClock, "observed"),
         "idle": _Counted(Waits, "end_work"),
     }
-    logs = _Spent(TimeAccounting, "logged")
+    logs = TimedCalls(TimeAccounting, "logged")
     digesting = [  # all are called at logs alone
-        _Spent(digests, "part_digests"),
-        _Spent(GradientDigests, "weights"),
-        _Spent(GradientDigests, "gradients"),
-        _Spent(digests.Digester, "begin"),  # and what it returns
+        TimedCalls(digests, "part_digests"),
+        TimedCalls(GradientDigests, "weights"),
+        TimedCalls(GradientDigests, "gradients"),
+        TimedCalls(digests.Digester, "begin"),  # and what it returns
     ]
-    steps, at = 20 if quick else 100, list[float]()
+    steps, at = 20 if quick else STEPS, list[float]()
 
     def ends(event: Any) -> None:
         if isinstance(event, StepEnded):
@@ -101,8 +102,8 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
     step = statistics.median(end - start for start, end in pairwise(at))
     calls = {name: method.calls / steps for name, method in methods.items()}
     added = sum(calls[name] * costs[name] for name in methods)
-    judged = 5 * max(logs.calls) / 1000  # at the logs 4, 8, 16, 32 and 64
-    digested = sum(statistics.median(each.calls) for each in digesting) / LOG_EVERY
+    judged = 5 * max(logs.seconds) / 1000  # at the logs 4, 8, 16, 32 and 64
+    digested = sum(statistics.median(each.seconds) for each in digesting) / LOG_EVERY
     return {
         "step": step,
         "calls": sum(calls.values()),
@@ -111,31 +112,6 @@ def measure(backend: str, candidate: str, quick: bool) -> Measured:
         "digested": digested,
         "share": (added + judged + digested) / step,
     }
-
-
-class _Spent:
-    """Seconds of each call of a function, and of the functions that it returns."""
-
-    def __init__(self, owner: Any, name: str) -> None:
-        self.calls: list[float] = []
-        method = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            found = method(*args, **kwargs)
-            self.calls.append(time.perf_counter() - started)
-            return self._more(found, len(self.calls) - 1) if callable(found) else found
-
-        setattr(owner, name, timed)
-
-    def _more(self, function: Callable[[], Any], call: int) -> Callable[[], Any]:
-        def timed() -> Any:
-            started = time.perf_counter()
-            found = function()
-            self.calls[call] += time.perf_counter() - started
-            return found
-
-        return timed
 
 
 def _seconds_of(act: Callable[[], object], count: int = 20_000) -> float:
@@ -154,7 +130,7 @@ def _benchmark(name: str, title: str, backend: str, processes: int) -> Benchmark
         name,
         title,
         f"The GPT of 10 million parameters, logged every {LOG_EVERY} steps, with one observer. A "
-        "step takes the median of 100. The calls "
+        f"step takes the median of {STEPS}. The calls "
         "that [dividing the time](guides/time.md) adds to a step are counted in the run, and timed "
         "one by one beside it. Judging the time, which compares ranks, is spread over 1,000 steps. "
         "[Digests](guides/replay.md) of samples, gradients and weights are timed in the run: the "

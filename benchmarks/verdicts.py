@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from .harness import ROOT, Benchmark, Column, Measured, torchrun
+from .timed_calls import TimedCalls
 
 __all__ = ["BENCHMARKS"]
 
@@ -163,6 +163,7 @@ def _collate(seen: _Timed, seconds: float) -> float:
 
 
 def _evaluation(seen: _Timed, seconds: float) -> float:
+    # one step more, here and of saves: what comes after the last StepEnded is in no truth
     from drivetrain.trainer.evaluations import Evaluations
 
     def measure(module: nn.Module, batch: Tensor) -> dict[str, Tensor]:
@@ -170,9 +171,9 @@ def _evaluation(seen: _Timed, seconds: float) -> float:
         return {"loss": module(batch).square().sum()}
 
     recipe = {"eval_data": {"held out": Subset(Rows(), range(BATCH))}, "measure": measure}
-    with _timed_calls(Evaluations, "run") as calls:
+    with TimedCalls(Evaluations, "run") as calls:
         train(seen, recipe, {"evaluate.every": 5, "steps": STEPS + 1})
-    return sum(calls)
+    return sum(calls.seconds)
 
 
 def _saving(seen: _Timed, seconds: float) -> float:
@@ -180,29 +181,9 @@ def _saving(seen: _Timed, seconds: float) -> float:
 
     with tempfile.TemporaryDirectory() as folder:
         settings = {"checkpoint.every": 10, "steps": STEPS + 1}
-        with _timed_calls(CheckpointStore, "save", 10 * seconds) as calls:
+        with TimedCalls(CheckpointStore, "save", 10 * seconds) as calls:
             train(seen, None, settings, out=f"{folder}/run")
-    return sum(calls)
-
-
-@contextlib.contextmanager
-def _timed_calls(owner: Any, name: str, more: float = 0.0) -> Iterator[list[float]]:
-    """Time each call of a method, and let it take so much more. Runs have one step more than their
-    last call, since what comes after the last `StepEnded` is in no truth."""
-    method, calls = getattr(owner, name), list[float]()
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        time.sleep(more)
-        found = method(*args, **kwargs)
-        calls.append(time.perf_counter() - began)
-        return found
-
-    setattr(owner, name, timed)
-    try:
-        yield calls
-    finally:
-        setattr(owner, name, method)
+    return sum(calls.seconds)
 
 
 def _observer(seen: _Timed, seconds: float) -> float:

@@ -17,8 +17,8 @@ def survivors_frozen() -> Iterator[None]:
     """Freeze, until the block ends, what survives the first full collection in it.
 
     Modules, model and data make up nearly all objects of a process, and live as long as the run.
-    Without this each full collection scans all of them, which stops training for a good tenth of a
-    second. What is frozen already stays so: a forked rank has frozen its parent's objects.
+    Without this each full collection scans all of them, which stops training for a noticeable part
+    of a step. What is frozen already stays so: a forked rank has frozen its parent's objects.
     """
     if gc.get_freeze_count():
         yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -161,9 +160,7 @@ class _UntilTheEnd:
 
     def groups(self, start: Position, num_steps: int) -> Generator[Group, None, None]:
         """See `Groups`."""
-        whole: Any = self._groups.groups(start, num_steps)
-        with closing(whole):
-            yield from whole
+        yield from self._groups.groups(start, num_steps)
         self._clock.instead(UPDATE)
 
 

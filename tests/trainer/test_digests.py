@@ -31,14 +31,21 @@ SETTINGS = Settings(
 )
 
 
-def recorded(recipe: Recipe, settings: Settings = SETTINGS, **options: Any) -> RecordedSteps:
-    found = RecordedSteps()
+def records_of(recipe: Recipe, settings: Settings = SETTINGS, **options: Any) -> list[Any]:
+    records = []
 
     def observe(event: Any) -> None:
         if not isinstance(event, StepEnded):
-            found.add(record_of(event))
+            records.append(record_of(event))
 
     fit(recipe, settings, backend="cpu", observers=[observe], **options)
+    return records
+
+
+def recorded(recipe: Recipe, settings: Settings = SETTINGS, **options: Any) -> RecordedSteps:
+    found = RecordedSteps()
+    for record in records_of(recipe, settings, **options):
+        found.add(record)
     return found
 
 
@@ -242,15 +249,8 @@ def test_a_wrong_gradient_is_named_where_rounding_differs() -> None:
 
 def test_records_without_gradients_are_compared() -> None:
     """Drop the fields that are absent in runs which were recorded before gradients were."""
-    records: list[Any] = []
     now, before = RecordedSteps(), RecordedSteps()
-
-    def observe(event: Any) -> None:
-        if not isinstance(event, StepEnded):
-            records.append(record_of(event))
-
-    fit(recipe(48), SETTINGS, backend="cpu", observers=[observe])
-    for record in records:
+    for record in records_of(recipe(48)):
         now.add(record)
         before.add({k: v for k, v in record.items() if k not in ("gradients", "gradient_names")})
     assert now.steps.keys() == before.steps.keys() == {2, 4, 6}

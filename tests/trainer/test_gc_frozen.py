@@ -17,9 +17,12 @@ from .problems import recipe
 
 @pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
-    """A worker of the test run may be forked, and a fork freezes what there is."""
+    """Begin with nothing frozen, and without collections that nobody asked for. A worker of the
+    test run may be forked, and a fork freezes what there is."""
     gc.unfreeze()
+    gc.disable()
     yield
+    gc.enable()
     gc.unfreeze()
 
 
