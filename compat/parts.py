@@ -96,6 +96,8 @@ class TrainerParts:
     """Lock of the output folder while `train` runs."""
     _training: TrainLoop | None = None
     """The loop, while `train` runs."""
+    _training_data: Any = None
+    """The data of the loop, which `TrainLoop.data` may enclose."""
     _interrupted: TrainLoop | None = None
     """The loop that ran out of memory, until the next loop continues from its state."""
     _microstep: Microstep | None = None

@@ -48,7 +48,7 @@ class FinalizingMixin(BetweenStepsMixin):
         finally:
             self._finish_current_push()
             self._deactivate_neftune(self.model)
-            self._training = self._mode = None
+            self._training = self._training_data = self._mode = None
             self.is_in_train = False
         return TrainOutput(state.global_step, loss, metrics)
 

@@ -84,7 +84,7 @@ class ResumingMixin(WeightsMixin):
         if (folder / MANIFEST).is_file():
             self._resume_kernel(training, CheckpointReader(folder))
         else:
-            training.progress = hf_folders.progress_at(self.state.global_step, training.data)
+            training.progress = hf_folders.progress_at(self.state.global_step, self._training_data)
             training.start_window()
         self._load_optimizer_and_scheduler(checkpoint)
         self._load_scaler(checkpoint)
@@ -98,7 +98,7 @@ class ResumingMixin(WeightsMixin):
         stay = position.epoch and args.dataloader_persistent_workers
         if not args.dataloader_num_workers or not (position.samples or stay):
             return
-        resume = getattr(training.data, "resume_workers", None)
+        resume = getattr(self._training_data, "resume_workers", None)
         states = stored_workers(training.session, checkpoint)
         if states is not None and resume is not None and resume(position, states):
             return
@@ -130,7 +130,7 @@ class ResumingMixin(WeightsMixin):
         modules = ModuleState(self.driver_session.engine, training.session, _LOG.warning)
         for note in modules.notes(stored, self.driver_session.driver.name):
             _LOG.warning("resuming: %s", note)
-        if resume := getattr(training.data, "resume", None):
+        if resume := getattr(self._training_data, "resume", None):
             resume(training.progress.position, state.get("begun"))
         self._warn_of_other_length(training.progress.position, state)
 

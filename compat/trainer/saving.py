@@ -148,9 +148,10 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             self._write_kernel_checkpoint(folder, step)
 
     def _write_kernel_checkpoint(self, folder: Path, step: int) -> None:
-        running, engine = self._running(), self.driver_session.engine
+        running, data = self._running(), self._training_data
+        engine = self.driver_session.engine
         state = loop_to_json(running)
-        if begun := getattr(running.data, "begun", None):
+        if begun := getattr(data, "begun", None):
             state["begun"] = begun(running.progress.position)
         state["data_length"] = length_of(self.train_dataset)
         state["optimizer_groups"] = [hyper_parameters(group) for group in engine.param_groups]
@@ -163,10 +164,10 @@ class CheckpointMixin(ResumingMixin, HubMixin, ReportingMixin):
             state["optimizer_unsaved"] = unsaved
         frozen = frozen_names(self.model)
         saved: Any = _Trained(engine, frozen) if frozen else engine
-        ahead = getattr(running.data, "state_ahead", None)
+        ahead = getattr(data, "state_ahead", None)
         if ahead is not None and running.progress.position.samples:
             saved = with_read_ahead(saved, self.driver_session.session, ahead)
-        of_workers = getattr(running.data, "worker_states", None)
+        of_workers = getattr(data, "worker_states", None)
         states = None if of_workers is None else of_workers(running.progress.position)
         if states is not None:
             saved = with_workers(saved, self.driver_session.session, states)

@@ -191,7 +191,7 @@ class TrainingMixin(FinalizingMixin):
         self._check_wrapped(model)
         if reports is not None:
             reports.begin()
-        epochs = self._epochs(loader, length)
+        epochs = self._training_data = self._epochs(loader, length)
         start_time = time.time()
         policy = TrainerPolicy(
             self,

@@ -80,7 +80,7 @@ def test_a_loader_of_the_user_s_is_resumed(kind: str, prepared: bool, tmp_path: 
             loader: Any = DataLoader(KnowsEpochs(), batch_size=4, **LOADERS[kind]())  # type: ignore[arg-type]
             return self.accelerator.prepare(loader) if prepared else loader
 
-    def run(stop: int = 0, resume: str | None = None) -> list[Any]:
+    def run(stop: int = 0, resume: str | None = None, **reports: bool) -> list[Any]:
         model = Remembers()
         args = TrainingArguments(
             output_dir=str(tmp_path),
@@ -91,6 +91,7 @@ def test_a_loader_of_the_user_s_is_resumed(kind: str, prepared: bool, tmp_path: 
             use_cpu=True,
             save_strategy="no",
             logging_strategy="no",
+            **reports,
         )
         Own(model, args, train_dataset=KnowsEpochs(), callbacks=[Stop(stop)]).train(resume)
         return model.seen
@@ -104,6 +105,11 @@ def test_a_loader_of_the_user_s_is_resumed(kind: str, prepared: bool, tmp_path: 
             assert {number for batch in batches for _, number in batch} == {epoch}
     for cut in (9,) if kind == "persistent" else (3, 6, 9):
         assert run(cut) + run(0, f"{tmp_path}/checkpoint-{cut}") == whole, cut
+    if kind == "persistent":
+        return
+    for name in ("memory_parts", "find_nonfinite"):  # which look at the batches on their way
+        asked = {name: True}
+        assert run(3, **asked) + run(0, f"{tmp_path}/checkpoint-3", **asked) == whole, name
 
 
 def test_an_epoch_without_a_full_batch_is_named(tmp_path: Path) -> None:
