@@ -11,6 +11,7 @@ __all__ = [
     "OPTIMIZER_NAME",
     "OPTIMIZER_NAME_BIN",
     "PREFIX_CHECKPOINT_DIR",
+    "RECORDS",
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "TRAINER_STATE_NAME",
@@ -19,6 +20,8 @@ __all__ = [
 ]
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
+RECORDS = "records"
+"""The folder of `run_records` in the output folder."""
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.json"
 """Here JSON; transformers pickles its arguments into `training_args.bin`."""

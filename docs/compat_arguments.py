@@ -49,7 +49,7 @@ _MODULES: dict[str, str] = {
     "optim/table.py": "optim optim_args",
     "profile.py": "profile",
     "trainer/between_steps.py": "greater_is_better metric_for_best_model",
-    "trainer/diagnostics.py": "find_nonfinite memory_parts stats_steps",
+    "trainer/diagnostics.py": "find_nonfinite memory_parts run_records stats_steps",
     "trainer/evaluation.py": """batch_eval_metrics eval_accumulation_steps eval_do_concat_batches
         eval_use_gather_object include_for_metrics prediction_loss_only""",
     "trainer/hub.py": """hub_always_push hub_model_id hub_private_repo hub_revision
@@ -63,6 +63,8 @@ _MODULES: dict[str, str] = {
     "trainer/preparation.py": """activation_checkpointing activation_checkpointing_kwargs
         bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs
         liger_kernel_config use_liger_kernel""",
+    "trainer/parameter_statistics.py": "stats_activations",
+    "trainer/replay.py": "replay_step",
     "trainer/reporting.py": "include_num_input_tokens_seen",
     "trainer/resuming.py": "restore_callback_states_from_checkpoint resume_hyper_parameters",
     "trainer/saving.py": "checkpoint_format save_only_model save_total_limit",
@@ -117,6 +119,7 @@ EXAMPLES: dict[str, Any] = {
     "report_to": ["tensorboard"],
     "resume_hyper_parameters": "arguments",
     "save_strategy": "no",
+    "stats_activations": ["layers.*"],
     "tf32": False,
     "torch_compile_backend": "eager",
     "torch_compile_mode": "reduce-overhead",
@@ -131,6 +134,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "fsdp_config": {"fsdp": True},
     "load_best_model_at_end": {"save_strategy": "no"},
     "run_name": {"report_to": ["tensorboard"]},
+    "stats_activations": {"stats_steps": 7},
 }
 """Other arguments that an argument needs to be accepted."""
 
@@ -153,8 +157,12 @@ def example(item: dataclasses.Field[Any]) -> Any:
 
 
 REFUSED_BY_ENGINE = {
-    ("stats_steps", "ipex"): "its layers hold weights and gradients in layouts of their own",
-    ("stats_steps", "xla"): "it does not show its gradients",
+    (name, driver): why
+    for name in ("stats_steps", "stats_activations")
+    for driver, why in {
+        "ipex": "its layers hold weights and gradients in layouts of their own",
+        "xla": "it does not show its gradients",
+    }.items()
 }
 """Arguments that a driver refuses once it has wrapped the model, before the first step."""
 

@@ -281,11 +281,20 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     stats_steps: int | None = arg(
         None, "Steps between logs of norms, zeros and non-finite values of each parameter"
     )
+    stats_activations: list[str] | None = arg(
+        None, "Modules, or patterns of their names, whose activations these logs measure, too"
+    )
     memory_parts: bool = arg(
         False, "Report what takes memory after the first step, and when memory runs out"
     )
     find_nonfinite: bool = arg(
         False, "Name the first tensor that is not finite, after a step that is not"
+    )
+    run_records: bool = arg(
+        False, "Write records into output_dir/records, for drivetrain report, compare and replays"
+    )
+    replay_step: int | None = arg(
+        None, "Train this recorded step again, compare it with its record, and end the process"
     )
 
     def __post_init__(self) -> None:

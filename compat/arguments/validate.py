@@ -52,10 +52,15 @@ def validate(args: Any) -> None:
     for name, bound in _AT_LEAST.items():
         if getattr(args, name) < bound:
             raise ArgumentError(f"{name} is {getattr(args, name)}; it must be at least {bound}")
-    for name in ("torch_empty_cache_steps", "stats_steps"):
+    for name in ("torch_empty_cache_steps", "stats_steps", "replay_step"):
         every = getattr(args, name)
         if every is not None and not (isinstance(every, int) and every > 0):
             raise ArgumentError(f"{name} is {every!r}; it must be an integer above 0")
+    if args.stats_activations and args.stats_steps is None:
+        raise ArgumentError(
+            f"stats_activations is {args.stats_activations}, and stats_steps is None, which "
+            "measures no step: set stats_steps=100, say"
+        )
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
         raise ArgumentError(
             f"dataloader_prefetch_factor is {args.dataloader_prefetch_factor}, and "

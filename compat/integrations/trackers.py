@@ -29,6 +29,8 @@ def reporting_callbacks(args: Any) -> list[Any]:
 
     Raises ValueError for an unknown name, and the tracker's own error if it is not installed.
     """
+    if getattr(args, "replay_step", None) is not None:
+        return []  # which would take a replay for the run
     names = args.report_to or []
     names = [names] if isinstance(names, str) else list(names)
     if not names or "none" in names:

@@ -47,13 +47,16 @@ class BetweenStepsMixin(KeepingMixin):
             with self._keeping_last_step(model, trial):
                 with self._timed(EVALUATION):
                     metrics = self._evaluate(trial, ignore_keys_for_eval)
+                if (records := self._records) is not None and self._times is not None:
+                    records.evaluated(metrics, self._times)
                 improved = self._determine_best_metric(metrics=metrics, trial=trial)
                 if self.args.save_strategy == SaveStrategy.BEST:
                     self.control.should_save = improved
-        if not self.control.should_save:
+        if not self.control.should_save or self._replay is not None:
             return
         with self._timed(SAVING):
             saved = self._try_to_save(model, trial)
+        self._record_save(trial, None if saved else self._save_error)
         if saved:
             self.control = self.callback_handler.on_save(self.args, state, self.control)
 
@@ -74,13 +77,18 @@ class BetweenStepsMixin(KeepingMixin):
         logs["learning_rate"] = learning_rate
         self._total_loss_scalar += total
         self._globalstep_last_logged = state.global_step
-        if self._training is not None:
-            self._training.start_window()
-        else:
-            tr_loss -= tr_loss  # a subclass's own loop continues to add to it
         self.store_flos()
-        if self._times is not None and self._training is not None:
-            logs |= self._times.logs(self._training.progress)
+        if self._training is None:
+            tr_loss -= tr_loss  # a subclass's own loop continues to add to it
+        else:
+            if (times := self._times) is not None:
+                parts: Mapping[str, float]
+                if (records := self._records) is None:
+                    parts = times.clock.take()
+                else:
+                    parts = records.log(self._training, times, grad_norm, learning_rate)
+                logs |= times.logs(self._training.progress, parts)
+            self._training.start_window()
         with self._open_to_writes("log"):
             self.log(logs, start_time)
 

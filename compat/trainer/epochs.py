@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -115,7 +116,7 @@ class Epochs:
                 Position(start.epoch + 1) if last else self._position(start.epoch, done),
                 len(fetched) * self.global_batch,
                 len(fetched),
-                self._microbatches(fetched),
+                self._microbatches(fetched, before * self.global_batch),
                 0.0 if num_items is None else float(num_items),
             )
             if last:
@@ -222,10 +223,21 @@ class Epochs:
     def _position(self, epoch: int, batches: int) -> Position:
         return Position(epoch, batches * self.global_batch)
 
-    def _microbatches(self, fetched: list[Batch]) -> Iterator[Microbatch]:
+    @cached_property
+    def _share(self) -> tuple[int, int]:
+        """Start and number of this reader's samples of a batch over all feeders. The last batch of
+        an epoch may have fewer."""
+        world = self.trainer.driver_session.world
+        count = self.global_batch // world.num_readers
+        return world.reader_index * count, count
+
+    def _microbatches(self, fetched: list[Batch], start: int) -> Iterator[Microbatch]:
+        own, count = self._share
+        start += own
         for batch in fetched:
             whole = batch if self.before_partition is None else self.before_partition(batch)
-            yield Microbatch(whole, self.global_batch, 0, 1)
+            yield Microbatch(whole, count, start)
+            start += self.global_batch
 
     def _warn_of_nothing(self, epoch: int) -> None:
         _LOG.warning(

@@ -21,6 +21,15 @@ _HF_TERMS = {
     "backend.config": "deepspeed",
     "(backend.spmd)": "(backend_options)",
     "set stats.every=0": "set stats_steps=None",
+    "stats.activations": "stats_activations",
+    "compile=true": "torch_compile=True",
+    "digests=weights, the default, and a log_every that is reached": (
+        "run_records=True and logging_steps that are reached"
+    ),
+    "Steps are recorded each log_every": "Steps are recorded each logging_steps",
+    "Train both with the same log_every": "Train both with the same logging_steps",
+    "checkpoint.every and checkpoint.keep_last": "save_steps and save_total_limit",
+    "give the folder that `--out` named": "train with run_records=True first",
     "--detect-anomaly names": "torch.autograd.set_detect_anomaly(True) names",
     "recipe.loss": "compute_loss",
 }

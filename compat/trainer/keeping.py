@@ -13,12 +13,14 @@ from torch import nn
 from ...data.user_frames import last_line
 from ...kernel.errors import CollectiveFailed, SaveFailed
 from ...trainer.late_ranks import ended_by
-from ...trainer.step_clock import EVALUATION, SAVING
+from ...trainer.step_clock import SAVING
 from ..checkpoints.rotation import delete
 from ..enums import SaveStrategy
 from ..names import PREFIX_CHECKPOINT_DIR
 from .diagnostics import Diagnostics
 from .evaluation import EvaluationMixin
+from .replay import Replay
+from .run_records import RunRecords
 from .search import SearchMixin
 from .time_parts import TimeParts
 
@@ -34,16 +36,19 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
     """The account of the time of the current call of `train`."""
     _diagnostics: Diagnostics | None = None
     """The reports that arguments request in the current call of `train`."""
+    _replay: Replay | None = None
+    """The step that the current call of `train` trains again, instead of a run."""
     _saved_step: int | None = None
     """The last step of which this call of `train` has saved a checkpoint."""
 
+    @property
+    def _records(self) -> RunRecords | None:
+        """The records of the current call of `train`, if it makes any."""
+        return None if self._diagnostics is None else self._diagnostics.records
+
     def _timed(self, part: str) -> AbstractContextManager[None]:
-        """Let the time of the block belong to a part of the time, if `time_parts` is set."""
-        if self._times is None:
-            return nullcontext()
-        self._times.evaluations += part == EVALUATION
-        self._times.saves += part == SAVING
-        return self._times.clock.within(part)
+        """Let the time of the block belong to a part of the time, if that is measured."""
+        return nullcontext() if self._times is None else self._times.timed(part)
 
     @contextmanager
     def _open_to_writes(self, *methods: str) -> Iterator[None]:
@@ -109,7 +114,7 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
 
     def _is_kept(self) -> bool:
         """True if this step has a checkpoint, or is not to have one."""
-        nothing = self.args.save_strategy == SaveStrategy.NO
+        nothing = self.args.save_strategy == SaveStrategy.NO or self._replay is not None
         return nothing or self._saved_step == self.state.global_step
 
     def _save_ahead(self, trial: Any) -> Path | None:
@@ -132,8 +137,15 @@ class KeepingMixin(EvaluationMixin, SearchMixin):
             self._save_error = error
             _LOG.error("%s. The evaluation follows", error)
             return None
+        self._record_save(trial)
         self._saved_step = step
         return folder
+
+    def _record_save(self, trial: Any, error: SaveFailed | None = None) -> None:
+        """Record the checkpoint of this step, or why it was not written, if that is requested."""
+        if (records := self._records) is not None and self._times is not None:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            records.saved(Path(self._get_output_dir(trial=trial), name), error, self._times)
 
     @contextmanager
     def _saving_after_failure(self, model: nn.Module, trial: Any, what: str) -> Iterator[None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...trainer.memory_account import MemoryAccount
+from ...trainer.memory_account import MemoryAccount, MemoryCounted
 from ...trainer.memory_parts import describe, listed, size_of
 from ...trainer.optimizer_record import estimated_state_bytes
 from ..arguments.backend import settings
@@ -41,11 +41,15 @@ class MemoryParts(MemoryAccount):
         super().__init__(session.driver, plan, opened, own, optimizer, batch, None)
         self.noting_model(lambda: trainer.model)()
 
-    def report(self, step: int) -> None:
-        """Log what takes memory after the first step, of the rank with the most."""
+    def report(self, step: int) -> MemoryCounted | None:
+        """Log what takes memory after the first step, of the rank with the most, and return it."""
         counted = self.after_first_step(step)
-        if counted is None or self.session.world.rank:
-            return
+        if counted is None:
+            return None
+        named = {part: in_hf_terms(text) for part, text in counted.remedies.items()}
+        counted = replace(counted, remedies=named)
+        if self.session.world.rank:
+            return counted
         parts, estimated = counted.parts, frozenset(counted.estimated)
         where = f" on rank {counted.rank}" if self.session.world.size > 1 else ""
         peak = counted.device_peak_bytes
@@ -56,8 +60,9 @@ class MemoryParts(MemoryAccount):
             where,
             listed(parts, estimated),
             most,
-            in_hf_terms(describe(parts, estimated, counted.modules, counted.remedies)),
+            describe(parts, estimated, counted.modules, counted.remedies),
         )
+        return counted
 
     def largest_parts(self) -> str:
         """Return a sentence on the largest parts, for an error; empty if none is known."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...kernel.batches import Group, Microbatch
 from ...kernel.events import StepSkipped
 from ...kernel.recipe import Batch
-from ...trainer.nonfinite import NonFiniteSearch, Rerun
+from ...trainer.nonfinite import NonFiniteFound, NonFiniteSearch, Rerun
 from ...trainer.settings import PRECISIONS
 from ..arguments.backend import settings
 from ..common.overrides import is_overridden
@@ -74,8 +74,9 @@ class FirstNonFinite(NonFiniteSearch):
         self._items_of_step, self._accumulation = num_items, accumulation
         self._last_loss, self._loss = self._loss, None
 
-    def report(self, event: StepSkipped, group: Group) -> None:
-        """Log the first tensor of the step that is not finite, or why it is unknown."""
+    def report(self, event: StepSkipped, group: Group) -> NonFiniteFound | None:
+        """Log the first tensor of the step that is not finite, or why it is unknown; return it if
+        the step was searched."""
         if self._last_loss is not None:
             loss = float(self.session.reduce(self._last_loss)) / self.session.world.num_feeders
             event = replace(event, loss=loss)
@@ -84,16 +85,18 @@ class FirstNonFinite(NonFiniteSearch):
             text, self._why_not = self._why_not, ""
             self._warn(f"step {event.step} is not finite: the first tensor is unknown: {text}")
         elif found := self._searched(event, group):
-            self._warn(in_hf_terms(found))
+            found = replace(found, text=in_hf_terms(found.text))
+            self._warn(found.text)
+            return found
+        return None
 
-    def _searched(self, event: StepSkipped, group: Group) -> str:
+    def _searched(self, event: StepSkipped, group: Group) -> NonFiniteFound | None:
         if not self.watches:
-            return ""
+            return None
         trainer = self._trainer
         with _unchanged(trainer, trainer.state, trainer.control):
             trainer.log = _log_nothing
-            found = self.find(event, group)
-        return "" if found is None else found.text
+            return self.find(event, group)
 
     def _warn(self, text: str) -> None:
         if self.session.world.rank == 0:

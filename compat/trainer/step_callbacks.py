@@ -61,6 +61,8 @@ class TrainerPolicy:
         self.grad_norm: Tensor | None = None
         self.learning_rate: float | None = None
         self.preempted = self._stepped = False
+        self.reason = NextAction.CONTINUE
+        """The reason why the steps ended, after `run`."""
         self._leave_requested: tuple[bool, bool] | None = None
         """Requests by callbacks to leave the epoch and training; None: no request."""
         self._measures_gradients = trainer._measures_gradients()
@@ -81,7 +83,9 @@ class TrainerPolicy:
         self._modules: ModuleState | None = None
         if trainer._saves_kernel_checkpoints():
             self._modules = ModuleState(self._engine, session, _LOG.warning)
-        times = TimeParts(trainer) if getattr(trainer.args, "time_parts", False) else None
+        records = None if diagnostics is None else diagnostics.records
+        shown = getattr(trainer.args, "time_parts", False)
+        times = TimeParts(trainer, records) if shown or records is not None else None
         self.times = trainer._times = times
         self.mark: Callable[[str], object] = bool if times is None else times.clock.mark
         trainer.callback_handler.clock = None if times is None else times.clock
@@ -102,19 +106,21 @@ class TrainerPolicy:
         if self._modules is not None:
             self._modules.begin()
         with survivors_frozen():
-            self._run_epochs(loop)
+            then = self._run_epochs(loop)
+        # callbacks stop a run at its last step, too
+        ended = loop.progress.step >= loop.total_steps and not self.preempted
+        self.reason = NextAction.FINISHED if ended else then
         if self.times is not None:
             self.times.finish(loop.progress)
 
-    def _run_epochs(self, loop: TrainLoop) -> None:
+    def _run_epochs(self, loop: TrainLoop) -> NextAction:
         while True:
             try:
-                loop.run()
-                return
+                return loop.run()
             except _AllRanksLeave:
                 epoch = loop.progress.position.epoch
-            if self._leave_epoch(loop, epoch) is not NextAction.NEXT_EPOCH:
-                return
+            if (then := self._leave_epoch(loop, epoch)) is not NextAction.NEXT_EPOCH:
+                return then
             loop.progress.position = Position(epoch + 1)
 
     # --- inside a step ----------------------------------------------------------------------
@@ -239,7 +245,7 @@ class TrainerPolicy:
             self._after_optimizer_step(self.optimizer, (), {})
         self._after_update.run(loop)
         if self._diagnostics is not None:
-            self._diagnostics.after_step(loop, group, self.num_items)
+            self._diagnostics.after_step(loop, group, self.num_items, result.loss)
         if self._modules is not None:
             self._modules.after_step()
         if self.times is not None and not self.times.has_begun:

@@ -34,6 +34,7 @@ from .epochs import Epochs, RunLength, no_batches
 from .finalizing import FinalizingMixin
 from .memory import lacks_memory, name_largest_parts, smaller_batch, what_to_do
 from .partitioning import whole_sequences
+from .replay import Replay
 from .step_callbacks import TrainerPolicy
 
 __all__ = ["TrainingMixin"]
@@ -70,6 +71,9 @@ class TrainingMixin(FinalizingMixin):
         self._make_ready()
         self._buffer_shapes = buffer_shapes(self.model)
         quiet = quiet_uploads() if self.args.push_to_hub else contextlib.nullcontext()
+        replay = self._replay = Replay.of(self.args, Path(self._get_output_dir(trial)))
+        if replay is not None:
+            resume_from_checkpoint = replay.checkpoint
         with self._locked_output(trial), quiet:
             checkpoint = self._checkpoint_to_resume(resume_from_checkpoint or None)
             if checkpoint is not None:
@@ -88,7 +92,7 @@ class TrainingMixin(FinalizingMixin):
         """Lock the output folder: no other process may train with checkpoints in it, but other
         Trainers of this process may. Raises `OutputError`, naming the holder of the lock.
         """
-        if self.args.save_strategy == SaveStrategy.NO:
+        if self.args.save_strategy == SaveStrategy.NO or self._replay is not None:
             yield
             return
         lock = self._lock = RunLock(Path(self._get_output_dir(trial)))
@@ -179,7 +183,7 @@ class TrainingMixin(FinalizingMixin):
         self._train_batch_size = batch_size or self._train_batch_size
         loader = self.get_train_dataloader()
         length = RunLength(*self.set_initial_training_values(args, loader))
-        reports = self._diagnostics = Diagnostics.of(self)
+        reports = self._diagnostics = Diagnostics.of(self, trial)
         begun = self._init_training_state(
             length.max_steps,
             length.updates_per_epoch,
@@ -222,11 +226,19 @@ class TrainingMixin(FinalizingMixin):
                 self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
             waits = waits_for_signals(self.callback_handler.callbacks)
             signals = preempt_on_signals(training.requests) if waits else None
-            counting = contextlib.nullcontext() if reports is None else reports.counting()
-            with signals or contextlib.nullcontext(), counting:
+            if (records := self._records) is not None and policy.times is not None:
+                records.start(training, epochs, length, policy.times)
+            watching = contextlib.nullcontext() if reports is None else reports.watching(training)
+            with signals or contextlib.nullcontext(), watching:
                 policy.run(training)
             training.resolve_pending_outcome()
+            if records is not None:
+                records.end(training.progress.step, policy.reason.value, time.time() - start_time)
             return self._finalize_training(trial, length.num_train_samples, start_time)
+        except BaseException as error:
+            if self._records is not None:
+                self._records.fail(error)
+            raise
         finally:
             policy.close()
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
@@ -33,7 +32,7 @@ from .records import Record, record_of
 from .run_folder import check_folder
 from .run_folder_writer import FIT, RunFolderWriter, configuration, result_record
 from .watch import Sink, Watcher
-from .where_shown import in_notebook
+from .where_shown import in_notebook, script_command
 
 __all__ = ["fit_recorded", "refuse_used"]
 
@@ -141,7 +140,7 @@ def _writer(
     config = configuration(
         name=folder.name,
         recipe=None,
-        command=_command(),
+        command=script_command("fit(...)"),
         given=given,
         values=values,
         sources={key: FIT if key in given else "default" for key in values},
@@ -166,14 +165,6 @@ def _stopped_at_once(writer: RunFolderWriter) -> str:
     if saved is None:
         return "stopped without saving: there is no checkpoint"
     return f"stopped without saving; to resume from {saved}:\n  {writer.command('failed')}"
-
-
-def _command() -> list[str]:
-    """Return the command of the script that called `fit`, if there is one."""
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    if in_notebook() or script is None or not Path(script).is_file():
-        return ["fit(...)"]
-    return ["python", *sys.argv]
 
 
 def _item_name(recipe: Recipe) -> str:

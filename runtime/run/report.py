@@ -19,7 +19,7 @@ from .html_parts import Cell, Moment, cell, html_table, preformatted, section
 from .lost_time import KINDS, whole_percents
 from .memory_tables import memory_tables
 from .page_script import content_security_policy, data_element, script
-from .run_folder import FIT
+from .run_folder import FIT, TRAINER
 from .run_history import RunHistory
 from .shown_config import ShownConfig
 from .unsaved_best import unsaved_best
@@ -165,7 +165,8 @@ def _layers(history: RunHistory) -> str:
 
 def _subtitle(config: ShownConfig) -> str:
     backend = config.backend + (f" on {config.world_size} ranks" if config.world_size > 1 else "")
-    origin = "started by fit" if config.started_by == FIT else "recipe gpt (the default)"
+    by = config.started_by
+    origin = f"started by {by}" if by in (FIT, TRAINER) else "recipe gpt (the default)"
     recipe = f"recipe {config.recipe}" if config.recipe else origin
     return f"backend {backend}, torch {config.torch}, {recipe}"
 

@@ -41,6 +41,8 @@ __all__ = [
 
 FIT = "fit"
 """The value of `started_by` for a run that was started from Python."""
+TRAINER = "Trainer"
+"""The value for a run of compat's Trainer, whose checkpoints lie beside the folder."""
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 REPORT = "report.html"
@@ -134,6 +136,11 @@ def find_earlier(path: Place) -> Earlier:
         return Earlier(path.parent, path, read_config(path.parent))
     if storage.is_folder(path / CHECKPOINTS):
         return Earlier(path, path / CHECKPOINTS, read_config(path))
+    if read_config(path).get("started_by") == TRAINER:
+        raise CheckpointNotFound(
+            f"{path} has the records of a Trainer of drivetrain.compat, and only the script of "
+            "that run can build it again: run the script with replay_step=STEP to replay a step"
+        )
     raise CheckpointNotFound(
         f"{path} holds no checkpoint: neither {MANIFEST} nor {CHECKPOINTS}/ is in it"
     )

@@ -3,11 +3,11 @@ out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["VERSIONS", "ShownConfig"]
+__all__ = ["VERSIONS", "ShownConfig", "differing_settings"]
 
 VERSIONS = ("torch", "drivetrain", "python", "platform")
 """The versions in a `config.json`."""
@@ -81,3 +81,11 @@ def _is_text(value: Any) -> bool:
 
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and len(value) <= _MAX_ENTRIES and all(map(_is_text, value))
+
+
+def differing_settings(configs: Sequence[ShownConfig]) -> list[list[str]]:
+    """Return the settings whose values differ: the key, and the value in each run."""
+    settings = [{key: v for key, (v, _) in config.settings.items()} for config in configs]
+    keys = list(dict.fromkeys(key for each in settings for key in each))
+    rows = [[key, *(each.get(key, "") for each in settings)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from ..data.open_dataset import Source
+from ..kernel.batches import Position
 from ..kernel.errors import NonFiniteTraining
 from ..kernel.events import Event, Logged, Observer, Requests, StepSkipped
 from ..kernel.loop import TrainLoop
@@ -18,6 +19,8 @@ from .step_clock import OBSERVERS, STARTING, StepClock
 from .weight_writes import open_to_writes
 
 __all__ = ["Announcer", "log_of", "never_finite", "unused_note"]
+
+_NO_TURNS: Mapping[str, float] = MappingProxyType({})
 
 
 class Announcer:
@@ -87,14 +90,17 @@ def _described(observer: Observer, event: Event) -> str:
 
 
 def log_of(
-    training: TrainLoop, source: Source, losses: Mapping[str, float], clock: StepClock
+    training: TrainLoop,
+    length_at: Callable[[Position], float | None],
+    clock: StepClock,
+    losses: Mapping[str, float] = _NO_TURNS,
 ) -> Logged:
-    """Return the event for the steps since the last log. `losses`: the mean loss of each turn.
-    Waits for the device."""
+    """Return the event for the steps since the last log. `length_at`: returns the samples of the
+    epoch of a position, if known. `losses`: the mean loss of each turn. Waits for the device."""
     figures = training.window.figures(training.progress, training.session)
     progress = training.progress
     position = progress.position
-    part = position.samples / (source.length_at(position) or math.inf)
+    part = position.samples / (length_at(position) or math.inf)
     return Logged(
         step=progress.step,
         epoch=position.epoch + part,

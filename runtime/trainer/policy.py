@@ -232,7 +232,7 @@ class SettingsPolicy:
             loop.resolve_pending_outcome()
             loop.audit()
             losses = self.state.turn_losses.means()
-            logged = log_of(loop, self.state.source, losses, self.clock)
+            logged = log_of(loop, self.state.source.length_at, self.clock, losses)
             found = digests()
         self.state.loss = logged.loss
         self.announce(logged)

@@ -142,7 +142,7 @@ ROOMS = {
         siblings=_TRAINED | {"conformance", "run", "trackers"},
         templates=frozenset({"runtime/cli/gpt.py"}),
     ),
-    "compat": Room("compat", "compat", siblings=_TRAINED),
+    "compat": Room("compat", "compat", siblings=_TRAINED | {"run"}),
     "conformance": Room(
         "conformance",
         "tests/conformance",

@@ -295,7 +295,7 @@ def witness(
 @app.command(
     epilog="[bold]Example[/]\n\ndrivetrain compare runs/a runs/b\n\n"
     "[bold]Exit codes[/]: 0 equal; 1 different; 2 the runs cannot be compared.\n\n"
-    "[bold]From Python[/]: drivetrain.cli.report.parted.compare_runs"
+    "[bold]From Python[/]: drivetrain.run.parted.compare_runs"
 )
 @debuggable
 def compare(
@@ -305,7 +305,7 @@ def compare(
 ) -> None:
     """Find the first step at which two runs part, and the settings and versions that differ."""
     from ...kernel.errors import printable
-    from ..report.parted import compare_runs
+    from ...run.parted import compare_runs
 
     found = compare_runs(first, second)
     if json:

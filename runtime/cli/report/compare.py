@@ -23,9 +23,9 @@ from ...run.report import (
 )
 from ...run.run_folder import CONFIG, METRICS, read_config
 from ...run.run_history import HistoryFile, RunHistory
-from ...run.shown_config import ShownConfig
+from ...run.shown_config import ShownConfig, differing_settings
 
-__all__ = ["RunReader", "RunRecords", "differing_settings", "page", "read_run"]
+__all__ = ["RunReader", "RunRecords", "page", "read_run"]
 
 _LOGGED = {
     "Training loss": "loss",
@@ -175,11 +175,3 @@ def _facts(run: RunRecords) -> dict[str, Cell]:
 def _differences(runs: Sequence[RunRecords]) -> str:
     rows = differing_settings([run.config for run in runs])
     return html_table(["setting", *(run.name for run in runs)], rows) if rows else ""
-
-
-def differing_settings(configs: Sequence[ShownConfig]) -> list[list[str]]:
-    """Return the settings whose values differ: the key, and the value in each run."""
-    settings = [{key: v for key, (v, _) in config.settings.items()} for config in configs]
-    keys = list(dict.fromkeys(key for each in settings for key in each))
-    rows = [[key, *(each.get(key, "") for each in settings)] for key in keys]
-    return [row for row in rows if len(set(row[1:])) > 1]

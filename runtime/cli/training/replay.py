@@ -11,28 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint import checkpoints_of, is_checkpoint, list_checkpoints
+from ...checkpoint import checkpoints_of, list_checkpoints
 from ...checkpoint.catalog import step_of
-from ...kernel.errors import (
-    CheckpointNotFound,
-    DrivetrainError,
-    OutputError,
-    SettingError,
-    printable,
-)
-from ...kernel.events import Event, Request, StepEnded
+from ...kernel.errors import DrivetrainError, OutputError, printable
 from ...kernel.paths import Place, place
 from ...run.output import write_now
+from ...run.parted import Comparison, Side, compare_runs, compare_sides, read_side
 from ...run.parted_checkpoints import differing_tensors
-from ...run.recorded_steps import RecordedStep, RecordedSteps
-from ...run.records import record_of
-from ...run.run_folder import Earlier, find_earlier, read_config, records_folder
+from ...run.recorded_steps import RecordedStep
+from ...run.replayed import ReplayRecorder, checkpoint_before, recorded_at, summary
+from ...run.run_folder import find_earlier, read_config, records_folder
 from ...run.shown_config import ShownConfig
-from ...trainer.digests import StepDigests
 from ...trainer.fit import fit
 from ...trainer.setting_values import flatten, override
 from ..process.outcomes import rank
-from ..report.parted import Comparison, Side, compare_runs, compare_sides, read_side
 from ..settings.resolve_settings import COMMAND_LINE, Resolved
 from .run_request import LoadedRun, RunRequest, on_ranks
 from .step_dump import StepDump
@@ -82,7 +74,7 @@ def replay(request: ReplayRequest, nproc: int | None) -> int:
         other = records_folder(find_earlier(place(request.against)).folder)
         return _show(request, compare_runs(folder, other, request.step), {})
     recorded = read_side(folder)
-    target = _target(recorded, request.step)
+    target = recorded_at(recorded, request.step, f"--step {request.step}")
     config = read_config(folder)
     backend = request.requested.backend or str(config.get("backend") or "auto")
     if nproc is None:
@@ -94,47 +86,10 @@ def replay(request: ReplayRequest, nproc: int | None) -> int:
     return on_ranks(request, lambda run: _replay(request, run, recorded, target))
 
 
-def _target(side: Side, step: int) -> RecordedStep:
-    """Return the record of the step. Raises `SettingError` if there is none."""
-    steps = side.recorded.steps
-    if step in steps:
-        return steps[step]
-    if not steps:
-        side.up_to(None)  # raises
-    near = sorted(steps, key=lambda number: abs(number - step))[:2]
-    raise SettingError(
-        f"--step {step}: {side.name} has recorded no digests of this step; the nearest that it "
-        f"has are {' and '.join(map(str, sorted(near)))}. Steps are recorded each log_every"
-    )
-
-
 def _ranks(target: RecordedStep) -> int:
     world = target.start.get("world")
     size = world.get("size") if isinstance(world, dict) else None
     return size if type(size) is int and size > 0 else 1
-
-
-def _checkpoint_before(earlier: Earlier, target: RecordedStep) -> Place | None:
-    """Return the newest complete checkpoint before the step; None to train from the start. Raises
-    `CheckpointNotFound` if the run itself did not train from the start."""
-    source, step = earlier.source, target.step
-    if is_checkpoint(source):
-        found = step_of(source)
-        if found is not None and found < step:
-            return source
-        raise CheckpointNotFound(f"{source} is not before step {step}; give the run folder")
-    complete = list_checkpoints(checkpoints_of(source)).complete
-    before = [found.folder for found in complete if found.step < step]
-    if before:
-        return before[-1]
-    if target.start.get("first_step") == 0:
-        return None
-    have = ", ".join(str(found.step) for found in complete) or "none"
-    raise CheckpointNotFound(
-        f"no checkpoint before step {step} in {earlier.folder} (complete checkpoints: {have}), "
-        "and the run did not train from the start; keep more of the next run, with "
-        "checkpoint.every and checkpoint.keep_last"
-    )
 
 
 def _checkpoint_at(source: Place, step: int) -> Place | None:
@@ -144,9 +99,9 @@ def _checkpoint_at(source: Place, step: int) -> Place | None:
 
 
 def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: RecordedStep) -> int:
-    checkpoint = _checkpoint_before(run.earlier, target)
+    checkpoint = checkpoint_before(run.earlier.folder, run.earlier.source, target)
     since = 0 if checkpoint is None else step_of(checkpoint) or 0
-    collector = _Collector(target.step)
+    recorder = ReplayRecorder(target.step)
     settings = override(run.resolved.settings, _settings_then(target, run.resolved))
     left_out = dict(_LEFT_OUT) if settings.schedule.metric else {**_LEFT_OUT, **_NO_EVALUATION}
     if request.save is not None:
@@ -160,16 +115,16 @@ def _replay(request: ReplayRequest, run: LoadedRun, recorded: Side, target: Reco
             backend_options=run.resolved.backend_options,
             out=request.save,
             resume=checkpoint,
-            observers=[collector] if request.dump is None else [dump, collector],
+            observers=[recorder] if request.dump is None else [dump, recorder],
         )
-    if target.step not in collector.recorded.steps:
+    if target.step not in recorder.recorded.steps:
         raise DrivetrainError(
             f"the replay ended before it had logged step {target.step}: its log_every, steps or "
             f"its data differ from those of {recorded.name}, or it was stopped"
         )
     if request.dump is not None:
-        dump.write(request.dump, rank(), collector.recorded.steps[target.step])
-    again = Side("replay", collector.recorded, _config(recorded.config, run.resolved))
+        dump.write(request.dump, rank(), recorder.recorded.steps[target.step])
+    again = Side("replay", recorder.recorded, _config(recorded.config, run.resolved))
     comparison = compare_sides(recorded, again, target.step, since)
     compared = False
     if request.save is not None and comparison.tolerance.exact and rank() == 0:
@@ -216,31 +171,14 @@ def _config(config: ShownConfig, resolved: Resolved) -> ShownConfig:
     return ShownConfig.of({**now, "backend": config.backend, "recipe": config.recipe})
 
 
-class _Collector:
-    """An observer that keeps what a run would have recorded, and stops it after a step."""
-
-    def __init__(self, last: int) -> None:
-        self.recorded, self._last = RecordedSteps(), last
-
-    def __call__(self, event: Event | StepDigests) -> Request | None:
-        if isinstance(event, StepEnded):
-            return None
-        self.recorded.add(record_of(event))
-        stops = isinstance(event, StepDigests) and event.step >= self._last
-        return Request.STOP if stops else None
-
-
 def _show(request: ReplayRequest, comparison: Comparison, about: Mapping[str, Any]) -> int:
     if request.json:
         text = json.dumps({**about, **comparison.to_json()}, indent=1)
     else:
         lines = []
         if about:
-            source = about["checkpoint"] or "the start"
-            lines.append(
-                f"step {about['step']} again with {about['backend']}, {about['steps_again']} steps "
-                f"from {source}"
-            )
+            since = about["step"] - about["steps_again"]
+            lines.append(summary(about["step"], about["backend"], since, about["checkpoint"]))
         text = "\n".join([*lines, *comparison.lines()])
     if rank() == 0:
         write_now(f"{printable(text)}\n", sys.stdout)

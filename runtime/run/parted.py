@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...kernel.errors import SettingError
-from ...run.parting import Difference, Tolerance, conditions, first_difference, tolerance_between
-from ...run.recorded_steps import RecordedStep, RecordedSteps, read_steps
-from ...run.run_folder import read_config
-from ...run.shown_config import VERSIONS, ShownConfig
-from .compare import differing_settings
+from ..kernel.errors import SettingError
+from .parting import Difference, Tolerance, conditions, first_difference, tolerance_between
+from .recorded_steps import RecordedStep, RecordedSteps, read_steps
+from .run_folder import read_config
+from .shown_config import VERSIONS, ShownConfig, differing_settings
 
 __all__ = ["Comparison", "Side", "compare_runs", "compare_sides", "read_side"]
 
