@@ -70,7 +70,8 @@ _MODULES: dict[str, str] = {
     "trainer/saving.py": "checkpoint_format save_only_model save_total_limit",
     "trainer/seq2seq.py": """generation_config generation_max_length generation_num_beams
         predict_with_generate""",
-    "trainer/step_callbacks.py": "logging_nan_inf_filter time_parts",
+    "trainer/step_callbacks.py": "logging_nan_inf_filter",
+    "trainer/time_parts.py": "find_synchronisations time_parts",
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
     "trainer/training.py": """auto_find_batch_size eval_on_start gradient_accumulation_steps

@@ -278,6 +278,9 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     time_parts: bool = arg(
         False, "Add to each log the seconds of each part of the time, and warn of remarkable parts"
     )
+    find_synchronisations: bool = arg(
+        False, "Warn of lines of your code at which the host waits for the device; slow"
+    )
     stats_steps: int | None = arg(
         None, "Steps between logs of norms, zeros and non-finite values of each parameter"
     )

@@ -63,7 +63,8 @@ class RunRecords:
     def prepare(self, shows: object) -> None:
         """Prepare the digests. `shows`: shows the engine's updates, if it can."""
         session = self._trainer.driver_session
-        level = affordable("weights", session.driver.capabilities(session.plan()))
+        able = session.driver.capabilities(session.plan())
+        level = affordable("weights", able, session.engine)
         self._digester = Digester(
             level,
             self._session,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -83,9 +84,7 @@ class TrainerPolicy:
         self._modules: ModuleState | None = None
         if trainer._saves_kernel_checkpoints():
             self._modules = ModuleState(self._engine, session, _LOG.warning)
-        records = None if diagnostics is None else diagnostics.records
-        shown = getattr(trainer.args, "time_parts", False)
-        times = TimeParts(trainer, records) if shown or records is not None else None
+        times = TimeParts.of(trainer, None if diagnostics is None else diagnostics.records)
         self.times = trainer._times = times
         self.mark: Callable[[str], object] = bool if times is None else times.clock.mark
         trainer.callback_handler.clock = None if times is None else times.clock
@@ -105,7 +104,8 @@ class TrainerPolicy:
         self._after_update.restored(loop)
         if self._modules is not None:
             self._modules.begin()
-        with survivors_frozen():
+        finder = None if self.times is None else self.times.finder
+        with survivors_frozen(), finder or nullcontext():
             then = self._run_epochs(loop)
         # callbacks stop a run at its last step, too
         ended = loop.progress.step >= loop.total_steps and not self.preempted

@@ -1,4 +1,4 @@
-"""Measures the parts of the time of a training, if `time_parts` or `run_records` requests it."""
+"""Measures the parts of the time of a training, if an argument requests it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,24 @@ _LOG = logging.getLogger(__name__)
 class TimeParts(TimeAccounting):
     """The account of one call of `train`. Called by all ranks in the same order."""
 
-    def __init__(self, trainer: Any, record: Callable[[Event], object] | None = None) -> None:
+    @classmethod
+    def of(cls, trainer: Any, record: Callable[[Event], object] | None) -> TimeParts | None:
+        """Return the account of a call of `train`; None if nothing requests one."""
+        names = ("time_parts", "find_synchronisations")
+        asked = any(getattr(trainer.args, name, False) for name in names)
+        return cls(trainer, record) if asked or record is not None else None
+
+    def __init__(self, trainer: Any, record: Callable[[Event], object] | None) -> None:
         """`record`: records the account, besides the logs."""
         session, clock = trainer.driver_session.session, StepClock()
         clock.watch(session)
         own = settings(trainer.args, trainer.model)
         workers = replace(own.data, workers=trainer.args.dataloader_num_workers)
-        super().__init__(clock, session, None, replace(own, data=workers))
+        finds = getattr(trainer.args, "find_synchronisations", False)
+        own = replace(own, data=workers, find_synchronisations=finds)
+        super().__init__(clock, session, None, own)
         self._record, self._shown = record, bool(getattr(trainer.args, "time_parts", False))
+        self._warns = self._shown or finds
         self.last_seconds: dict[str, float] = {}
         """Seconds of the last block of each part."""
 
@@ -66,6 +76,6 @@ class TimeParts(TimeAccounting):
         spent = replace(spent, verdicts=verdicts, news=[*map(in_hf_terms, spent.news)])
         if self._record is not None:
             self._record(spent)
-        if self._shown and self.session.world.rank == 0:
+        if self._warns and self.session.world.rank == 0:
             for text in spent.news:
                 _LOG.warning("time: %s", text)

@@ -19,6 +19,7 @@ from ..kernel.batches import Group, Groups, Microbatch, Position
 from ..kernel.contract import Session
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
+from ..kernel.optional import ShowsUpdates
 from ..kernel.plan import Capabilities
 from .gradient_digests import GradientDigests
 from .tensor_figures import PartFigures, TensorFigures, added, joined, packed, sum_of_bits
@@ -77,10 +78,12 @@ class _Batch:
     parts: list[int]
 
 
-def affordable(level: str, able: Capabilities) -> str:
-    """Return the setting `digests`, or the part of it that a driver can compute cheaply: a device
-    that compiles whole steps would copy its weights to the host."""
-    return "samples" if able.static_shapes and level == "weights" else level
+def affordable(level: str, able: Capabilities, engine: object) -> str:
+    """Return the setting `digests`, or the part of it that a driver can compute cheaply. A device
+    that compiles whole steps, which an engine cannot look into, would copy its weights to the
+    host."""
+    compiles = able.static_shapes and not isinstance(engine, ShowsUpdates)
+    return "samples" if compiles and level == "weights" else level
 
 
 class Digester:

@@ -196,7 +196,7 @@ class Run:
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)
-        level = affordable(settings.digests, able)
+        level = affordable(settings.digests, able, engine)
         gradients = GradientDigests(shows, session)
         digester = Digester(level, session, self._is_logged, source.where, observers, gradients)
         self.policy = SettingsPolicy(

@@ -54,6 +54,11 @@ class SynchronisationFinder:
             self._seconds[place] += time.perf_counter() - began
         return result
 
+    def forget(self) -> None:
+        """Forget the lines found so far."""
+        self._counts.clear()
+        self._seconds.clear()
+
     def found(self) -> list[Synchronisation]:
         """The lines found so far."""
         return [

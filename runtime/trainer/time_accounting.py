@@ -67,6 +67,8 @@ class TimeAccounting:
         compiles."""
         self._first = self._now(progress)
         self.clock.forget_waits()
+        if self.finder is not None:
+            self.finder.forget()
 
     @property
     def has_begun(self) -> bool:

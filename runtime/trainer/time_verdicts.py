@@ -262,10 +262,11 @@ def _of_synchronisations(spent: Spent) -> Iterator[Verdict]:
     for each in sorted(found, key=lambda each: -each.seconds):
         share = each.seconds / spent.total
         number = each.count / spent.steps
+        often = "once" if number == 1 else f"{number:.3g} times"
         yield Verdict(
             "synchronisation",
             share,
-            f"{each.place} waits for the device, {number:.3g} times a step, {_percent(share)} of "
+            f"{each.place} waits for the device, {often} a step, {_percent(share)} of "
             "the time: keep the value a tensor (`.detach()`), and read it at a log",
         )
 

@@ -91,3 +91,29 @@ def test_sentences_name_arguments_of_hf() -> None:
             assert name in text
         for name in ("data.workers", "evaluate.", "checkpoint."):
             assert name not in text
+
+
+def test_lines_that_wait_for_the_device_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Waits(compat.Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            assert loss.item() > 0
+            return loss
+
+    def run(folder: Path, **given: Any) -> compat.Trainer:
+        made = Waits(
+            Classifier(), arguments(compat, folder, max_steps=8, **given), train_dataset=samples()
+        )
+        with caplog.at_level(logging.WARNING):
+            made.train()
+        return made
+
+    run(tmp_path / "without", time_parts=True)
+    assert "waits for the device" not in caplog.text
+    made = run(tmp_path / "with", find_synchronisations=True)
+    line = Waits.compute_loss.__code__.co_firstlineno + 2
+    named = f"{Path(__file__).name}:{line} waits for the device, once a step"
+    assert len([text for text in caplog.messages if named in text]) == 1
+    assert not [name for log in made.state.log_history for name in log if "time_" in name]

@@ -235,7 +235,9 @@ def test_lines_that_wait_for_the_device_are_found_on_request(world: World) -> No
     assert not run(world.sleep, {"loss": waits}).spent.verdicts
     settings = {"find_synchronisations": True}
     verdict = run(world.sleep, {"loss": waits}, settings).only("synchronisation")
-    assert verdict["text"].startswith(f"test_time_spent.py:{line} waits for the device, 1")
+    assert verdict["text"].startswith(
+        f"test_time_spent.py:{line} waits for the device, once a step, "
+    )
 
 
 def test_the_time_is_judged_at_a_few_logs_and_reported_once(world: World) -> None:
