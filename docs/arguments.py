@@ -36,7 +36,6 @@ the latter (clipping, seed, time-out, batch sizes).
 
 SHOWN: dict[str, str] = {
     "ipex": "refused: its layers hold weights and gradients in layouts and dtypes of their own",
-    "xla": "refused: it does not show its gradients",
 }
 """Answers to `stats.every` of drivers whose engines are no `ShowsUpdates`, or refuse it."""
 

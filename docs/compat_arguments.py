@@ -158,12 +158,8 @@ def example(item: dataclasses.Field[Any]) -> Any:
 
 
 REFUSED_BY_ENGINE = {
-    (name, driver): why
+    (name, "ipex"): "its layers hold weights and gradients in layouts of their own"
     for name in ("stats_steps", "stats_activations")
-    for driver, why in {
-        "ipex": "its layers hold weights and gradients in layouts of their own",
-        "xla": "it does not show its gradients",
-    }.items()
 }
 """Arguments that a driver refuses once it has wrapped the model, before the first step."""
 

@@ -102,6 +102,7 @@ class XlaDriver:
             max_grad_value=True,
             feeds_ahead=False,
             static_shapes=True,
+            fetches_weights=True,
             saves_memory="on several devices the weights are cut over them (backend.spmd)",
         )
 
@@ -235,6 +236,12 @@ class XlaEngine:
 
     def update(self) -> Outcome:
         self._resolve_pending_outcome()
+        if self._observer is not None:
+            observer, self._observer = self._observer, None
+            observer.weights(self._parts())
+            named = self.module.named_parameters()
+            observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
+            placing.cut_graph()  # the update stays the program that it is in other steps
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = stepping.global_norm(grads)
         if self.plan.max_grad_norm is not None:
@@ -259,6 +266,18 @@ class XlaEngine:
                     self.placement.keep(tensor, dim)
         placing.cut_graph()
         return Outcome(norm, held.applied)
+
+    runs_all_modules = True
+    _observer: Any = None
+    """The observer of the next update; see `show_update`."""
+
+    def show_update(self, observer: Any) -> None:
+        """See `ShowsUpdates`."""
+        self._observer = observer
+
+    def _parts(self) -> dict[str, Any]:
+        """Return each parameter, which this process holds whole, and its shape."""
+        return {name: (p.detach(), tuple(p.shape)) for name, p in self.module.named_parameters()}
 
     def _resolve_pending_outcome(self) -> None:
         if self._pending_outcome is not None:
@@ -335,7 +354,7 @@ class XlaEngine:
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self._resolve_pending_outcome()
-        change({name: (p.detach(), tuple(p.shape)) for name, p in self.module.named_parameters()})
+        change(self._parts())
         self._keep_cut()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:

@@ -18,7 +18,7 @@ from ...kernel.loop import TrainLoop
 from ...run.run_folder_writer import RunFolderWriter
 from ...run.watch import Watcher
 from ...trainer.announce import log_of
-from ...trainer.digests import Digester, affordable
+from ...trainer.digests import Digester
 from ...trainer.gradient_digests import GradientDigests
 from ...trainer.step_clock import COMPUTE, EVALUATION, SAVING
 from ..arguments.backend import settings
@@ -63,10 +63,9 @@ class RunRecords:
     def prepare(self, shows: object) -> None:
         """Prepare the digests. `shows`: shows the engine's updates, if it can."""
         session = self._trainer.driver_session
-        able = session.driver.capabilities(session.plan())
-        level = affordable("weights", able, session.engine)
         self._digester = Digester(
-            level,
+            "weights",
+            session.driver.capabilities(session.plan()),
             self._session,
             self._is_logged,
             lambda position, num_samples: "",

@@ -82,7 +82,7 @@ class Activations:
             num_finite, zeros = finite.sum(), (tensor == 0).sum()
             squares, nonfinite = values.square().sum(), tensor.numel() - num_finite
             counted = (num_finite, values.sum(), squares, zeros, nonfinite)
-            sums, largest = torch.stack([each.double() for each in counted]), values.abs().amax()
+            sums, largest = torch.stack([each.double() for each in counted]), values.abs().max()
             if name in self._sums:
                 before, largest_before = self._sums[name]
                 sums, largest = before + sums, torch.maximum(largest_before, largest)

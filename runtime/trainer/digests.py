@@ -19,12 +19,11 @@ from ..kernel.batches import Group, Groups, Microbatch, Position
 from ..kernel.contract import Session
 from ..kernel.events import Event
 from ..kernel.loop import TrainLoop
-from ..kernel.optional import ShowsUpdates
 from ..kernel.plan import Capabilities
 from .gradient_digests import GradientDigests
 from .tensor_figures import PartFigures, TensorFigures, added, joined, packed, sum_of_bits
 
-__all__ = ["Digester", "ReceivesSamples", "StepDigests", "affordable"]
+__all__ = ["Digester", "ReceivesSamples", "StepDigests"]
 
 _MOST_LOSSES = 100
 _MOST_ENTRIES = 20_000
@@ -78,18 +77,11 @@ class _Batch:
     parts: list[int]
 
 
-def affordable(level: str, able: Capabilities, engine: object) -> str:
-    """Return the setting `digests`, or the part of it that a driver can compute cheaply. A device
-    that compiles whole steps, which an engine cannot look into, would copy its weights to the
-    host."""
-    compiles = able.static_shapes and not isinstance(engine, ShowsUpdates)
-    return "samples" if compiles and level == "weights" else level
-
-
 class Digester:
     """Makes the digests of one rank. All ranks call every method in the same order.
 
-    `level`: the setting `digests`. `due(step)`: whether a step is logged, which is known before its
+    `level`: the setting `digests`. `able`: of the driver; weights are left out where reading them
+    copies them to the host. `due(step)`: whether a step is logged, which is known before its
     samples are fetched. `where`: describes the samples of a group, for
     those of the `observers` that receive it. `gradients`: None to leave them out.
     """
@@ -97,6 +89,7 @@ class Digester:
     def __init__(
         self,
         level: str,
+        able: Capabilities,
         session: Session,
         due: Callable[[int], bool],
         where: Callable[[Position, int], str],
@@ -104,6 +97,7 @@ class Digester:
         gradients: GradientDigests | None = None,
     ) -> None:
         self._gradients = gradients if level == "weights" else None
+        self._reads_weights = level == "weights" and not able.fetches_weights
         self._session, self._due, self._level, self._where = session, due, level, where
         self._receivers = [each for each in observers if isinstance(each, ReceivesSamples)]
         self._batches: dict[int, _Batch] = {}
@@ -157,7 +151,7 @@ class Digester:
         if self._level == "none":
             return lambda: None
         world = self._session.world
-        weights = _weights_of(loop) if self._level == "weights" else PartFigures()
+        weights = _weights_of(loop) if self._reads_weights else PartFigures()
         gradients = PartFigures() if self._gradients is None else self._gradients.take()
         figures = [(each.names, each.stacked(world)) for each in (weights, gradients)]
         losses, self._losses = self._losses, []

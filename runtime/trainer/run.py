@@ -30,7 +30,7 @@ from ..kernel.plan import Plan
 from ..kernel.recipe import Recipe
 from .after_update import AfterUpdate
 from .announce import Announcer
-from .digests import Digester, affordable
+from .digests import Digester
 from .early_stopping import EarlyStopping
 from .ending import Ending, sentences
 from .evaluations import Evaluations
@@ -196,9 +196,10 @@ class Run:
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)
-        level = affordable(settings.digests, able, engine)
         gradients = GradientDigests(shows, session)
-        digester = Digester(level, session, self._is_logged, source.where, observers, gradients)
+        digester = Digester(
+            settings.digests, able, session, self._is_logged, source.where, observers, gradients
+        )
         self.policy = SettingsPolicy(
             *(self.state, engine.param_groups, saves, lock, announce, times, self.account),
             digester,

@@ -8,6 +8,7 @@ from typing import Any
 
 import mesh_mixture
 import pytest
+from environments import python_of_all
 from mesh_decoder import PLANS, Sequences, loss
 from mesh_decoder import Decoder as BaseDecoder
 
@@ -97,6 +98,8 @@ def measured(
         pytest.param("mesh", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("mesh", {"context": 2}, marks=pytest.mark.slow),
         pytest.param("mesh", {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param("xla", {"devices": 1}, marks=pytest.mark.slow),
+        pytest.param("xla", {"devices": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_statistics_are_those_of_one_process(backend: str, options: Mapping[str, Any]) -> None:
@@ -105,7 +108,11 @@ def test_statistics_are_those_of_one_process(backend: str, options: Mapping[str,
         activations = []
     asked: dict[str, Any] = {"activations": activations, "mixture": "expert" in options}
     (expected,) = Subject("cpu", 1).run(measured, **asked)
-    for found in Subject(backend, 2, options).run(measured, **asked):
+    if backend == "xla":
+        subject = Subject(backend, 1, options, python=python_of_all())
+    else:
+        subject = Subject(backend, 2, options)
+    for found in subject.run(measured, **asked):
         assert found.keys() == expected.keys() == {"1", "2", "3"}
         assert not list(differences(found, expected))
 
