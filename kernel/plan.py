@@ -117,8 +117,8 @@ class Capabilities:
     static_shapes: bool = False
     """Each new batch shape costs a compilation: the kernel gives all batches one size, by repeating
     samples if there are too few, with less weight on their loss."""
-    fetches_weights: bool = False
-    """`Engine.shards` copies every weight from the device to the host."""
+    costly_reads: bool = False
+    """Reading weights or gradients between steps compiles programs, or copies to the host."""
     uneven_gradients: bool = True
     """In one update, some ranks may have a gradient of a parameter and others none (law 1). Without
     it all must use the same layers, in the same order. If they do not, the driver must end the run,

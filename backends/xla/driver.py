@@ -102,7 +102,7 @@ class XlaDriver:
             max_grad_value=True,
             feeds_ahead=False,
             static_shapes=True,
-            fetches_weights=True,
+            costly_reads=True,
             saves_memory="on several devices the weights are cut over them (backend.spmd)",
         )
 

@@ -140,17 +140,16 @@ class Placement:
         """The parts of a cut tensor, on the host."""
         from torch_xla.distributed.spmd import XLAShardedTensor
 
-        return [
-            (
-                Box(
-                    tuple(s.start for s in shard.indices),
-                    tuple(s.stop - s.start for s in shard.indices),
-                ),
-                shard.unpadded_data,
-            )
-            for shard in XLAShardedTensor(tensor).local_shards
-            if shard.unpadded_data.numel()
-        ]
+        whole = [slice(0, size) for size in tensor.shape]
+        found = []
+        for shard in XLAShardedTensor(tensor).local_shards:
+            part = shard.unpadded_data
+            if shard.replica_id or not part.numel():  # the compiler may keep copies of a part
+                continue
+            slices = whole if shard.indices is Ellipsis else shard.indices
+            start, size = (s.start for s in slices), (s.stop - s.start for s in slices)
+            found.append((Box(tuple(start), tuple(size)), part))
+        return found
 
 
 def random_source() -> Source:

@@ -19,7 +19,6 @@ from ...run.run_folder_writer import RunFolderWriter
 from ...run.watch import Watcher
 from ...trainer.announce import log_of
 from ...trainer.digests import Digester
-from ...trainer.gradient_digests import GradientDigests
 from ...trainer.step_clock import COMPUTE, EVALUATION, SAVING
 from ..arguments.backend import settings
 from ..enums import IntervalStrategy
@@ -67,9 +66,9 @@ class RunRecords:
             "weights",
             session.driver.capabilities(session.plan()),
             self._session,
+            shows,
             self._is_logged,
             lambda position, num_samples: "",
-            gradients=GradientDigests(shows, self._session),
         )
 
     @property

@@ -80,10 +80,10 @@ class _Batch:
 class Digester:
     """Makes the digests of one rank. All ranks call every method in the same order.
 
-    `level`: the setting `digests`. `able`: of the driver; weights are left out where reading them
-    copies them to the host. `due(step)`: whether a step is logged, which is known before its
-    samples are fetched. `where`: describes the samples of a group, for
-    those of the `observers` that receive it. `gradients`: None to leave them out.
+    `level`: the setting `digests`. `able`: of the driver; weights and gradients are left out where
+    reading them is costly. `shows`: shows the engine's updates, if it can. `due(step)`: whether a
+    step is logged, which is known before its samples are fetched. `where`: describes the samples of
+    a group, for those of the `observers` that receive it.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Digester:
         level: str,
         able: Capabilities,
         session: Session,
+        shows: object,
         due: Callable[[int], bool],
         where: Callable[[Position, int], str],
         observers: Sequence[object] = (),
-        gradients: GradientDigests | None = None,
     ) -> None:
-        self._gradients = gradients if level == "weights" else None
-        self._reads_weights = level == "weights" and not able.fetches_weights
+        self._reads_weights = level == "weights" and not able.costly_reads
+        self._gradients = GradientDigests(shows, session) if self._reads_weights else None
         self._session, self._due, self._level, self._where = session, due, level, where
         self._receivers = [each for each in observers if isinstance(each, ReceivesSamples)]
         self._batches: dict[int, _Batch] = {}

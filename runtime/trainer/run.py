@@ -36,7 +36,6 @@ from .ending import Ending, sentences
 from .evaluations import Evaluations
 from .gc_frozen import survivors_frozen
 from .given_back import GivenModel
-from .gradient_digests import GradientDigests
 from .late_ranks import abort_ranks, ended_by, report_late_ranks
 from .left_out import LeftOut
 from .loss_parts import LossParts, with_parts
@@ -196,9 +195,8 @@ class Run:
         )
         saves = None if out is None else self._saves_to(out / CHECKPOINTS)
         times = TimeAccounting(clock, session, source, settings)
-        gradients = GradientDigests(shows, session)
         digester = Digester(
-            settings.digests, able, session, self._is_logged, source.where, observers, gradients
+            settings.digests, able, session, shows, self._is_logged, source.where, observers
         )
         self.policy = SettingsPolicy(
             *(self.state, engine.param_groups, saves, lock, announce, times, self.account),

@@ -38,9 +38,11 @@ def measured(
     activations: Sequence[str] = (),
     mixture: bool = False,
     precision: str = "fp32",
+    has_digests: bool = True,
 ) -> dict[str, Figures]:
     """A job: return the statistics of each step, parameters and activations. The gradients of all
-    parameters together must have the norm that is logged, and each the norm of its digest."""
+    parameters together must have the norm that is logged, and each the norm of its digest, unless
+    the driver has none."""
     seen: dict[str, Figures] = {}
     norms: list[float] = []
     names: list[str] = []
@@ -60,7 +62,7 @@ def measured(
                 for name, of in event.parameters.items()
                 if of["grad_norm"] is not None
             }
-            assert digests == pytest.approx(shown, rel=1e-6)
+            assert not has_digests or digests == pytest.approx(shown, rel=1e-6)
             squares = [(of["grad_norm"] or 0.0) ** 2 for of in event.parameters.values()]
             if any(squares):  # ZeRO shows none of a step that it discards
                 assert math.sqrt(math.fsum(squares)) == pytest.approx(norms[-1], rel=1e-5)
@@ -108,10 +110,10 @@ def test_statistics_are_those_of_one_process(backend: str, options: Mapping[str,
         activations = []
     asked: dict[str, Any] = {"activations": activations, "mixture": "expert" in options}
     (expected,) = Subject("cpu", 1).run(measured, **asked)
+    subject = Subject(backend, 2, options)
     if backend == "xla":
         subject = Subject(backend, 1, options, python=python_of_all())
-    else:
-        subject = Subject(backend, 2, options)
+        asked["has_digests"] = False  # they are costly to read there
     for found in subject.run(measured, **asked):
         assert found.keys() == expected.keys() == {"1", "2", "3"}
         assert not list(differences(found, expected))

@@ -37,6 +37,14 @@ def test_laws(case: Case) -> None:
     case.check()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", cases("xla", options={"devices": 2}, peers=["cpu"], python=PYTHON), ids=str
+)
+def test_laws_on_two_devices(case: Case) -> None:
+    case.check()
+
+
 # --- jobs, run in the worker ------------------------------------------------------------------
 
 
