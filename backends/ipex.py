@@ -225,12 +225,20 @@ class IpexEngine(PlainEngine):
         self._load(weights | {name: weights[first] for name, first in tied.items()})
 
     def show_update(self, observer: Any) -> None:
-        raise CapabilityRefused(
-            "stats.every",
-            "ipex",
-            "its layers hold weights and gradients in layouts and dtypes of their own; set "
-            "stats.every=0, or take the backend cpu",
-        )
+        """See `ShowsUpdates`. Raises `CapabilityRefused` if the extension keeps weights in parts,
+        or with elements of its own between them."""
+        remedy = ""
+        if self.plan.precision.compute != self.plan.precision.params:
+            remedy = "it keeps weights in two halves; set precision=fp32"
+        elif blocked := self._changed.in_blocks():
+            names = ", ".join(blocked[:3])
+            remedy = f"it fills up the blocks of {names}; set backend.weights_prepack=false"
+        if remedy:
+            raise CapabilityRefused("stats.every", "ipex", f"{remedy}, or stats.every=0")
+        super().show_update(observer)
+
+    def _parts(self) -> dict[str, Any]:
+        return {name: part for name, part in super()._parts().items() if name in self._shapes}
 
     def _all_weights(self) -> dict[str, Tensor]:
         """Return all weights and buffers in plain layouts, by all of their names."""
@@ -266,6 +274,10 @@ class _ChangedWeights:
     def updated(self) -> None:
         """See `ExactMasters`."""
         self._exact.updated()
+
+    def in_blocks(self) -> list[str]:
+        """Return the names of weights that lie in blocks, which have elements of their own."""
+        return [name for name, kept in self._kept.items() if kept.op_ctx is not None]
 
     @contextmanager
     def open(self, where: str, forwards: Writes) -> Iterator[None]:

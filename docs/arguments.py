@@ -34,12 +34,6 @@ the latter (clipping, seed, time-out, batch sizes).
 """
 
 
-SHOWN: dict[str, str] = {
-    "ipex": "refused: its layers hold weights and gradients in layouts and dtypes of their own",
-}
-"""Answers to `stats.every` of drivers whose engines are no `ShowsUpdates`, or refuse it."""
-
-
 def answer(driver: Driver, key: str, value: Any) -> str:
     """`applied`, or `refused: ` and the reason."""
     options = driver.options_type()
@@ -70,9 +64,7 @@ def rows(drivers: list[Driver]) -> Iterator[tuple[str, list[str]]]:
     """(argument, answers) for every setting, in the order of declaration."""
     for key in flatten(Settings()):
         for value in ASKED.get(key, (None,)):
-            if key == "stats.every":
-                yield f"`{key}`", [SHOWN.get(driver.name, "applied") for driver in drivers]
-            elif value is None:
+            if value is None:
                 yield f"`{key}`", ["applied"] * len(drivers)
             else:
                 shown = ",".join(value) if isinstance(value, tuple) else value

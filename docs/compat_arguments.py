@@ -157,19 +157,10 @@ def example(item: dataclasses.Field[Any]) -> Any:
     raise TypeError(f"give {item.name} ({kind}) an example")
 
 
-REFUSED_BY_ENGINE = {
-    (name, "ipex"): "its layers hold weights and gradients in layouts of their own"
-    for name in ("stats_steps", "stats_activations")
-}
-"""Arguments that a driver refuses once it has wrapped the model, before the first step."""
-
-
 def answer(driver: str, item: dataclasses.Field[Any]) -> str:
     """`applied`, `no effect: ` and the reason, or `refused: ` and the reason."""
     if item.name == "backend":
         return "applied"
-    if why := REFUSED_BY_ENGINE.get((item.name, driver)):
-        return f"refused: {why}"
     given = {
         "output_dir": "out",
         "backend": driver,

@@ -8,9 +8,11 @@ from typing import Any
 
 import mesh_mixture
 import pytest
+import torch
 from environments import python_of_all
 from mesh_decoder import PLANS, Sequences, loss
 from mesh_decoder import Decoder as BaseDecoder
+from torch import nn
 
 from drivetrain import Recipe
 from drivetrain.conformance.bench import Bench
@@ -87,6 +89,16 @@ def measured(
     return seen
 
 
+def convolved(bench: Bench, *, precision: str) -> None:
+    """A job: measure a convolution, whose weights an extension may keep in a layout of its own."""
+    recipe = Recipe(
+        model=lambda: nn.Conv2d(3, 7, 3),
+        loss=lambda module, batch: module(batch).square().sum(),
+        train_data=torch.randn(4, 3, 8, 8),
+    )
+    bench.fit(recipe, {"steps": 1, "global_batch": 4, "stats.every": 1, "precision": precision})
+
+
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
@@ -100,6 +112,7 @@ def measured(
         pytest.param("mesh", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("mesh", {"context": 2}, marks=pytest.mark.slow),
         pytest.param("mesh", {"expert": 2}, marks=pytest.mark.slow),
+        pytest.param("ipex", {}, marks=pytest.mark.slow),
         pytest.param("xla", {"devices": 1}, marks=pytest.mark.slow),
         pytest.param("xla", {"devices": 2}, marks=pytest.mark.slow),
     ],
@@ -111,9 +124,9 @@ def test_statistics_are_those_of_one_process(backend: str, options: Mapping[str,
     asked: dict[str, Any] = {"activations": activations, "mixture": "expert" in options}
     (expected,) = Subject("cpu", 1).run(measured, **asked)
     subject = Subject(backend, 2, options)
-    if backend == "xla":
+    if backend in ("ipex", "xla"):
         subject = Subject(backend, 1, options, python=python_of_all())
-        asked["has_digests"] = False  # they are costly to read there
+        asked["has_digests"] = backend == "ipex"  # on XLA they are costly to read
     for found in subject.run(measured, **asked):
         assert found.keys() == expected.keys() == {"1", "2", "3"}
         assert not list(differences(found, expected))
@@ -130,6 +143,17 @@ def test_gradients_of_zero_are_unscaled_and_found_in_host_memory(how: str, stage
     found, other = Subject("deepspeed", 2, options).run(measured, precision=precision)
     assert found == other
     assert any(of["parameters"]["norm.weight"]["grad_norm"] for of in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "remedy"),
+    [("bf16", "set precision=fp32"), ("fp32", "set backend.weights_prepack=false")],
+)
+def test_weights_that_ipex_keeps_in_parts_are_refused(precision: str, remedy: str) -> None:
+    subject = Subject("ipex", 1, {"weights_prepack": True}, python=python_of_all())
+    with pytest.raises(WorkerFailure, match=f"refuses stats.every: .*{remedy}"):
+        subject.run(convolved, precision=precision, alone=True)
 
 
 @pytest.mark.slow
