@@ -237,8 +237,8 @@ class IpexEngine(PlainEngine):
             raise CapabilityRefused("stats.every", "ipex", f"{remedy}, or stats.every=0")
         super().show_update(observer)
 
-    def _parts(self) -> dict[str, Any]:
-        return {name: part for name, part in super()._parts().items() if name in self._shapes}
+    def own_parts(self) -> dict[str, Any]:
+        return {name: part for name, part in super().own_parts().items() if name in self._shapes}
 
     def _all_weights(self) -> dict[str, Tensor]:
         """Return all weights and buffers in plain layouts, by all of their names."""

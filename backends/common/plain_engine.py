@@ -96,11 +96,11 @@ class PlainEngine:
 
     def _show_update(self) -> None:
         observer, self._observer = self._observer, None
-        observer.weights(self._parts())
+        observer.weights(self.own_parts())
         named = self.own.named_parameters()
         observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
 
-    def _parts(self) -> dict[str, Any]:
+    def own_parts(self) -> dict[str, Any]:
         """Return each parameter, which this rank holds whole, and its shape."""
         return {name: (p.detach(), tuple(p.shape)) for name, p in self.own.named_parameters()}
 
@@ -122,7 +122,7 @@ class PlainEngine:
         return self.state.averages.shown_in(self.state.trained)
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
-        change(self._parts())
+        change(self.own_parts())
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.own)

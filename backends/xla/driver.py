@@ -238,7 +238,7 @@ class XlaEngine:
         self._resolve_pending_outcome()
         if self._observer is not None:
             observer, self._observer = self._observer, None
-            observer.weights(self._parts())
+            observer.weights(self.own_parts())
             named = self.module.named_parameters()
             observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
             placing.cut_graph()  # the update stays the program that it is in other steps
@@ -275,7 +275,7 @@ class XlaEngine:
         """See `ShowsUpdates`."""
         self._observer = observer
 
-    def _parts(self) -> dict[str, Any]:
+    def own_parts(self) -> dict[str, Any]:
         """Return each parameter, which this process holds whole, and its shape."""
         return {name: (p.detach(), tuple(p.shape)) for name, p in self.module.named_parameters()}
 
@@ -354,7 +354,7 @@ class XlaEngine:
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self._resolve_pending_outcome()
-        change(self._parts())
+        change(self.own_parts())
         self._keep_cut()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
