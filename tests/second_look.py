@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,12 @@ class FileAtATime(LoadFileScheduling):
             del units[file]
         super().remove_node(node)
         return ended_by
+
+    def _reschedule(self, node: Any) -> None:
+        if node not in self.registered_collections:  # it replaces another, and still collects
+            return
+        with suppress(OSError):  # it has ended, which is processed next
+            super()._reschedule(node)
 
 
 class SecondLook:

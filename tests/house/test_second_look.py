@@ -36,6 +36,12 @@ def test_ends_its_worker_once():
         Path("ended").touch()
         os._exit(1)
 """
+COLLECTS_LATE = """
+import os, time
+pytest_plugins = ["second_look"]
+def pytest_collection():
+    time.sleep({"gw2": 1, "gw3": 2}.get(os.environ.get("PYTEST_XDIST_WORKER"), 0))
+"""
 SETUP_FAILS_ONCE = """
 import pytest
 from pathlib import Path
@@ -88,6 +94,16 @@ def test_a_test_that_ends_its_worker_is_run_twice_and_its_neighbours_once(tmp_pa
     assert last_line(printed) == "1 failed, 3 passed, 1 unstable"
     assert (tmp_path / "lives").read_text() == "xx"
     assert re.search(r"test_c\.py::test_ends_its_worker_once: 0 s: worker 'gw\d' crashed", printed)
+
+
+def test_two_workers_that_end_together_are_replaced(tmp_path: Path) -> None:
+    """The first of the new workers is there while the second still collects."""
+    suite = {f"test_{name}.py": PASSES for name in "cdefgh"}
+    suite |= {"test_a.py": ENDS_ITS_WORKER_ONCE, "conftest.py": COLLECTS_LATE}
+    suite["test_b.py"] = ENDS_ITS_WORKER_ONCE.replace('"ended"', '"ended too"')
+    status, printed = run(tmp_path, suite)
+    assert status == 0, printed
+    assert last_line(printed) == "6 passed, 2 unstable"
 
 
 def test_a_test_that_failed_in_the_base_commit_does_not_fail_the_run(tmp_path: Path) -> None:
