@@ -13,6 +13,11 @@ from ..errors import ArgumentRefused
 
 __all__ = ["UNCALLED", "is_overridden", "is_replaced", "refuse_replaced", "refuse_uncalled"]
 
+_OF_LOOP = (
+    *("find_nonfinite", "find_synchronisations", "memory_parts", "replay_step", "run_records"),
+    *("stats_steps", "time_parts"),
+)
+"""Arguments that only the loop of our Trainer applies."""
 LOOP, _LOAD = "_inner_training_loop", "_load_optimizer_and_scheduler"
 
 UNCALLED = {
@@ -66,6 +71,17 @@ def refuse_replaced(kind: type, session: DriverSession) -> None:
             "DeepSpeed makes the updates itself: use backend='ddp' or 'fsdp', or call "
             f"super().{LOOP}(...)",
         )
+
+    if is_replaced(kind, LOOP):
+        for name in _OF_LOOP:
+            if value := getattr(session.args, name, None):
+                raise ArgumentRefused(
+                    f"{name}={value!r} beside {kind.__name__}.{LOOP}, which does not call the one "
+                    "that it overrides",
+                    driver,
+                    f"the loop that it overrides measures this: leave {name} out, or call "
+                    f"super().{LOOP}(...)",
+                )
 
 
 def is_overridden(kind: type, name: str) -> bool:

@@ -228,7 +228,7 @@ class Epochs:
         """Start and number of this reader's samples of a batch over all feeders. The last batch of
         an epoch may have fewer."""
         world = self.trainer.driver_session.world
-        count = self.global_batch // world.num_readers
+        count = max(1, self.global_batch // world.num_readers)  # 0 would count for nothing
         return world.reader_index * count, count
 
     def _microbatches(self, fetched: list[Batch], start: int) -> Iterator[Microbatch]:

@@ -156,13 +156,19 @@ class RunRecords:
             for name, value in metrics.items()
             if isinstance(value, int | float) and name != "epoch" and not name.endswith(_SPEEDS)
         }
-        step, seconds = self._trainer.state.global_step, times.last_seconds[EVALUATION]
-        self(Evaluated(step, "eval", found, seconds))
+        seconds = self._left_out(times, EVALUATION)
+        self(Evaluated(self._trainer.state.global_step, "eval", found, seconds))
 
     def saved(self, folder: Path, error: SaveFailed | None, times: TimeParts) -> None:
         """Record a checkpoint, or why it was not written."""
-        step, seconds = self._trainer.state.global_step, times.last_seconds[SAVING]
+        step, seconds = self._trainer.state.global_step, self._left_out(times, SAVING)
         self(Saved(step, folder, seconds, "" if error is None else str(error)))
+
+    def _left_out(self, times: TimeParts, part: str) -> float:
+        """Return the seconds of the last evaluation or save, which count for no step."""
+        seconds = times.last_seconds[part]
+        self._trainer._running().window.leave_out(seconds)
+        return seconds
 
     def end(self, step: int, reason: str, seconds: float) -> None:
         """Record the end, or raise `DrivetrainError` in a replay: it ends before."""

@@ -1,4 +1,4 @@
-"""A job of two processes: records of a run, and a replay of one of its steps."""
+"""Jobs of two processes: records of a run, a replay of one of its steps, and an odd count."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import io
 from typing import Any
 
+import torch
+from side_by_side import classifier
 from test_compat_records import trainer
 
+from drivetrain import compat
 from drivetrain.conformance.bench import Bench
 
 
@@ -23,3 +26,19 @@ def trained(bench: Bench, *, folder: str, **given: Any) -> dict[str, Any]:
     finally:
         made.end()
     return {"code": code, "printed": printed.getvalue()}
+
+
+class Odd(compat.Trainer):
+    """A Trainer that counts the samples of all ranks as one."""
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(args.gradient_accumulation_steps)
+
+
+def odd(bench: Bench, *, folder: str, **given: Any) -> bool:
+    """Train; return whether the weights have changed."""
+    made = trainer(folder, kind=Odd, **given)
+    made.train()
+    weight = made.model.inner.weight.detach().clone()
+    made.end()
+    return not torch.equal(weight, classifier().inner.weight)

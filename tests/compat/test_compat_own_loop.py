@@ -132,6 +132,9 @@ def test_what_a_loop_of_ones_own_cannot_do_is_refused(tmp_path: Path) -> None:
     ours, _ = both(tmp_path)
     with pytest.raises(ValueError, match=r"PlainLoop\._inner_training_loop, which does not call"):
         of(PlainLoop, ours, backend="deepspeed", backend_options={"device": "cpu"})
+    for name, value in {"run_records": True, "replay_step": 2, "stats_steps": 1}.items():
+        with pytest.raises(ValueError, match=f"refuses {name}={value} beside PlainLoop"):
+            of(PlainLoop, ours, **{name: value})
 
 
 @pytest.mark.row("K1")

@@ -179,6 +179,18 @@ def test_sentences_on_the_time_name_arguments_of_the_trainer(tmp_path: Path) -> 
     assert len(texts) == 1 and "`eval_steps`" in texts[0] and "evaluate.every" not in texts[0]
 
 
+def test_evaluations_count_for_no_step(tmp_path: Path) -> None:
+    class Slow(compat.Trainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.5)
+            return super().evaluation_loop(*args, **kwargs)
+
+    given = {"logging_steps": 1, "eval_steps": 4, "save_steps": 99}
+    found = records_of(recorded(tmp_path, kind=Slow, **given))
+    seconds = {each["step"]: each["step_seconds"] for each in found if each["event"] == "logged"}
+    assert seconds[5] < 0.25 and seconds[9] < 0.25, seconds
+
+
 def test_reports_are_recorded_too(tmp_path: Path) -> None:
     data = samples(16)
     data[5]["x"][1] = float("nan")
@@ -334,6 +346,15 @@ def test_two_ranks_are_replayed_by_them_and_by_one_process(
     assert "equal bit for bit" in first["printed"] and not second["printed"]
     assert replayed(folder, 6, per_device_train_batch_size=2) == 0
     assert "equal within rounding" in capsys.readouterr().out
+
+
+def test_a_batch_of_fewer_samples_than_ranks_counts(tmp_path: Path) -> None:
+    """Require that ranks train if a subclass counts their samples as one."""
+    import records_ranks
+
+    given = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
+    for changed in Subject("ddp", 2).run(records_ranks.odd, folder=str(tmp_path), **given):
+        assert changed
 
 
 def test_the_command_line_reads_records_and_explains_replays(tmp_path: Path) -> None:
