@@ -75,7 +75,7 @@ _MODULES: dict[str, str] = {
     "trainer/trainer.py": """full_determinism label_names label_smoothing_factor
         neftune_noise_alpha output_dir push_to_hub seed skip_memory_metrics use_cache""",
     "trainer/training.py": """auto_find_batch_size eval_on_start gradient_accumulation_steps
-        ignore_data_skip max_steps num_train_epochs""",
+        ignore_data_skip max_steps num_train_epochs preemption_notice""",
     "trainer/training_step.py": "average_tokens_across_devices torch_empty_cache_steps",
 }
 
@@ -115,6 +115,7 @@ EXAMPLES: dict[str, Any] = {
     "optim_args": "momentum=0.9",
     "optim_target_modules": ["q_proj"],
     "parallelism_config": SimpleNamespace(tp_size=2),
+    "preemption_notice": ["signal:SIGUSR2"],
     "profile": "4.47",
     "checkpoint_format": "hf",
     "report_to": ["tensorboard"],

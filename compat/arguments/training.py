@@ -299,6 +299,9 @@ class TrainingArguments(DerivedValues, Setters, Serialization, metaclass=OldName
     replay_step: int | None = arg(
         None, "Train this recorded step again, compare it with its record, and end the process"
     )
+    preemption_notice: list[str] | None = arg(
+        None, "Save and stop on these notices: file:/path, command:..., signal:SIGUSR2"
+    )
 
     def __post_init__(self) -> None:
         resolve(self)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ...kernel.errors import SettingError
+from ...trainer.preemption_notice import check_notices
 from ..enums import IntervalStrategy, SaveStrategy, SchedulerType
 from ..errors import ArgumentError
 from ..profile import PROFILES, profile_of
@@ -66,6 +68,7 @@ def validate(args: Any) -> None:
             f"dataloader_prefetch_factor is {args.dataloader_prefetch_factor}, and "
             "dataloader_num_workers is 0: nobody would fetch ahead; give it workers"
         )
+    _notices(args)
     _intervals(args)
     _best_model(args)
     _precisions(args)
@@ -75,6 +78,20 @@ def validate(args: Any) -> None:
             f"lr_scheduler_type is {args.lr_scheduler_type.value!r}, which goes by evaluations, "
             "and eval_strategy is 'no'; set it to steps or epoch"
         )
+
+
+def _notices(args: Any) -> None:
+    """Check the notices of preemption; a single text becomes a list."""
+    if isinstance(args.preemption_notice, str):
+        args.preemption_notice = [args.preemption_notice]
+    if not isinstance(args.preemption_notice, (list, tuple, type(None))):
+        raise ArgumentError(
+            f"preemption_notice is {args.preemption_notice!r:.200}; it must be a list of texts"
+        )
+    try:
+        check_notices(args.preemption_notice)
+    except SettingError as error:
+        raise ArgumentError(str(error)) from None
 
 
 def _intervals(args: Any) -> None:

@@ -15,7 +15,7 @@ __all__ = ["UNCALLED", "is_overridden", "is_replaced", "refuse_replaced", "refus
 
 _OF_LOOP = (
     *("find_nonfinite", "find_synchronisations", "memory_parts", "replay_step", "run_records"),
-    *("stats_steps", "time_parts"),
+    *("stats_steps", "time_parts", "preemption_notice"),
 )
 """Arguments that only the loop of our Trainer applies."""
 LOOP, _LOAD = "_inner_training_loop", "_load_optimizer_and_scheduler"

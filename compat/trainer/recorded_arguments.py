@@ -14,7 +14,7 @@ __all__ = ["arguments_as_config"]
 _NO_CONDITIONS = frozenset(
     {"output_dir", "logging_dir", "run_name", "local_rank", "disable_tqdm", "report_to"}
     | {"find_nonfinite", "memory_parts", "replay_step", "run_records", "stats_activations"}
-    | {"find_synchronisations", "stats_steps", "time_parts"}
+    | {"find_synchronisations", "preemption_notice", "stats_steps", "time_parts"}
 )
 """Arguments that change nothing in a run's numbers, and are not recorded."""
 

@@ -17,6 +17,7 @@ from ...kernel.errors import CollectiveFailed, OutOfMemory
 from ...kernel.events import Requests
 from ...kernel.loop import TrainLoop
 from ...trainer.late_ranks import ended_by, flight_records_kept
+from ...trainer.preemption_notice import preempt_on_notice, refuse_present_files
 from ...trainer.run_lock import RunLock
 from ...trainer.signals import preempt_on_signals
 from ..callbacks.jit_checkpoint import waits_for_signals
@@ -62,6 +63,7 @@ class TrainingMixin(FinalizingMixin):
         """
         resume_from_checkpoint = _old_model_path(resume_from_checkpoint, kwargs)
         refuse_uncalled(type(self), vars(self))
+        refuse_present_files(_notices(self.args))
         self._memory_tracker.start()
         self.is_in_train = True
         self._hp_search_setup(trial)  # first: a trial may change the seed
@@ -229,7 +231,8 @@ class TrainingMixin(FinalizingMixin):
             if (records := self._records) is not None and policy.times is not None:
                 records.start(training, epochs, length, policy.times)
             watching = contextlib.nullcontext() if reports is None else reports.watching(training)
-            with signals or contextlib.nullcontext(), watching:
+            notices = preempt_on_notice(_notices(args), training.requests)
+            with signals or contextlib.nullcontext(), notices, watching:
                 policy.run(training)
             training.resolve_pending_outcome()
             if records is not None:
@@ -372,6 +375,11 @@ class TrainingMixin(FinalizingMixin):
             max_steps = math.ceil(args.num_train_epochs * updates)
             epochs, samples = math.ceil(args.num_train_epochs), examples * args.num_train_epochs
         return epochs, updates, examples, samples, total, length, max_steps
+
+
+def _notices(args: Any) -> list[str]:
+    """Return the notices of preemption. Arguments of another library have none."""
+    return getattr(args, "preemption_notice", None) or []
 
 
 def _old_model_path(resume: str | bool | None, kwargs: dict[str, Any]) -> str | bool | None:

@@ -19,6 +19,7 @@ from ..run.notebook import NotebookProgress
 from ..run.record_channel import RecordChannel
 from ..run.recorded_fit import fit_recorded, refuse_used
 from ..run.where_shown import in_notebook
+from ..trainer.preemption_notice import passed_to_ranks
 from ..trainer.result import Result
 from ..trainer.settings import Settings
 
@@ -80,9 +81,11 @@ def fit(
     refuse_used(out, resume)
     from .start import run_on_ranks  # torch's elastic agent is slow to import
 
+    passed = passed_to_ranks(() if settings is None else settings.preemption_notice)
     if progress is not True or not in_notebook():
-        return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep)
-    with NotebookProgress() as table, RecordChannel() as channel:
+        with passed:
+            return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep)
+    with passed, NotebookProgress() as table, RecordChannel() as channel:
         act = partial(act, display=channel)
         return run_on_ranks(nproc, partial(_result_of_rank, act), partial(channel.receive, table))
 

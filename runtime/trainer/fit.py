@@ -24,6 +24,7 @@ from ..kernel.recipe import Recipe
 from ..registry import refuse_unpromised, usable_driver
 from .late_ranks import flight_records_kept, propagate_errors
 from .out_of_memory import with_remembered
+from .preemption_notice import preempt_on_notice
 from .recipe_checks import (
     check_model,
     check_observers,
@@ -67,7 +68,7 @@ def fit(
     end_with_launcher()
     driver = usable_driver(backend)
     options = override(driver.options_type(), backend_options or {}, "backend.")
-    requests, folder = Requests(), None if out is None else place(out)
+    requests, folder, saves = Requests(), None if out is None else place(out), out is not None
     if resume is not None:
         place(resume)  # raises
     if folder is not None:
@@ -85,6 +86,7 @@ def fit(
             with stopping_before_start(requests):
                 session = opened.enter_context(driver.open(plan))
             opened.enter_context(propagate_errors(session, driver.capabilities(plan)))
+            opened.enter_context(preempt_on_notice(settings.preemption_notice, requests, saves))
             if settings.detect_anomaly:
                 opened.enter_context(torch.autograd.set_detect_anomaly(True))
 
@@ -96,7 +98,7 @@ def fit(
 
             return train()  # a function, so that the model is freed before the session ends
 
-    with report_exits(), preempt_on_signals(requests, saves=out is not None), ExitStack() as stack:
+    with report_exits(), preempt_on_signals(requests, saves), ExitStack() as stack:
         if lock is not None:
             stack.callback(lock.release)
 

@@ -18,6 +18,7 @@ from ..kernel.errors import SettingError
 from ..kernel.plan import Plan, Precision
 from .former_names import accept_former_names
 from .optimizers import OptimizerGroup, OptimizerSettings
+from .preemption_notice import check_notices
 from .schedule import SCHEDULES, Schedule, build_schedule
 from .setting_values import check_types
 
@@ -340,6 +341,10 @@ class Settings:
     if all wait for each other in different calls. A live rank in your own code (a debugger, a
     server request, a slow file system) is reported, and waited for until `timeout_seconds`. None:
     ranks are not watched."""
+    preemption_notice: tuple[str, ...] = ()
+    """Notices after which the run saves and stops, besides signals: `file:/path` (the path exists),
+    `command:...` (run every 5 seconds, its exit code is 0) and `signal:SIGUSR2`. `--set` separates
+    notices at commas, the repeatable `--preemption-notice` does not."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     schedule: ScheduleSettings = ScheduleSettings()
     average: AverageSettings = AverageSettings()
@@ -353,6 +358,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises `SettingError` for a value of another type, or out of range."""
+        check_notices(self.preemption_notice)
         check_types(self)
         check_ranges(self)
         self.schedule.build(1)

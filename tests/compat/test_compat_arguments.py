@@ -25,6 +25,7 @@ from drivetrain.compat.arguments import AcceleratorConfig, backend
 OURS = ["backend", "backend_options", "profile", "stall_seconds", "checkpoint_format", "fp8"]
 OURS += ["time_parts", "resume_hyper_parameters", "stats_steps", "memory_parts", "find_nonfinite"]
 OURS += ["stats_activations", "run_records", "replay_step", "find_synchronisations"]
+OURS += ["preemption_notice"]
 PAIRS = [
     (TrainingArguments, transformers.TrainingArguments),
     (Seq2SeqTrainingArguments, transformers.Seq2SeqTrainingArguments),

@@ -120,6 +120,15 @@ def train(
             "The exit code is 75.",
         ),
     ] = None,
+    preemption_notice: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NOTICE",
+            help="Save and stop on this notice, as on a signal: file:/path (the path exists), "
+            "command:... (run every 5 seconds; its exit code is 0) or signal:SIGUSR2. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     track: Annotated[
         list[str] | None,
         typer.Option(
@@ -202,6 +211,7 @@ def train(
         "overfit": overfit,
         "detect_anomaly": detect_anomaly,
         "stats": stats,
+        "preemption_notice": preemption_notice or None,
     }
     request = TrainRequest(
         requested=requested(recipe, backend, config, set_, shorthands),

@@ -11,6 +11,7 @@ SHORTHANDS = {
     "overfit": "data.overfit",
     "detect_anomaly": "detect_anomaly",
     "stats": "stats.every",
+    "preemption_notice": "preemption_notice",
 }
 """The setting that each option is short for."""
 MEETING = (

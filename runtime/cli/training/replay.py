@@ -36,6 +36,7 @@ _LEFT_OUT: Mapping[str, Any] = {
     "evaluate.sanity_check": False,
     "stop.metric": None,
     "digests": "weights",
+    "preemption_notice": (),
 }
 """Settings of a replay that change no step of training."""
 _NO_OTHER_SAVE: Mapping[str, Any] = {

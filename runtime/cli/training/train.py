@@ -37,7 +37,10 @@ from ...run.run_folder_writer import RunFolderWriter, configuration, result_reco
 from ...run.watch import Sink, Watcher, print_json, print_lines
 from ...trackers import Tracker
 from ...trainer.fit import Result, fit
+from ...trainer.preemption_notice import passed_to_ranks
 from ...trainer.profiler import Profiler
+from ...trainer.setting_values import override
+from ...trainer.settings import Settings
 from ...trainer.signals import StoppedBeforeStart
 from ..process.deadline import Deadline, parse_duration, set_deadline
 from ..process.early_signals import nothing_done
@@ -119,7 +122,14 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.launch.may_restart and request.resume is None:
         # restarted ranks resume; the folder was checked above
         arguments[1:1] = ["--resume", "auto"]
-    return run_ranks(request.launch, arguments)
+    with passed_to_ranks(_notices(job.layers(driver))):
+        return run_ranks(request.launch, arguments)
+
+
+def _notices(layers: Sequence[Layer]) -> Sequence[str]:
+    """Return the notices of preemption, as far as they are known without the recipe."""
+    given = {k: v for k, v in merge(layers).items() if k == "preemption_notice"}
+    return override(Settings(), given).preemption_notice
 
 
 def _fill_gaps(request: TrainRequest) -> _Job:
