@@ -17,10 +17,11 @@ from .extra_state import ExtraState
 from .module_hooks import ModuleHooks
 from .optimizer_state import OptimizerState
 from .registered import Registered
+from .shown import ShowsWholeWeights
 from .update_random import UpdateRandom, of_device
 
 
-class PlainEngine:
+class PlainEngine(ShowsWholeWeights):
     """The user's own module, unwrapped. A driver's engine overrides what differs."""
 
     def __init__(self, recipe: Recipe, plan: Plan, world: World) -> None:
@@ -85,24 +86,6 @@ class PlainEngine:
                 plan.max_grad_value,
                 None if self._observer is None else self._show_update,
             )
-
-    runs_all_modules = True
-    _observer: Any = None
-    """The observer of the next update; see `show_update`."""
-
-    def show_update(self, observer: Any) -> None:
-        """See `ShowsUpdates`."""
-        self._observer = observer
-
-    def _show_update(self) -> None:
-        observer, self._observer = self._observer, None
-        observer.weights(self.own_parts())
-        named = self.own.named_parameters()
-        observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
-
-    def own_parts(self) -> dict[str, Any]:
-        """Return each parameter, which this rank holds whole, and its shape."""
-        return {name: (p.detach(), tuple(p.shape)) for name, p in self.own.named_parameters()}
 
     def shards(self) -> Iterator[Piece]:
         yield from self.extra.pieces()

@@ -39,6 +39,7 @@ from ..common.extra_state import ExtraState
 from ..common.module_hooks import ModuleHooks
 from ..common.optimizer_state import OptimizerState
 from ..common.registered import Registered
+from ..common.shown import ShowsWholeWeights
 from ..common.single_process import SingleProcess
 from ..common.update_random import UpdateRandom
 from . import placing
@@ -179,13 +180,13 @@ class XlaSession(SingleProcess):
             xm.set_rng_state(int(own) + 2**63)
 
 
-class XlaEngine:
+class XlaEngine(ShowsWholeWeights):
     """The user's own module, its parameters moved to the device."""
 
     def __init__(self, recipe: Recipe, plan: Plan, placement: placing.Placement) -> None:
         self.plan, self.placement = plan, placement
         host = replace(plan, activation_checkpointing=())
-        self.module = models.build_model(recipe, host, None)
+        self.own = self.module = models.build_model(recipe, host, None)
         self.tied = models.tied_groups(self.module)
         self.num_parameters = sum(p.numel() for p in self.module.parameters())
         world = World(0, 1, placement.device, feeder_index=0, num_feeders=1)
@@ -237,10 +238,7 @@ class XlaEngine:
     def update(self) -> Outcome:
         self._resolve_pending_outcome()
         if self._observer is not None:
-            observer, self._observer = self._observer, None
-            observer.weights(self.own_parts())
-            named = self.module.named_parameters()
-            observer.gradients({name: p.grad.detach() for name, p in named if p.grad is not None})
+            self._show_update()
             placing.cut_graph()  # the update stays the program that it is in other steps
         grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = stepping.global_norm(grads)
@@ -266,18 +264,6 @@ class XlaEngine:
                     self.placement.keep(tensor, dim)
         placing.cut_graph()
         return Outcome(norm, held.applied)
-
-    runs_all_modules = True
-    _observer: Any = None
-    """The observer of the next update; see `show_update`."""
-
-    def show_update(self, observer: Any) -> None:
-        """See `ShowsUpdates`."""
-        self._observer = observer
-
-    def own_parts(self) -> dict[str, Any]:
-        """Return each parameter, which this process holds whole, and its shape."""
-        return {name: (p.detach(), tuple(p.shape)) for name, p in self.module.named_parameters()}
 
     def _resolve_pending_outcome(self) -> None:
         if self._pending_outcome is not None:

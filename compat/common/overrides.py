@@ -9,15 +9,11 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from ..arguments.driver_session import DriverSession
+from ..arguments.reports import REPORTS
 from ..errors import ArgumentRefused
 
 __all__ = ["UNCALLED", "is_overridden", "is_replaced", "refuse_replaced", "refuse_uncalled"]
 
-_OF_LOOP = (
-    *("find_nonfinite", "find_synchronisations", "memory_parts", "replay_step", "run_records"),
-    *("stats_steps", "time_parts", "preemption_notice"),
-)
-"""Arguments that only the loop of our Trainer applies."""
 LOOP, _LOAD = "_inner_training_loop", "_load_optimizer_and_scheduler"
 
 UNCALLED = {
@@ -73,7 +69,7 @@ def refuse_replaced(kind: type, session: DriverSession) -> None:
         )
 
     if is_replaced(kind, LOOP):
-        for name in _OF_LOOP:
+        for name in (*REPORTS, "preemption_notice"):
             if value := getattr(session.args, name, None):
                 raise ArgumentRefused(
                     f"{name}={value!r} beside {kind.__name__}.{LOOP}, which does not call the one "

@@ -13,6 +13,7 @@ from ...kernel.batches import Group, Groups
 from ...kernel.events import Event, StepSkipped
 from ...kernel.loop import TrainLoop
 from ...trainer.shown_updates import shared
+from ..arguments.reports import DIAGNOSTICS
 from .memory_parts import MemoryParts
 from .nonfinite import FirstNonFinite
 from .parameter_statistics import ParameterStatistics
@@ -28,8 +29,7 @@ class Diagnostics:
     @classmethod
     def of(cls, trainer: Any, trial: Any) -> Diagnostics | None:
         """Return the reports of a call of `train`; None if its arguments request none."""
-        names = ("memory_parts", "stats_steps", "find_nonfinite", "run_records")
-        asked = trainer._replay is not None or any(_asked(trainer, name) for name in names)
+        asked = trainer._replay is not None or any(_asked(trainer, name) for name in DIAGNOSTICS)
         return cls(trainer, trial) if asked else None
 
     def __init__(self, trainer: Any, trial: Any) -> None:

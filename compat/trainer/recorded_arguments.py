@@ -8,13 +8,13 @@ from typing import Any
 from ...run.run_folder import TRAINER
 from ...run.run_folder_writer import configuration
 from ...run.where_shown import script_command
+from ..arguments.reports import REPORTS
 
 __all__ = ["arguments_as_config"]
 
 _NO_CONDITIONS = frozenset(
     {"output_dir", "logging_dir", "run_name", "local_rank", "disable_tqdm", "report_to"}
-    | {"find_nonfinite", "memory_parts", "replay_step", "run_records", "stats_activations"}
-    | {"find_synchronisations", "preemption_notice", "stats_steps", "time_parts"}
+    | {*REPORTS, "preemption_notice", "stats_activations"}
 )
 """Arguments that change nothing in a run's numbers, and are not recorded."""
 

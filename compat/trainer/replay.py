@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,10 +30,7 @@ class Replay:
     target: RecordedStep
     checkpoint: str | None
     """None to train from the start."""
-    recorder: ReplayRecorder = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "recorder", ReplayRecorder(self.target.step))
+    recorder: ReplayRecorder
 
     @classmethod
     def of(cls, args: Any, folder: Path) -> Replay | None:
@@ -49,7 +46,8 @@ class Replay:
         except (CheckpointNotFound, SettingError) as error:
             text = in_hf_terms(str(error))
             raise ArgumentError(text if asked in text else f"{asked}: {text}") from error
-        return cls(recorded, target, None if checkpoint is None else str(checkpoint))
+        path = None if checkpoint is None else str(checkpoint)
+        return cls(recorded, target, path, ReplayRecorder(step))
 
     @property
     def since(self) -> int:
@@ -65,7 +63,8 @@ class Replay:
         again = Side("replay", self.recorder.recorded, type(self.recorded.config).of(config))
         comparison = compare_sides(self.recorded, again, self.target.step, self.since)
         if session.world.rank == 0:
-            how = summary(self.target.step, session.driver.name, self.since, self.checkpoint)
+            step, num_steps = self.target.step, self.target.step - self.since
+            how = summary(step, session.driver.name, num_steps, self.checkpoint)
             lines = [how, *map(in_hf_terms, comparison.lines())]
             write_now("".join(f"{printable(line)}\n" for line in lines), sys.stdout)
         raise SystemExit(1 if comparison.differences else 0)

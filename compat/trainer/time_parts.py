@@ -14,6 +14,7 @@ from ...kernel.progress import Progress
 from ...trainer.step_clock import EVALUATION, SAVING, StepClock
 from ...trainer.time_accounting import TimeAccounting, TimeSpent
 from ..arguments.backend import settings
+from ..arguments.reports import TIMES
 from .hf_terms import in_hf_terms
 
 __all__ = ["TimeParts"]
@@ -27,8 +28,7 @@ class TimeParts(TimeAccounting):
     @classmethod
     def of(cls, trainer: Any, record: Callable[[Event], object] | None) -> TimeParts | None:
         """Return the account of a call of `train`; None if nothing requests one."""
-        names = ("time_parts", "find_synchronisations")
-        asked = any(getattr(trainer.args, name, False) for name in names)
+        asked = any(getattr(trainer.args, name, False) for name in TIMES)
         return cls(trainer, record) if asked or record is not None else None
 
     def __init__(self, trainer: Any, record: Callable[[Event], object] | None) -> None:

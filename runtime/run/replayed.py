@@ -71,7 +71,8 @@ class ReplayRecorder:
         return Request.STOP if stops else None
 
 
-def summary(step: int, backend: str, since: int, checkpoint: Any) -> str:
-    """Return a line on how a step was trained again. `checkpoint`: None for the start."""
+def summary(step: int, backend: str, num_steps: int, checkpoint: Any) -> str:
+    """Return a line on how a step was trained again, after how many steps, that one included.
+    `checkpoint`: None for the start."""
     source = "the start" if checkpoint is None else checkpoint
-    return f"step {step} again with {backend}, {step - since} steps from {source}"
+    return f"step {step} again with {backend}, {num_steps} steps from {source}"

@@ -178,8 +178,8 @@ def _show(request: ReplayRequest, comparison: Comparison, about: Mapping[str, An
     else:
         lines = []
         if about:
-            since = about["step"] - about["steps_again"]
-            lines.append(summary(about["step"], about["backend"], since, about["checkpoint"]))
+            names = ("step", "backend", "steps_again", "checkpoint")
+            lines.append(summary(*(about[name] for name in names)))
         text = "\n".join([*lines, *comparison.lines()])
     if rank() == 0:
         write_now(f"{printable(text)}\n", sys.stdout)
