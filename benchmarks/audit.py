@@ -134,11 +134,11 @@ BENCHMARKS = [
         "What a run spends on checking itself",
         "Two processes over gloo train the GPT of 10 million parameters, logged every 10 steps. A "
         "step, an audit (copies of weights are compared; see "
-        "[how correctness is checked](guides/correctness.md)), and the comparison of the cut model "
-        "with the whole one before the first update are measured in 40 steps; the share is that of "
-        "a run of 1,000 steps, which audits after each log and after updates 1, 2, 4, 8 and so on. "
-        f"With `expert` {NUM_EXPERTS} experts, of which a token goes to {CHOSEN}, have the weights "
-        "of each hidden layer.",
+        "[how correctness is checked](guides/correctness.md)), and the comparison of the "
+        "partitioned model with the whole one before the first update are measured in 40 steps; "
+        "the share is that of a run of 1,000 steps, which audits after each log and after updates "
+        f"1, 2, 4, 8 and so on. With `expert` {NUM_EXPERTS} experts, of which a token goes to "
+        f"{CHOSEN}, have the weights of each hidden layer.",
         CANDIDATES,
         measure,
         (

@@ -44,7 +44,7 @@ from .harness import machine, peak_bytes, reset_peak, timed
 Shape = tuple[int, ...]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHARDS = 512
-"""Ranks that a model is cut over under HSDP; groups of so many replicate each other."""
+"""Ranks that a model is sharded over under HSDP; groups of so many replicate each other."""
 
 
 # --- models and layouts ---------------------------------------------------------------------------

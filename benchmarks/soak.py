@@ -133,8 +133,8 @@ def live(minutes: float, backend: str, out: Path) -> Iterator[Held]:
 def tenths(measured: list[Held]) -> list[Held]:
     """The medians of ten parts, after the warm-up."""
     counted = measured[WARM_UP:]
-    cuts = [len(counted) * part // TENTHS for part in range(TENTHS + 1)]
-    parts = [counted[start:stop] for start, stop in itertools.pairwise(cuts)]
+    bounds = [len(counted) * part // TENTHS for part in range(TENTHS + 1)]
+    parts = [counted[start:stop] for start, stop in itertools.pairwise(bounds)]
     return [Held(*(int(statistics.median(v)) for v in zip(*p, strict=True))) for p in parts]
 
 
