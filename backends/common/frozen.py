@@ -24,8 +24,8 @@ class Frozen:
         if thawed := self.thawed():
             raise RecipeError(
                 f"requires_grad was set for {', '.join([*thawed][:10])} during the run, and "
-                f"{driver} cut what it trains when the run began: they would not learn. Let them "
-                "require a gradient from the start with a learning rate of 0 in a group of their "
-                "own, or end this run and resume it with them trained, or take the backend ddp or "
-                "fsdp"
+                f"{driver} partitioned what it trains when the run began: they would not learn. "
+                "Let them require a gradient from the start with a learning rate of 0 in a group "
+                "of their own, or end this run and resume it with them trained, or take the "
+                "backend ddp or fsdp"
             )

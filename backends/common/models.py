@@ -97,14 +97,15 @@ def release(module: nn.Module) -> None:
 
 
 def _refuse_held(module: nn.Module) -> None:
-    """Raises `RecipeError` for a model that another run has cut, and not given back whole."""
+    """Raises `RecipeError` for a model that another run has partitioned, and not given back
+    whole."""
     for name, part in module.named_modules():
         if part in _HELD:
             raise RecipeError(
-                f"recipe.model returned a model of which another run has cut {name or 'all'!r} "
-                "over ranks: it is not given back whole while that run continues, nor after an "
-                "error, nor with pipelines or experts, nor as a part of a model. Build a new "
-                "model, and load what was saved into it (load_state_dict)"
+                "recipe.model returned a model of which another run has partitioned "
+                f"{name or 'all'!r} over ranks: it is not given back whole while that run "
+                "continues, nor after an error, nor with pipelines or experts, nor as a part of a "
+                "model. Build a new model, and load what was saved into it (load_state_dict)"
             )
 
 
@@ -133,8 +134,9 @@ def _make_expanded_buffers_writable(module: nn.Module) -> None:
 
 
 def make_contiguous(parameters: Iterable[nn.Parameter]) -> None:
-    """Lay the parameters out row by row, for drivers that cut them as flat memory. The model
-    computes the same from them: `channels_last` says how memory is ordered, and nothing else."""
+    """Lay the parameters out row by row, for drivers that shard them as flat memory. The
+    model computes the same from them: `channels_last` says how memory is ordered, and nothing
+    else."""
     for parameter in parameters:
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()

@@ -342,8 +342,8 @@ def _uncast(value: Any, loaded: Any) -> Any:
 
 def _in_memory_order_of(parameter: Tensor, tensor: Tensor) -> Tensor:
     """The tensor with the strides of a parameter of its shape, such as `channels_last`: fused
-    kernels run through the memory of both in one order. Drivers that cut parameters have them
-    contiguous."""
+    kernels run through the memory of both in one order. Drivers that shard parameters have
+    them contiguous."""
     if tensor.shape != parameter.shape or tensor.stride() == parameter.stride():
         return tensor
     ordered = torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device)

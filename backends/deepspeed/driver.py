@@ -94,7 +94,7 @@ class DeepspeedDriver:
             max_grad_value=True,
             uneven_gradients=False,
             feeds_ahead=choose_device(options.device).type != "cpu",
-            saves_memory="set backend.stage=3, which cuts the weights over ranks too, or "
+            saves_memory="set backend.stage=3, which partitions the weights over ranks too, or "
             'offload_optimizer in backend.config, {"zero_optimization": {"offload_optimizer": '
             '{"device": "cpu"}}}, which keeps the optimizer\'s state in host memory',
         )
@@ -219,7 +219,7 @@ class ZeroEngine:
         self._reached: set[str] = set()  # by a gradient, which DeepSpeed then takes away
         in_groups = [self._trained.intersection(of_group) for of_group in self.numbers.names]
         self._updated = UpdatedParameters(self.zero, in_groups, own_optimizer, world.device)
-        if zero_state.cuts_weights(self.zero):
+        if zero_state.partitions_weights(self.zero):
             note_gathered_weights(self.own, self.layers)
         self._order = GradientOrder(self.zero, self.own, self.layers)
         if plan.max_grad_value is not None:
@@ -228,7 +228,7 @@ class ZeroEngine:
             if parameter.requires_grad:
                 reach = partial(self._reach, name, parameter)
                 parameter.register_hook(reach)  # type: ignore[no-untyped-call]
-        whole = {} if zero_state.cuts_weights(self.zero) else named
+        whole = {} if zero_state.partitions_weights(self.zero) else named
         self._copies = Copies(lambda: (Held(name, "", p) for name, p in whole.items()), world)
         self.loss_scale = None
         if plan.precision.loss_scaling and not config.get("fp16", {}).get("enabled"):

@@ -88,9 +88,9 @@ class GradientOrder:
 
 
 def note_gathered_weights(module: nn.Module, layers: UsedLayers) -> None:
-    """Note, where weights are cut, each layer that has some of its own, and each weight that is
-    gathered by itself, since it is used without a call of its layer. Small ones stay whole once
-    they are gathered, which may be in any step."""
+    """Note, where weights are partitioned, each layer that has some of its own, and each weight
+    that is gathered by itself, since it is used without a call of its layer. Small ones stay whole
+    once they are gathered, which may be in any step."""
     for name, part in module.named_modules():
         if part._parameters:
             own = part.parameters(recurse=False)

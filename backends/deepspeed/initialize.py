@@ -161,9 +161,9 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
     device = torch.device(get_accelerator().current_device_name())
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    is_cut = config["zero_optimization"]["stage"] == 3
-    if construct == "whole" or not is_cut:
-        module = models.build_model(recipe, plan, None if is_cut else device)
+    is_partitioned = config["zero_optimization"]["stage"] == 3
+    if construct == "whole" or not is_partitioned:
+        module = models.build_model(recipe, plan, None if is_partitioned else device)
         refuse_parameters(module, config)
         models.make_contiguous(module.parameters())
     else:
@@ -175,7 +175,7 @@ def model(recipe: Recipe, plan: Plan, config: Mapping[str, Any], construct: str)
                 "one), so every rank holds all of it. Make the model inside recipe.model; or set "
                 "backend.construct=whole if each rank's host memory is enough for it"
             )
-    if not is_cut:
+    if not is_partitioned:
         return module
     with _with_a_dimension(module.parameters()):
         Init(module=module, config_dict_or_path=dict(config))
@@ -203,7 +203,7 @@ def _with_a_dimension(parameters: Iterable[Any]) -> Iterator[None]:
         for parameter in scalars:
             if hasattr(parameter, "ds_shape"):
                 parameter.ds_shape = torch.Size()
-            if parameter.numel():  # else it was cut meanwhile, and lies elsewhere
+            if parameter.numel():  # else it was partitioned meanwhile, and lies elsewhere
                 parameter.data = parameter.data.reshape(())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..common import stepping
-from .zero_state import cuts_weights
+from .zero_state import partitions_weights
 
 __all__ = ["limit_values"]
 
@@ -17,7 +17,7 @@ def limit_values(zero: Any, limit: float) -> None:
 
     def clip(gradients: Any, total_norm: Any) -> None:
         scale_down(gradients, total_norm)
-        if cuts_weights(zero):  # it is given the number of a group
+        if partitions_weights(zero):  # it is given the number of a group
             gradients = [zero.fp32_partitioned_groups_flat[gradients].grad]
         for held in gradients:
             stepping.limit_values(held if isinstance(held, list) else [held], limit)

@@ -41,10 +41,10 @@ class OriginalModule:
 
         made: dict[Tensor, nn.Parameter] = {}
         for name, parameter in self.module.named_parameters():
-            is_cut = hasattr(parameter, "ds_id")
+            is_partitioned = hasattr(parameter, "ds_id")
             with GatheredParameters([parameter]), torch.no_grad():
                 data = parameter.detach().to("cpu", copy=True)
-            if not is_cut:  # an optimizer of the user's may hold it
+            if not is_partitioned:  # an optimizer of the user's may hold it
                 made[parameter] = _given_back(parameter, data, *self._own.get(name, _own_of(data)))
                 continue
             made[parameter] = nn.Parameter(data, parameter.requires_grad)

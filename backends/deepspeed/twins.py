@@ -102,8 +102,8 @@ def _refuse_unless_elementwise(optimizer: torch.optim.Optimizer, device: torch.d
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    cut = torch.cat([_tried(optimizer, device, part) for part in _PARTS])
-    return torch.allclose(_whole(optimizer, device), cut, rtol=1e-4, atol=1e-6)
+    joined = torch.cat([_tried(optimizer, device, part) for part in _PARTS])
+    return torch.allclose(_whole(optimizer, device), joined, rtol=1e-4, atol=1e-6)
 
 
 def _whole(optimizer: torch.optim.Optimizer, device: torch.device) -> Tensor:

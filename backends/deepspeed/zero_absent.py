@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.optimizer_entries import copied
 from .twins import fresh_state, is_count
-from .zero_state import Partition, Slice, cuts_weights, in_memory, partitions, publish
+from .zero_state import Partition, Slice, in_memory, partitions, partitions_weights, publish
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def forget_gradients(zero: Any) -> None:
 def _counts(zero: Any, module: nn.Module, names: Collection[str]) -> dict[int, dict[str, Any]]:
     """Return step counts of the groups whose parameters are all in `names`; equal on all ranks."""
     of = {parameter: name for name, parameter in module.named_parameters()}
-    groups = zero.fp16_groups if cuts_weights(zero) else zero.bit16_groups
+    groups = zero.fp16_groups if partitions_weights(zero) else zero.bit16_groups
     return {
         part.index: copied(
             {

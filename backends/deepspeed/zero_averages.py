@@ -65,8 +65,12 @@ class ZeroAverages:
 
     def _masters(self) -> Iterator[tuple[int, Tensor]]:
         zero = self.zero
-        cut = zero_state.cuts_weights(zero)
-        flat = zero.fp32_partitioned_groups_flat if cut else zero.single_partition_of_fp32_groups
+        partitioned = zero_state.partitions_weights(zero)
+        flat = (
+            zero.fp32_partitioned_groups_flat
+            if partitioned
+            else zero.single_partition_of_fp32_groups
+        )
         for index, master in enumerate(flat):
             with zero_state.in_memory(zero, index):
                 yield index, master.detach()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...kernel.errors import CapabilityRefused
 from .zero_config import low_precision, swaps
-from .zero_state import cuts_weights, own_range, partitions, publish, shape_of
+from .zero_state import own_range, partitions, partitions_weights, publish, shape_of
 
 __all__ = ["change_weights", "parts_of", "refuse_where_not_plain"]
 
@@ -35,7 +35,7 @@ def change_weights(
     zero: Any, module: nn.Module, change: Callable[[Mapping[str, Any]], None]
 ) -> None:
     """Call `change` with this rank's part of each parameter, and which elements these are."""
-    if cuts_weights(zero):
+    if partitions_weights(zero):
         zero._partition_all_parameters()  # so that all is in the parts
         change(parts_of(zero, module))
         publish(zero)

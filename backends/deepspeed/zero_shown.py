@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...kernel.errors import CapabilityRefused
 from .zero_change import parts_of
-from .zero_state import cuts_weights, partitions, shape_of, trained
+from .zero_state import partitions, partitions_weights, shape_of, trained
 
 __all__ = ["refuse_where_unseen", "shown"]
 
@@ -43,11 +43,11 @@ def shown(zero: Any, module: nn.Module, reached: Collection[str], observer: Any)
     discards an update that overflows before it has put its gradients together: of such an update
     only the weights are shown."""
     parts = partitions(zero, module)
-    observer.weights(parts_of(zero, module) if cuts_weights(zero) else _weights(zero, module))
+    observer.weights(parts_of(zero, module) if partitions_weights(zero) else _weights(zero, module))
     scale, scale_down = float(zero.loss_scale), zero.unscale_and_clip_grads
 
     def show(gradients: Any, total_norm: Any) -> None:
-        if cuts_weights(zero):  # it is given the number of a group
+        if partitions_weights(zero):  # it is given the number of a group
             part = parts[gradients]
         else:
             part = next(each for each in parts if each.master.grad is gradients[0])

@@ -88,7 +88,7 @@ def trained(zero: Any) -> set[int]:
 def num_calls(zero: Any) -> int:
     """The number of times that a group of the optimizer takes part in one step: at stage 3 once for
     each part of the weights."""
-    return len(zero.fp16_groups) if cuts_weights(zero) else 1
+    return len(zero.fp16_groups) if partitions_weights(zero) else 1
 
 
 def counts_steps(zero: Any) -> bool:
@@ -96,7 +96,7 @@ def counts_steps(zero: Any) -> bool:
     return any("step" in state for state in zero.optimizer.state.values())
 
 
-def cuts_weights(zero: Any) -> bool:
+def partitions_weights(zero: Any) -> bool:
     """Return True at stage 3, which partitions the weights."""
     return not hasattr(zero, "bit16_groups")
 

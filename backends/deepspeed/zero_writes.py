@@ -19,7 +19,7 @@ from ..common.masters import ExactMasters
 from ..common.writes import AFTER_UPDATE, Writes
 from ..process_group.used_layers import UsedLayers
 from .zero_config import swaps
-from .zero_state import Slice, cuts_weights, own_range, partitions
+from .zero_state import Slice, own_range, partitions, partitions_weights
 
 __all__ = ["WeightWrites"]
 
@@ -39,7 +39,7 @@ class WeightWrites:
     ) -> None:
         self._zero, self._module, self._forwards, self._layers = zero, module, forwards, layers
         self._named: dict[str, Any] = dict(module.named_parameters())
-        self._is_cut, self._in_files = cuts_weights(zero), swaps(config)
+        self._is_partitioned, self._in_files = partitions_weights(zero), swaps(config)
         self._is_updating = False
         self._exact = ExactMasters()
 
@@ -58,7 +58,7 @@ class WeightWrites:
         """See `KeepsWrites`."""
         before = self._shard_versions()
         # at stage 3 a gathered weight is shared out by the memory that it has
-        noting = noting_writes(self._named, keep_memory=not self._is_cut)
+        noting = noting_writes(self._named, keep_memory=not self._is_partitioned)
         with self._forwards.leaving_out():
             with noting as written:
                 yield
@@ -73,7 +73,7 @@ class WeightWrites:
     def _shard_versions(self) -> dict[str, int]:
         """Return the versions of this rank's shards at stage 3. They change when
         `GatheredParameters` with a `modifier_rank` ends."""
-        if not self._is_cut:
+        if not self._is_partitioned:
             return {}
         return {name: parameter.ds_tensor._version for name, parameter in self._named.items()}
 
@@ -102,13 +102,13 @@ class WeightWrites:
     def _is_elsewhere(self, name: str) -> bool:
         """True if the weight is sharded, and not whole on this rank as small ones are."""
         parameter = self._named[name]
-        whole = not self._is_cut or parameter.numel() == parameter.ds_numel
-        start, stop = own_range(parameter) if self._is_cut else (0, 1)
+        whole = not self._is_partitioned or parameter.numel() == parameter.ds_numel
+        start, stop = own_range(parameter) if self._is_partitioned else (0, 1)
         return not whole and start < stop
 
     def _carry(self, written: Collection[str], gathered: Collection[str]) -> None:
         """Take over this rank's parts of what was written."""
-        if self._is_cut:
+        if self._is_partitioned:
             for name in {*written} - {*gathered}:
                 start, stop = own_range(parameter := self._named[name])
                 if start < stop:
@@ -121,7 +121,7 @@ class WeightWrites:
 
     def _take(self, piece: Slice, master: Tensor) -> None:
         parameter = self._named[piece.name]
-        if self._is_cut:
+        if self._is_partitioned:
             own = parameter.ds_tensor[: piece.stop - piece.start]
         else:
             own = parameter.detach().reshape(-1)[piece.start : piece.stop]

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism: each rank keeps a part of every weight, gradient and state.
 
 FSDP2, `torch.distributed.fsdp.fully_shard` (https://arxiv.org/abs/2304.11277); NCCL where there is
-CUDA, gloo on the CPU. The model is cut into *units*: the weights of a unit are gathered when its
-forward or backward begins, and freed afterwards.
+CUDA, gloo on the CPU. The model is divided into *units*: the weights of a unit are gathered when
+its forward or backward begins, and freed afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters and optimizer states that are cut over ranks: `DTensor`s and their parts.
+"""Parameters and optimizer states that are sharded over ranks: `DTensor`s and their parts.
 
 https://docs.pytorch.org/docs/stable/distributed.tensor.html
 """
@@ -84,7 +84,7 @@ def steps_tensors(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE | BY_TENSOR
 
 
-def is_cut(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
     """Return True if ranks hold different parts of the tensor."""
     return (
         isinstance(tensor, DTensor)
@@ -93,10 +93,10 @@ def is_cut(tensor: Tensor) -> bool:
     )
 
 
-def is_cut_once(tensor: Tensor) -> bool:
+def is_sharded_once(tensor: Tensor) -> bool:
     """Return True if the tensor is sharded along at most one axis of its mesh."""
-    cut = [not each.is_replicate() for each in getattr(tensor, "placements", ())]
-    return sum(cut) <= 1
+    sharded = [not each.is_replicate() for each in getattr(tensor, "placements", ())]
+    return sum(sharded) <= 1
 
 
 def own_part(tensor: Tensor) -> Tensor:
@@ -129,35 +129,36 @@ def own_parts(module: nn.Module, elsewhere: Collection[str]) -> dict[str, tuple[
 
 
 def own_box(tensor: DTensor) -> Box:
-    """The box of the whole tensor that `own_part` is, also where one dimension is cut twice.
+    """The box of the whole tensor that `own_part` is, also where one dimension is sharded
+    twice.
 
-    torch's own answer is wrong where it is cut twice and not evenly. FSDP cuts what tensor
+    torch's own answer is wrong where it is sharded twice and not evenly. FSDP shards what tensor
     parallelism has left, and says so by a `split_factor`.
     """
     mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     placements: Sequence[Any] = tensor.placements
     assert place is not None, "this rank is not in the mesh of the tensor"
-    cuts = [
+    shardings = [
         (getattr(each, "split_factor", 1), (each.dim, place[axis], mesh.size(axis)))
         for axis, each in enumerate(placements)
         if not each.is_replicate()
     ]
-    return chunk_of(tuple(tensor.shape), [cut for _, cut in sorted(cuts, key=itemgetter(0))])
+    return chunk_of(tuple(tensor.shape), [each for _, each in sorted(shardings, key=itemgetter(0))])
 
 
 def num_replicas(tensor: DTensor, world_size: int) -> int:
     """Return the number of ranks that hold this shard. Ranks outside of the tensor's mesh hold it,
     too: those of an axis along which the tensor is not sharded."""
     axes = enumerate(tensor.placements)
-    cut = [tensor.device_mesh.size(axis) for axis, each in axes if not each.is_replicate()]
-    return world_size // math.prod(cut)
+    sizes = [tensor.device_mesh.size(axis) for axis, each in axes if not each.is_replicate()]
+    return world_size // math.prod(sizes)
 
 
-def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Box:
-    """The part that is left after each cut: along a dimension, the n-th of so many chunks. Chunks
-    are equal, the last ones less."""
+def chunk_of(shape: tuple[int, ...], shardings: Iterable[tuple[int, int, int]]) -> Box:
+    """The part that is left after each sharding: along a dimension, the n-th of so many chunks.
+    Chunks are equal, the last ones less."""
     offsets, sizes = [0] * len(shape), list(shape)
-    for dim, number, num_chunks in cuts:
+    for dim, number, num_chunks in shardings:
         chunk = -(-sizes[dim] // num_chunks)
         start = min(chunk * number, sizes[dim])
         offsets[dim] += start
@@ -165,7 +166,7 @@ def chunk_of(shape: tuple[int, ...], cuts: Iterable[tuple[int, int, int]]) -> Bo
     return Box(tuple(offsets), tuple(sizes))
 
 
-def cut_like(parameter: DTensor, part: Tensor) -> DTensor:
+def sharded_like(parameter: DTensor, part: Tensor) -> DTensor:
     """A tensor of the parameter's shape of which this rank holds `part`."""
     return _with_local(parameter, part.to(parameter.to_local().device))
 
@@ -215,7 +216,7 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
     replicated: dict[Kind, dict[str, Tensor]] = {}
     for kind, tensors in state.items():
         for turn, (name, tensor) in enumerate(tensors.items()):
-            if not is_cut(tensor):
+            if not is_sharded(tensor):
                 replicated.setdefault(kind, {})[name] = own_part(tensor)
                 continue
             assert isinstance(tensor, DTensor)
@@ -239,18 +240,18 @@ def _writes(tensor: DTensor, turn: int, rank: int, size: int) -> bool:
 
 def read_weight(reader: Reader, name: str, tensor: Tensor) -> Tensor:
     """Read this rank's part of a weight, and no more."""
-    if not is_cut(tensor):
+    if not is_sharded(tensor):
         return reader.read("weights", name)
     assert isinstance(tensor, DTensor)
     return reader.read("weights", name, own_box(tensor))
 
 
 def read_optimizer_entry(reader: Reader, name: str, parameter: Tensor) -> Tensor:
-    """State of the parameter's shape is cut as the parameter is; any other is whole."""
-    if not is_cut(parameter) or reader.info("optimizer", name).shape != tuple(parameter.shape):
+    """State of the parameter's shape is sharded as the parameter is; any other is whole."""
+    if not is_sharded(parameter) or reader.info("optimizer", name).shape != tuple(parameter.shape):
         return reader.read("optimizer", name)
     assert isinstance(parameter, DTensor)
-    return cut_like(parameter, reader.read("optimizer", name, own_box(parameter)))
+    return sharded_like(parameter, reader.read("optimizer", name, own_box(parameter)))
 
 
 # --- stepping on whole tensors --------------------------------------------------------------
@@ -329,10 +330,10 @@ def _gathered(value: Any, device: torch.device, home: torch.device) -> Any:
 
 
 def _own(value: Any, parameter: Any) -> Any:
-    """An entry of a state, tensors of the parameter's shape cut as it is."""
+    """An entry of a state, tensors of the parameter's shape sharded as it is."""
 
-    def cut(tensor: Tensor) -> Tensor:
+    def own(tensor: Tensor) -> Tensor:
         alike = tensor.shape == parameter.shape and tensor.dim()
-        return cut_like(parameter, take_own(tensor, parameter)) if alike else tensor
+        return sharded_like(parameter, take_own(tensor, parameter)) if alike else tensor
 
-    return map_tensors(cut, value)
+    return map_tensors(own, value)

@@ -82,9 +82,9 @@ class FsdpEngine:
         if plan.compile:
             self._compile(units or [self.module])
         for partition in reversed(partitions):
-            partition.cut_layers(self)
+            partition.partition_layers(self)
         self.elsewhere = {key: self.module.get_parameter(key) for key in self.elsewhere}
-        self.given.refuse_cut(self.module)
+        self.given.refuse_partitioned(self.module)
         replicated = sharding.replicated_parameters(self.module, units)
         ignored = {*replicated.values(), *self.elsewhere.values()}
         mesh = sharding.mesh_of(options, world) if mesh is None else mesh

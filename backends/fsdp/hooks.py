@@ -20,7 +20,7 @@ __all__ = ["UserHooks", "watched_writes"]
 
 
 class UserHooks:
-    """Attributes and hooks of the parameters of a module that is about to be cut, by FQN."""
+    """Attributes and hooks of the parameters of a module that is about to be sharded, by FQN."""
 
     def __init__(self, module: nn.Module, plan: Plan, world: World) -> None:
         """Raises `RecipeError` for a hook that would not give the result of one process."""
@@ -30,16 +30,16 @@ class UserHooks:
         self.of_modules = ModuleHooks(module, plan, world)
         self._hooks = {name: found for name, p in named.items() if (found := attached.hooks_of(p))}
 
-    def refuse_cut(self, module: nn.Module) -> None:
-        """Raises `RecipeError` for a hook on what layers or experts cut: no rank has the whole of
-        such a gradient."""
+    def refuse_partitioned(self, module: nn.Module) -> None:
+        """Raises `RecipeError` for a hook on a weight of partitioned layers or experts: no rank has
+        the whole of such a gradient."""
         for name in self._hooks:
             if isinstance(module.get_parameter(name), DTensor):
                 raise RecipeError(
                     f"a hook is registered on parameter {name!r} by Tensor.register_hook, and "
-                    "recipe.parallel cuts this parameter over ranks, so that no rank has its whole "
-                    "gradient. Take the hook away (a learning rate of its own may do the same), "
-                    "leave the layer out of Parallel, or take the backend fsdp or ddp"
+                    "recipe.parallel partitions this parameter over ranks, so that no rank has its "
+                    "whole gradient. Take the hook away (a learning rate of its own may do the "
+                    "same), leave the layer out of Parallel, or take the backend fsdp or ddp"
                 )
 
     def stand_in(self, name: str, parameter: Tensor, whole: Tensor) -> nn.Parameter:

@@ -16,14 +16,15 @@ from .counted import first_step
 __all__ = ["StepByKind"]
 
 _Kind = tuple[Any, str]
-"""A mesh, None for tensors that ranks hold whole, and the rank's part of what is cut over it."""
+"""A mesh, None for tensors that ranks hold whole, and the rank's part of what is sharded over
+it."""
 
 
 class StepByKind:
-    """Steps an optimizer on what is cut over one mesh after the other, and on what every rank holds
-    whole: torch's kernels take tensors of one kind at a time. With an optimizer that is not torch's
-    own, tensors of a kind are also cut over the same ranks, so that each part can draw its own
-    random numbers."""
+    """Steps an optimizer on what is sharded over one mesh after the other, and on what every rank
+    holds whole: torch's kernels take tensors of one kind at a time. With an optimizer that is not
+    torch's own, tensors of a kind are also sharded over the same ranks, so that each part can draw
+    its own random numbers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, draws: UpdateRandom) -> None:
         self.optimizer, self.draws = optimizer, draws
@@ -75,15 +76,15 @@ class StepByKind:
 
 
 def _part_of(tensor: Tensor) -> str:
-    """Describe this rank's part of all tensors that are cut as this one is; empty for a tensor that
-    is not cut."""
+    """Describe this rank's part of all tensors that are sharded as this one is; empty for a tensor
+    that is not sharded."""
     mesh: Any = getattr(tensor, "device_mesh", None)
-    cut = [
+    places = [
         f"{mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else axis} {mesh.get_local_rank(axis)}"
         for axis, each in enumerate(getattr(tensor, "placements", ()))
         if not each.is_replicate() and mesh.size(axis) > 1
     ]
-    return ", ".join(cut)
+    return ", ".join(places)
 
 
 @contextmanager

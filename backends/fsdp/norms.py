@@ -1,4 +1,4 @@
-"""The norm of a gradient that is cut over ranks."""
+"""The norm of a gradient that is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def global_norm(
     """L2 norm of the whole gradient, on all ranks. `replicas`: of each parameter, how many ranks
     hold this part of it; 0: every rank has the whole."""
     whole: list[Tensor] = []
-    cut: dict[int, list[Tensor]] = {}
+    sharded: dict[int, list[Tensor]] = {}
     for parameter, number in zip(parameters, replicas, strict=True):
         if parameter.grad is not None:
-            held = cut.setdefault(number, []) if number else whole
+            held = sharded.setdefault(number, []) if number else whole
             held.append(dtensor.own_part(parameter.grad))
     square = torch.zeros((), dtype=torch.float64, device=home)
-    for number, parts in cut.items():  # every replica of a part counts it once
+    for number, parts in sharded.items():  # every replica of a part counts it once
         square += stepping.global_norm(parts).to(home).double().square() / number
     dist.all_reduce(keep_for_a_while(square))
     if whole:

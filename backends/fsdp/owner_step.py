@@ -32,8 +32,8 @@ def kept_of(optimizer: torch.optim.Optimizer) -> tuple[str, ...] | None:
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """A parameter that is cut, with its group in the optimizer."""
+class _Sharded:
+    """A sharded parameter, with its group in the optimizer."""
 
     group: dict[str, Any]
     parameter: Any
@@ -62,29 +62,29 @@ class OwnerStep:
         """Update all parameters, each whole tensor on its owner."""
         groups = self.optimizer.param_groups
         all_of_it = [(group, group["params"]) for group in groups]
-        cut = [
-            _Cut(group, parameter)
+        sharded = [
+            _Sharded(group, parameter)
             for group, parameters in all_of_it
             for parameter in parameters
-            if dtensor.is_cut(parameter) and parameter.grad is not None
+            if dtensor.is_sharded(parameter) and parameter.grad is not None
         ]
         try:
             for group, parameters in all_of_it:
-                group["params"] = [p for p in parameters if not dtensor.is_cut(p)]
+                group["params"] = [p for p in parameters if not dtensor.is_sharded(p)]
             self.optimizer.step()
-            if cut:
-                dtypes = {each.parameter.dtype for each in cut}
+            if sharded:
+                dtypes = {each.parameter.dtype for each in sharded}
                 self._wide = reduce(torch.promote_types, dtypes, torch.float32)
-                axis = _cut_axis(cut[0].parameter)
-                num_owners = cut[0].parameter.device_mesh.size(axis)
-                for turn in zip_longest(*partition_work(cut, num_owners)):
+                axis = _sharded_axis(sharded[0].parameter)
+                num_owners = sharded[0].parameter.device_mesh.size(axis)
+                for turn in zip_longest(*partition_work(sharded, num_owners)):
                     self._step(turn, axis)
         finally:
             self.optimizer.param_groups = groups
             for group, parameters in all_of_it:
                 group["params"] = parameters
 
-    def _step(self, turn: Sequence[_Cut | None], axis: int) -> None:
+    def _step(self, turn: Sequence[_Sharded | None], axis: int) -> None:
         """One tensor of each owner."""
         mesh = next(each for each in turn if each is not None).parameter.device_mesh
         group, rank = mesh.get_group(axis), mesh.get_local_rank(axis)
@@ -133,7 +133,7 @@ class OwnerStep:
         )
         return list(received.split_with_sizes(list(sizes)))
 
-    def _stepped(self, mine: _Cut, whole: Sequence[Tensor]) -> list[Tensor]:
+    def _stepped(self, mine: _Sharded, whole: Sequence[Tensor]) -> list[Tensor]:
         """The weight and what is kept of it, updated."""
         weight, grad, *kept = whole
         local = dtensor.own_part(mine.parameter)
@@ -156,22 +156,22 @@ class OwnerStep:
         local.copy_(weight)
         state = self.optimizer.state[parameter]
         for key, part in zip(self._keys, kept, strict=True):
-            state[key] = dtensor.cut_like(parameter, part.to(local.dtype, copy=True))
+            state[key] = dtensor.sharded_like(parameter, part.to(local.dtype, copy=True))
 
 
-def partition_work(cut: Iterable[_Cut], num_owners: int) -> list[list[_Cut]]:
+def partition_work(sharded: Iterable[_Sharded], num_owners: int) -> list[list[_Sharded]]:
     """Return the tensors of each owner: the largest first, each to whoever has the least work."""
-    owners: list[list[_Cut]] = [[] for _ in range(num_owners)]
+    owners: list[list[_Sharded]] = [[] for _ in range(num_owners)]
     work = [0] * num_owners
-    for each in sorted(cut, key=lambda each: -each.work):
+    for each in sorted(sharded, key=lambda each: -each.work):
         owner = work.index(min(work))
         owners[owner].append(each)
         work[owner] += each.work
     return owners
 
 
-def _cut_axis(parameter: DTensor) -> int:
-    """The axis of the mesh along which it is cut; along the others it is replicated."""
+def _sharded_axis(parameter: DTensor) -> int:
+    """The axis of the mesh along which it is sharded; along the others it is replicated."""
     return next(axis for axis, each in enumerate(parameter.placements) if each.is_shard())
 
 

@@ -34,7 +34,7 @@ class Partition:
         """Return the modules to compile in place of `part`."""
         return (part,)
 
-    def cut_layers(self, engine: Any) -> None:
+    def partition_layers(self, engine: Any) -> None:
         """Partition parameters before units are sharded. Placeholders of the parameters that this
         rank does not hold go to `engine.elsewhere`.
         """

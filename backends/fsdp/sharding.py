@@ -37,7 +37,7 @@ class ShardingOptions(Float8Options):
     model: children of one class in a list; the root takes what is left."""
     min_unit_params: Annotated[int, Range(0, unit="parameters")] | None = None
     """Without `wrap`: units by size, each submodule with at least so many parameters that are not
-    in a smaller unit. A model without repeated blocks is cut so at 1,000,000."""
+    in a smaller unit. A model without repeated blocks is divided so at 1,000,000."""
     reshard_after_forward: bool = True
     """Free a unit's weights after its forward, and gather them again for its backward."""
     reshard_after_backward: bool = True
@@ -65,8 +65,9 @@ class ShardingOptions(Float8Options):
     `_init_weights(module)` of the model, called on one whole module at a time, which give the same
     weights at any world size, but need not be those of the recipe's constructor."""
     from_rank_0: bool = False
-    """Before the model is cut, every rank takes the weights and buffers of rank 0, over the host:
-    for models that only rank 0 read from disk, the others having empty memory or none (meta)."""
+    """Before the model is sharded, every rank takes the weights and buffers of rank 0, over the
+    host: for models that only rank 0 read from disk, the others having empty memory or none
+    (meta)."""
     sync_buffers: bool = True
     """Give every rank the buffers of rank 0 before each forward. False: each rank keeps its own
     buffers, and resumes with them if there are as many ranks. Either way, the buffers of rank 0 are
@@ -86,8 +87,8 @@ class FsdpOptions(ShardingOptions):
     """How the model is sharded, and the trade-offs for memory."""
 
     shard_size: Annotated[int, Range(1, unit="ranks")] | None = None
-    """Hybrid sharding: cut over groups of so many ranks, and replicate over the groups; it divides
-    the number of ranks. By default all ranks are one group."""
+    """Hybrid sharding: shard over groups of so many ranks, and replicate over the groups; it
+    divides the number of ranks. By default all ranks are one group."""
 
 
 def gathered_dtype(plan: Plan) -> torch.dtype:
@@ -153,7 +154,8 @@ def replicated_parameters(module: nn.Module, units: Sequence[nn.Module]) -> dict
 
 
 def moved(module: nn.Module, names: Iterable[str], device: torch.device) -> list[nn.Parameter]:
-    """These parameters of the module, moved to the device: nothing else moves what is not cut."""
+    """These parameters of the module, moved to the device: nothing else moves what is not
+    sharded."""
     parameters = [module.get_parameter(name) for name in names]
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
@@ -167,7 +169,7 @@ def shard(
     ignored: set[nn.Parameter],
     placement: Callable[[nn.Parameter], Any] | None = None,
 ) -> Any:
-    """Cut what no smaller unit has cut, but for what is ignored; along dimension 0, unless
+    """Shard what no smaller unit has sharded, but for what is ignored; along dimension 0, unless
     `placement` says otherwise."""
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,

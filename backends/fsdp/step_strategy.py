@@ -1,4 +1,4 @@
-"""Chooses how an optimizer updates what is cut over ranks: by parts, by tensors, or all at once."""
+"""Chooses how an optimizer updates sharded parameters: by parts, by tensors, or all at once."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _choose(
     if how == "parts":
         by_kind = StepByKind(optimizer, draws)
         return cast(torch.optim.Optimizer, by_kind) if by_kind.is_needed else optimizer
-    cut_once = all(map(dtensor.is_cut_once, module.parameters()))
-    if how == "tensors" and kept_of(optimizer) is not None and cut_once:
+    sharded_once = all(map(dtensor.is_sharded_once, module.parameters()))
+    if how == "tensors" and kept_of(optimizer) is not None and sharded_once:
         return cast(torch.optim.Optimizer, OwnerStep(optimizer, device))
     stepper = dtensor.WholeStep(optimizer, device, apart=how == "tensors")
     return cast(torch.optim.Optimizer, stepper)

@@ -1,4 +1,4 @@
-"""Whole parameters in the places of those that are cut. `engine`: an `FsdpEngine`."""
+"""Whole parameters in the places of sharded ones. `engine`: an `FsdpEngine`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stand_ins(
 
 
 def give_back(engine: Any) -> bool:
-    """Leave the user's module uncut, with the trained weights in host memory. Called by all
+    """Leave the user's module whole, with the trained weights in host memory. Called by all
     ranks."""
     engine.ready()
     full = stand_ins(engine, engine.given, None, torch.device("cpu"))

@@ -40,7 +40,7 @@ def choose_units(
                 for tied, units in shared
             )
             raise RecipeError(
-                f"backend.wrap cuts tied weights apart ({weights}); they must lie in one unit: "
+                f"backend.wrap separates tied weights ({weights}); they must lie in one unit: "
                 "wrap a module around all of them, or leave them to the root"
             )
         chosen = [unit for unit in chosen if not any(unit in units for _, units in shared)]
@@ -174,7 +174,7 @@ def sharded_layout(
 
 
 def _part_of(parameter: nn.Parameter, num_parts: int) -> int:
-    """Elements of the largest part, cut along the first dimension."""
+    """Elements of the largest part, split along the first dimension."""
     if not parameter.dim() or not parameter.numel():
         return parameter.numel()
     rows = len(parameter)

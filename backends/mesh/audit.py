@@ -55,8 +55,8 @@ _CAUSES = {
     "they are given; with 'sequence' no value for a part of the positions may be added to the "
     "loss, such as an auxiliary loss of routers",
     "context": "The model must be given the positions of each part (Parallel.positions), targets "
-    "must be shifted before the batch is cut, the loss must be a sum over positions that draws no "
-    "random numbers (collate may), and only scaled_dot_product_attention may combine positions",
+    "must be shifted before the batch is split, the loss must be a sum over positions that draws "
+    "no random numbers (collate may), and only scaled_dot_product_attention may combine positions",
 }
 """By dimension: reasons why a partitioned model may compute something else than the whole one."""
 
@@ -71,7 +71,7 @@ _MOST_COMPARED = 500_000_000
 """Most parameters of a model that is gathered to compare its layers."""
 
 _NOT_COMPARED = (
-    "layers, experts and stages that are cut were not compared with whole ones: the model has %s "
+    "partitioned layers, experts and stages were not compared with whole ones: the model has %s "
     "parameters, and more than %s are not gathered for it. A smaller model of the same kind is"
 )
 
@@ -84,18 +84,18 @@ def gradient_audit(
     pipeline: PipelinePartition | None,
 ) -> GradientAudit | None:
     """Return the comparison for an engine; None if nothing is compared."""
-    cut = max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1
+    partitioned = max(mesh.shape.tensor, mesh.shape.expert, mesh.shape.pipeline) > 1
     compare = (recipe.parallel or Parallel()).compare
-    if not ((cut or context is not None) and compare and engine.plan.options.check):
+    if not ((partitioned or context is not None) and compare and engine.plan.options.check):
         return None
     gathers = engine.num_parameters <= _MOST_COMPARED
-    if cut and not gathers and engine.world.is_first_of_reader:
+    if partitioned and not gathers and engine.world.is_first_of_reader:
         _LOG.warning(_NOT_COMPARED, engine.num_parameters, _MOST_COMPARED)
     if not gathers and context is None:
         return None
     training = compare is True  # another function than the loss may count its samples
     loss = recipe.loss if compare is True else compare
-    return GradientAudit(engine, mesh, context, pipeline, loss, gathers and cut, training)
+    return GradientAudit(engine, mesh, context, pipeline, loss, gathers and partitioned, training)
 
 
 class GradientAudit:

@@ -161,7 +161,7 @@ def explain_mixed_tensors() -> Iterator[None]:
         if MIXED_TENSORS not in str(error):
             raise
         raise RecipeError(
-            f"a layer that is cut computes with more than its weights and what it is given: "
+            f"a partitioned layer computes with more than its weights and what it is given: "
             f"{error} What stands in for a layer, such as an adapter, may use nothing else (LoRA "
             "does not; DoRA does). Take another adapter, or set backend.tensor=1"
         ) from error

@@ -136,7 +136,7 @@ def _refuse(what: str, remedy: str) -> None:
     raise CapabilityRefused(
         f"backend.context with {what}",
         "mesh",
-        f"sequences are cut over ranks. Train a model that calls attention {remedy} "
+        f"sequences are split over ranks. Train a model that calls attention {remedy} "
         "(`is_causal=True`), or set backend.context=1",
     )
 
@@ -205,7 +205,7 @@ class ContextPartition(Partition):
         if length % self.size:
             more = -length % self.size
             raise DataError(
-                f"sequences of {length} positions cannot be cut for backend.context={self.size}: "
+                f"sequences of {length} positions cannot be split for backend.context={self.size}: "
                 f"pad them to {length + more}, with a loss of 0 there, or drop {length % self.size}"
             )
         return length

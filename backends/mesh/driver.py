@@ -143,7 +143,7 @@ def _compiled_by_shape(plan: Plan) -> Plan:
         raise CapabilityRefused(
             "compile_options['dynamic']=True with backend.tensor",
             "mesh",
-            "layers that are cut are compiled again for each shape. Leave dynamic out, and pad "
+            "partitioned layers are compiled again for each shape. Leave dynamic out, and pad "
             "sequences to few lengths; or set compile=false",
         )
     return dataclasses.replace(plan, compile_options={**plan.compile_options, "dynamic": False})

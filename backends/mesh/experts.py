@@ -111,7 +111,7 @@ class Experts:
         self._forward, self._signature = module.forward, inspect.signature(module.forward)
         module.forward = torch.compiler.disable(self._dispatching_forward)  # type: ignore[no-untyped-call]
 
-    def cut(self, absent: Set[nn.Parameter] = frozenset()) -> None:
+    def partition(self, absent: Set[nn.Parameter] = frozenset()) -> None:
         """Keep this rank's experts. No rank sends any, since all have built the same weights.
         Placeholders of `absent` weights stay without memory.
         """
@@ -237,9 +237,9 @@ class ExpertPartition(Partition):
     def to_compile(self, part: nn.Module) -> Sequence[nn.Module]:
         return () if part in self.experts else (part,)  # shapes depend on the number of tokens
 
-    def cut_layers(self, engine: FsdpEngine) -> None:
+    def partition_layers(self, engine: FsdpEngine) -> None:
         for experts in self.experts.values():
-            experts.cut({*engine.elsewhere.values()})
+            experts.partition({*engine.elsewhere.values()})
 
     def sharding_of(self, unit: nn.Module) -> tuple[Any, Callable[..., Any]] | None:
         num_ranks = self.mesh.shape.num_expert_shards

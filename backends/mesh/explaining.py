@@ -40,14 +40,15 @@ def _forward(
         if not (_SHAPE_ERRORS.search(str(error)) or _is_dtensor_assertion(error)):
             raise
         where = _failing_module(module, error.__traceback__)
-        cut = ", ".join(f"{pattern!r}: {how!r}" for pattern, how in [*plan.items()][:12])
+        given = ", ".join(f"{pattern!r}: {how!r}" for pattern, how in [*plan.items()][:12])
         raise RecipeError(
-            f"the model's forward failed in {where}, with layers cut by Parallel.tensor={{{cut}}} "
-            f"({type(error).__name__}: {error}). A 'column' layer returns a part of the channels, "
-            "which only a 'row' layer accepts: name both of a pair. Heads are partitioned, too: "
-            "backend.tensor must divide their number, and a forward that reshapes them must "
-            "use -1 for it. With 'sequence' name each norm in between by 'sequence'. Hooks see "
-            "parts, and cannot combine all positions. Or set backend.tensor=1"
+            f"the model's forward failed in {where}, with layers partitioned by "
+            f"Parallel.tensor={{{given}}} ({type(error).__name__}: {error}). A 'column' layer "
+            "returns a part of the channels, which only a 'row' layer accepts: name both of a "
+            "pair. Heads are partitioned, too: backend.tensor must divide their number, and a "
+            "forward that reshapes them must use -1 for it. With 'sequence' name each norm in "
+            "between by 'sequence'. Hooks see parts, and cannot combine all positions. Or set "
+            "backend.tensor=1"
         ) from error
 
 

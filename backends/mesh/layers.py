@@ -28,7 +28,14 @@ from .matching import largest_divisor, matching
 from .one_layer import Layer, layer_of
 from .stages import placeholder
 
-__all__ = ["Fused", "cut_layers", "drop_weight", "plan_layers", "sequence_modules", "used_on_parts"]
+__all__ = [
+    "Fused",
+    "drop_weight",
+    "partition_layers",
+    "plan_layers",
+    "sequence_modules",
+    "used_on_parts",
+]
 
 
 @dataclass
@@ -142,17 +149,18 @@ def plan_layers(module: nn.Module, parallel: Parallel, size: int) -> tuple[list[
     for pattern, name in matching(module, "fused", parallel.fused):
         if name not in layers or layers[name].how != "column":
             raise RecipeError(
-                f"Parallel.fused names {name!r}, which Parallel.tensor does not cut by 'column'"
+                f"Parallel.fused names {name!r}, which Parallel.tensor does not partition by "
+                "'column'"
             )
         layers[name].check_order()
-        for key in layers[name].cut:
+        for key in layers[name].dims:
             fused.parts.setdefault(f"{name}.{key}", parallel.fused[pattern])
     for layer in layers.values():
         _check(layer, size, fused)
     return [*layers.values()], fused
 
 
-def cut_layers(
+def partition_layers(
     module: nn.Module,
     parallel: Parallel,
     mesh: Any,
@@ -216,23 +224,23 @@ def _styles(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     plan = parallel.tensor or _plan_of_model(module, parallel.experts)
     if not plan:
         raise RecipeError(
-            "backend.tensor is more than 1, and the recipe does not say how layers are cut: give "
-            "it parallel=drivetrain.Parallel(tensor={PATTERN: 'column', ...}), or set "
-            "backend.tensor=1"
+            "backend.tensor is more than 1, and the recipe does not say how layers are "
+            "partitioned: give it parallel=drivetrain.Parallel(tensor={PATTERN: 'column', ...}), "
+            "or set backend.tensor=1"
         )
     found: dict[str, str] = {}  # name -> the first pattern that matches
     for pattern, name in matching(module, "tensor", plan):
         first = found.setdefault(name, pattern)
         if plan[first] != plan[pattern]:
             raise RecipeError(
-                f"Parallel.tensor cuts {name!r} in two ways: {plan[first]!r} by {first!r}, and "
-                f"{plan[pattern]!r} by {pattern!r}"
+                f"Parallel.tensor partitions {name!r} in two ways: {plan[first]!r} by {first!r}, "
+                f"and {plan[pattern]!r} by {pattern!r}"
             )
     for name, pattern in found.items():
         if outer := next((other for other in found if name.startswith(f"{other}.")), None):
             raise RecipeError(
-                f"Parallel.tensor cuts {name!r} by {pattern!r}, which is inside of {outer!r}, and "
-                f"that is cut by {found[outer]!r}: name one of them"
+                f"Parallel.tensor partitions {name!r} by {pattern!r}, which is inside of "
+                f"{outer!r}, and {outer!r} by {found[outer]!r}: name one of them"
             )
     return {name: plan[pattern] for name, pattern in found.items()}
 
@@ -251,9 +259,9 @@ def _plan_of_model(module: nn.Module, experts: Sequence[str]) -> Mapping[str, Te
                 continue
             if how not in _COUNTERPARTS:
                 raise RecipeError(
-                    f"the model's own plan cuts {pattern!r} by {how!r}, which is not done here: "
-                    "say how layers are cut by Parallel(tensor={PATTERN: 'column', ...}), or set "
-                    "backend.tensor=1"
+                    f"the model's own plan partitions {pattern!r} by {how!r}, which is not done "
+                    "here: say how layers are partitioned by Parallel(tensor={PATTERN: 'column', "
+                    "...}), or set backend.tensor=1"
                 )
             if fnmatch.filter(names, f"{prefix}{pattern}"):  # a model may lack some
                 found[f"{prefix}{pattern}"] = _COUNTERPARTS[how]
@@ -288,17 +296,17 @@ def _check(layer: Layer, size: int, fused: Fused) -> None:
     if how in ("vocabulary", "logits") and not _each_has_rows(width, size):
         most = max(n for n in range(1, size) if _each_has_rows(width, n))
         raise RecipeError(
-            f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, and of its {width} "
-            f"rows the last rank would have none; backend.tensor={most} would do"
+            f"{name!r} is partitioned by {how!r} over backend.tensor={size} ranks, and of its "
+            f"{width} rows the last rank would have none; backend.tensor={most} would do"
         )
     if how not in ("column", "row"):
         return
-    num_fused = max(fused.parts.get(f"{name}.{key}", 1) for key in layer.cut)
+    num_fused = max(fused.parts.get(f"{name}.{key}", 1) for key in layer.dims)
     if width % (size * num_fused):
         of = f" of {num_fused} in one" if num_fused > 1 else ""
         largest = 1 if width % num_fused else largest_divisor(width // num_fused, size)
         raise RecipeError(
-            f"{name!r} is cut by {how!r} over backend.tensor={size} ranks, which does not "
+            f"{name!r} is partitioned by {how!r} over backend.tensor={size} ranks, which does not "
             f"divide its {width} {'outputs' if how == 'column' else 'inputs'}{of}; "
             f"backend.tensor={largest} would do"
         )
@@ -317,7 +325,7 @@ def drop_weight(part: nn.Module, key: str) -> None:
     stand_in = part.get_parameter(key)
     if isinstance(stand_in, DTensor):
         own = stand_in.to_local()
-        empty = dtensor.cut_like(stand_in, placeholder(own, own.device))
+        empty = dtensor.sharded_like(stand_in, placeholder(own, own.device))
         replaced = nn.Parameter(empty, stand_in.requires_grad)
         meta_init.replace(part, {stand_in: replaced})
 
@@ -333,7 +341,7 @@ def _tie_again(module: nn.Module, tied: Sequence[Sequence[str]]) -> None:
             other = module.get_parameter(name)
             if getattr(kept, "placements", None) != getattr(other, "placements", None):
                 raise RecipeError(
-                    f"{first!r} and {name!r} are one parameter, and Parallel.tensor cuts them in "
-                    "different ways: cut both by 'vocabulary', or neither"
+                    f"{first!r} and {name!r} are one parameter, and Parallel.tensor partitions "
+                    "them in different ways: partition both by 'vocabulary', or neither"
                 )
             module.get_submodule(owner)._parameters[key] = kept

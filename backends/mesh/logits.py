@@ -104,7 +104,7 @@ def refuse_partitioned_loss(loss: Tensor) -> None:
     """
     if isinstance(loss, DTensor):
         raise RecipeError(
-            "Parallel.tensor cuts the head by 'logits', and the loss is computed from them by "
-            "another function than torch.nn.functional.cross_entropy: use cross_entropy, or cut "
-            "the head by 'vocabulary', which gives each rank all logits"
+            "Parallel.tensor partitions the head by 'logits', and the loss is computed from them "
+            "by another function than torch.nn.functional.cross_entropy: use cross_entropy, or "
+            "partition the head by 'vocabulary', which gives each rank all logits"
         )

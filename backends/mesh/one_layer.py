@@ -38,8 +38,8 @@ class Layer:
     """The part itself, or the layer inside it that it stands for."""
     width: int
     """Size that is partitioned: inputs of `row`, outputs or rows of other styles."""
-    cut: Mapping[str, int]
-    """Dimension along which each partitioned weight of the part is cut, by its name in the part.
+    dims: Mapping[str, int]
+    """Dimension along which each partitioned weight of the part is split, by its name in the part.
     All other weights are replicated. An adapter's weight is partitioned if it has the layer's size
     in that dimension.
     """
@@ -63,7 +63,7 @@ class Layer:
         """
         for name, weight in list(self.part.named_parameters(remove_duplicate=False)):
             owner, _, key = name.rpartition(".")
-            dim = self.cut.get(name)
+            dim = self.dims.get(name)
             placement = Replicate() if dim is None else Shard(dim)
             own = distribute_tensor(weight.detach(), mesh, [placement], src_data_rank=None)
             replaced = nn.Parameter(own, weight.requires_grad)
@@ -108,15 +108,16 @@ def layer_of(name: str, how: TensorCut, part: nn.Module) -> Layer:
     """
     if buffers := [key for key, buffer in part.named_buffers() if buffer.dim()]:
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, which has buffers ({', '.join(buffers)}): "
-            "what is cut may have weights alone. Adapt other layers, or set backend.tensor=1"
+            f"Parallel.tensor partitions {name!r} by {how!r}, which has buffers "
+            f"({', '.join(buffers)}): a partitioned layer may have weights alone. Adapt other "
+            "layers, or set backend.tensor=1"
         )
     dim = 1 if how == "row" else 0
     layer = _find_layer(name, how, part)
     width = layer.get_parameter("weight").shape[dim]
     weights = part.named_parameters(remove_duplicate=False)
-    cut = {key: dim for key, weight in weights if weight.shape[dim : dim + 1] == (width,)}
-    return Layer(name, how, part, layer, width, cut)
+    dims = {key: dim for key, weight in weights if weight.shape[dim : dim + 1] == (width,)}
+    return Layer(name, how, part, layer, width, dims)
 
 
 def _find_layer(name: str, how: TensorCut, part: nn.Module) -> nn.Module:
@@ -130,15 +131,15 @@ def _find_layer(name: str, how: TensorCut, part: nn.Module) -> nn.Module:
     if layer is None:
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, which is for {wanted}, and it is "
+            f"Parallel.tensor partitions {name!r} by {how!r}, which is for {wanted}, and it is "
             f"{type(part).__name__}"
         )
     if "weight" not in layer._parameters:
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, whose weight is made of others in each "
-            "forward (weight_norm, or another of torch.nn.utils.parametrize): such a weight is not "
-            "cut. Leave the layer out of Parallel.tensor, take the parametrization off "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or set backend.tensor=1"
+            f"Parallel.tensor partitions {name!r} by {how!r}, whose weight is made of others in "
+            "each forward (weight_norm, or another of torch.nn.utils.parametrize): such a weight "
+            "is not partitioned. Leave the layer out of Parallel.tensor, take the parametrization "
+            "off (torch.nn.utils.parametrize.remove_parametrizations), or set backend.tensor=1"
         )
     _refuse_options(name, how, layer)
     weight = layer.get_parameter("weight")
@@ -146,9 +147,9 @@ def _find_layer(name: str, how: TensorCut, part: nn.Module) -> nn.Module:
         isinstance(layer, nn.Linear) and weight.shape != (layer.out_features, layer.in_features)
     ):
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, whose weight is {tuple(weight.shape)} of "
-            f"{weight.dtype}: quantized layers are not cut. Load the model in a floating point "
-            "dtype, or set backend.tensor=1"
+            f"Parallel.tensor partitions {name!r} by {how!r}, whose weight is "
+            f"{tuple(weight.shape)} of {weight.dtype}: quantized layers are not partitioned. Load "
+            "the model in a floating point dtype, or set backend.tensor=1"
         )
     return layer
 
@@ -160,7 +161,8 @@ def _refuse_options(name: str, how: TensorCut, layer: nn.Module) -> None:
     ]
     if options:
         raise RecipeError(
-            f"Parallel.tensor cuts {name!r} by {how!r}, an Embedding with {' and '.join(options)}, "
-            "which needs all of its rows: leave it out of Parallel.tensor, so that every rank "
-            f"computes with all of it, or build it without {' and '.join(options)}"
+            f"Parallel.tensor partitions {name!r} by {how!r}, an Embedding with "
+            f"{' and '.join(options)}, which needs all of its rows: leave it out of "
+            "Parallel.tensor, so that every rank computes with all of it, or build it without "
+            f"{' and '.join(options)}"
         )

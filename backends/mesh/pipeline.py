@@ -105,7 +105,7 @@ class PipelinePartition(Partition):
         inside = [each for each in part.modules() if each in self._blocks]
         return inside or [part]
 
-    def cut_layers(self, engine: FsdpEngine) -> None:
+    def partition_layers(self, engine: FsdpEngine) -> None:
         """Replace the weights that other ranks hold by placeholders."""
         empty = {
             parameter: placeholder(parameter, self.world.device)
@@ -248,7 +248,7 @@ class PipelinePartition(Partition):
             elif total[-1]:
                 summed = total[:-1].view_as(part).clone()
                 if isinstance(parameter, DTensor):
-                    summed = dtensor.cut_like(parameter, summed)
+                    summed = dtensor.sharded_like(parameter, summed)
                 parameter.grad = summed
 
     def unused(self, names: Sequence[str]) -> Sequence[str]:

@@ -24,7 +24,7 @@ from ..fsdp import dtensor
 from ..fsdp.engine import FsdpEngine
 from ..fsdp.partition import Partition
 from ..process_group.collectives import keep_for_a_while, naming_collectives
-from .layers import Fused, ReorderedReader, cut_layers, sequence_modules, split, used_on_parts
+from .layers import Fused, ReorderedReader, partition_layers, sequence_modules, split, used_on_parts
 from .logits import VocabParallelLoss, refuse_partitioned_loss
 from .parts_in_loss import PartsInLoss
 from .shape import Mesh
@@ -46,14 +46,16 @@ class TensorPartition(Partition):
         self.parallel = recipe.parallel or Parallel()
         self.fused = Fused(mesh.shape.tensor)
         self._names_on_parts: list[str] = []
-        self._cuts_logits = "logits" in self.parallel.tensor.values()
+        self._partitions_logits = "logits" in self.parallel.tensor.values()
         self._takes_turns = hasattr(recipe.loss, "of_update")
         self._num_completed: Counter[tuple[bool, ...]] = Counter()
         self._named = partial(naming_collectives, rank=world.rank)
 
-    def cut_layers(self, engine: FsdpEngine) -> None:
+    def partition_layers(self, engine: FsdpEngine) -> None:
         absent = {*engine.elsewhere.values()}
-        self.fused = cut_layers(engine.module, self.parallel, self.mesh.tensor, engine.tied, absent)
+        self.fused = partition_layers(
+            engine.module, self.parallel, self.mesh.tensor, engine.tied, absent
+        )
         self._names_on_parts = used_on_parts(engine.module, self.parallel)
 
     def attach(self, engine: FsdpEngine) -> None:
@@ -63,8 +65,8 @@ class TensorPartition(Partition):
                     f"the optimizer {type(kind).__name__} with Parallel.fused",
                     "mesh",
                     "it treats a matrix as more than its elements, and in memory the rows of these "
-                    "weights lie in another order. Take one like torch.optim.AdamW, or cut these "
-                    "layers by 'vocabulary'",
+                    "weights lie in another order. Take one like torch.optim.AdamW, or "
+                    "partition these layers by 'vocabulary'",
                 )
         self.module = engine.module
         self._on_parts = [self.module.get_parameter(name) for name in self._names_on_parts]
@@ -80,7 +82,7 @@ class TensorPartition(Partition):
     # --- training ---------------------------------------------------------------------------
 
     def microbatch(self) -> AbstractContextManager[Any]:
-        return VocabParallelLoss() if self._cuts_logits else nullcontext()
+        return VocabParallelLoss() if self._partitions_logits else nullcontext()
 
     def _see_loss(self, loss: Tensor) -> None:
         self._sum_of_losses += loss.detach()
@@ -150,10 +152,10 @@ class TensorPartition(Partition):
         """
         names, sums = [], []
         for name, parameter in self.module.named_parameters():
-            cut = isinstance(parameter, DTensor) and {"tensor", "expert"} & {
+            partitioned = isinstance(parameter, DTensor) and {"tensor", "expert"} & {
                 *(parameter.device_mesh.mesh_dim_names or ())
             }
-            if not cut and parameter.grad is not None:
+            if not partitioned and parameter.grad is not None:
                 names.append(name)
                 sums.append(dtensor.own_part(parameter.grad).double().abs().sum())
         if not sums:
@@ -161,7 +163,7 @@ class TensorPartition(Partition):
         own = torch.stack(sums).to(self.world.device)
         largest, smallest = own.clone(), own.clone()
         group = self.mesh.tensor.get_group()
-        with self._named("comparing gradients of what no layer cuts"):
+        with self._named("comparing gradients of replicated weights"):
             dist.all_reduce(keep_for_a_while(largest), dist.ReduceOp.MAX, group=group)
             dist.all_reduce(keep_for_a_while(smallest), dist.ReduceOp.MIN, group=group)
         differ = ((largest - smallest) > 1e-3 * largest).tolist()

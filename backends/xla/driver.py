@@ -1,7 +1,7 @@
 """XLA through torch_xla: TPUs, and any other PJRT device; one process feeds all of its devices.
 
 On several devices it is single-program multi-data (GSPMD, https://arxiv.org/abs/2105.04663): each
-batch is cut along its first dimension, each parameter and its optimizer state along one of its
+batch is split along its first dimension, each parameter and its optimizer state along one of its
 dimensions, and the compiler puts the collectives in.
 
 Operations are recorded and run when the graph is cut, so the cuts decide what is compiled. There
@@ -104,13 +104,15 @@ class XlaDriver:
             feeds_ahead=False,
             static_shapes=True,
             costly_reads=True,
-            saves_memory="on several devices the weights are cut over them (backend.spmd)",
+            saves_memory="on several devices the weights are sharded over them (backend.spmd)",
         )
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        note = "cut over all devices of the one process; an update holds old and new for a while"
+        note = (
+            "sharded over all devices of the one process; an update holds old and new for a while"
+        )
         whole = layouts.replicated_layout(plan, model, state_bytes, notes=(note,))
         held = whole.gradient_bytes + whole.optimizer_bytes
         return replace(whole, transient_bytes=max(whole.transient_bytes, held))
@@ -226,7 +228,7 @@ class XlaEngine(ShowsWholeWeights):
             yield
         for parameter in self.parameters:
             if parameter.grad is not None:
-                self.placement.keep(parameter.grad, self.placement.cut_dim(parameter))
+                self.placement.keep(parameter.grad, self.placement.sharded_dim(parameter))
         placing.cut_graph()
 
     def backward(self, loss: Tensor, weight: Tensor) -> None:
@@ -258,7 +260,7 @@ class XlaEngine(ShowsWholeWeights):
         stepping.forget_gradients(self.parameters)
         held.choose()
         for parameter in self.parameters:
-            dim = self.placement.cut_dim(parameter)
+            dim = self.placement.sharded_dim(parameter)
             for tensor in (parameter, *self.optimizer.state.get(parameter, {}).values()):
                 if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
                     self.placement.keep(tensor, dim)
@@ -277,7 +279,7 @@ class XlaEngine(ShowsWholeWeights):
         for piece in model_state.replicated_pieces(self.module, self.state, None, 0, 1):
             if piece.tensor.device != self.placement.device:
                 yield piece
-            elif self.placement.is_cut(piece.tensor):
+            elif self.placement.is_sharded(piece.tensor):
                 for box, part in self.placement.parts(piece.tensor):
                     yield replace(piece, tensor=part, region=box)
             else:
@@ -289,7 +291,7 @@ class XlaEngine(ShowsWholeWeights):
 
     def restore(self, reader: Reader) -> None:
         self._resolve_pending_outcome()
-        place, cut_dim = self.placement.put, self.placement.cut_dim
+        place, sharded_dim = self.placement.put, self.placement.sharded_dim
         weights = model_state.named_state(self.module)
         model_state.check_same_model(reader, *model_state.shapes_and_dtypes(weights))
         state, extra = self.state.read(reader, self._read_entry), self.extra.read(reader)
@@ -299,12 +301,12 @@ class XlaEngine(ShowsWholeWeights):
             for name, old in weights.items():
                 new = reader.read("weights", name).to(old.dtype)
                 if name in parameters:
-                    parameters[name].data = place(new, cut_dim(new))
+                    parameters[name].data = place(new, sharded_dim(new))
                 else:
                     old.copy_(new)
         self.extra.load(extra)
         if extra:
-            self._keep_cut()
+            self._keep_sharded()
         placing.cut_graph()
 
     def _read_entry(self, reader: Reader, name: str, parameter: nn.Parameter) -> Tensor:
@@ -315,33 +317,33 @@ class XlaEngine(ShowsWholeWeights):
             return value
         if value.is_floating_point() and not name.endswith(f"/{AVERAGE}"):
             value = value.to(dtype_of(name) or parameter.dtype)
-        return self.placement.put(value, self.placement.cut_dim(value))
+        return self.placement.put(value, self.placement.sharded_dim(value))
 
     def average(self, weight: float) -> None:
         self._resolve_pending_outcome()
         self.state.averages.move(self.state.trained, weight)
         for average in self.state.averages.of.values():
-            self.placement.keep(average, self.placement.cut_dim(average))
+            self.placement.keep(average, self.placement.sharded_dim(average))
         placing.cut_graph()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         self._resolve_pending_outcome()
         with self.state.averages.shown_in(self.state.trained):
-            self._keep_cut()
+            self._keep_sharded()
             yield
-        self._keep_cut()
+        self._keep_sharded()
 
-    def _keep_cut(self) -> None:
+    def _keep_sharded(self) -> None:
         """Restore the partition of weights that were written to."""
         for parameter in self.parameters:
-            self.placement.keep(parameter, self.placement.cut_dim(parameter))
+            self.placement.keep(parameter, self.placement.sharded_dim(parameter))
         placing.cut_graph()
 
     def change_weights(self, change: Callable[[Mapping[str, Any]], None]) -> None:
         self._resolve_pending_outcome()
         change(self.own_parts())
-        self._keep_cut()
+        self._keep_sharded()
 
     def full_params(self, names: Sequence[str] | None = None) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.module)

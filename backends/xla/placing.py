@@ -82,7 +82,7 @@ def start(platform: str | None, devices: int | None, spmd: bool | None) -> Place
 
 
 class Placement:
-    """Places tensors: whole on the one device, or cut over the mesh of all devices."""
+    """Places tensors: whole on the one device, or sharded over the mesh of all devices."""
 
     def __init__(self, device: torch.device, num_devices: int) -> None:
         self.device, self.num_devices = device, num_devices
@@ -94,8 +94,8 @@ class Placement:
             self._spmd = spmd
             self._mesh = spmd.Mesh(numpy.arange(num_devices), (num_devices,), ("fsdp",))
 
-    def cut_dim(self, tensor: Tensor) -> int | None:
-        """The dimension along which a parameter is cut: the largest that is divisible, else the
+    def sharded_dim(self, tensor: Tensor) -> int | None:
+        """The dimension along which a parameter is sharded: the largest that is divisible, else the
         largest; None keeps it whole on every device.
         """
         sizes, count = tensor.shape, self.num_devices
@@ -104,7 +104,7 @@ class Placement:
         return max(range(len(sizes)), key=lambda dim: (sizes[dim] % count == 0, sizes[dim], -dim))
 
     def batch_dim(self, tensor: Tensor) -> int | None:
-        """Batches are cut along their first dimension."""
+        """Batches are split along their first dimension."""
         return 0 if self.num_devices > 1 and tensor.dim() else None
 
     def put(self, tensor: Tensor, dim: int | None) -> Tensor:
@@ -129,7 +129,7 @@ class Placement:
             axes = tuple("fsdp" if d == dim else None for d in range(tensor.dim()))
             self._spmd.mark_sharding(tensor, self._mesh, axes)
 
-    def is_cut(self, tensor: Tensor) -> bool:
+    def is_sharded(self, tensor: Tensor) -> bool:
         """Return True if a tensor on the device is sharded."""
         import torch_xla
 
@@ -137,7 +137,7 @@ class Placement:
         return "devices=" in spec
 
     def parts(self, tensor: Tensor) -> list[tuple[Box, Tensor]]:
-        """The parts of a cut tensor, on the host."""
+        """The parts of a sharded tensor, on the host."""
         from torch_xla.distributed.spmd import XLAShardedTensor
 
         whole = [slice(0, size) for size in tensor.shape]
@@ -182,7 +182,7 @@ def move(module: nn.Module, placement: Placement) -> None:
                 continue
             if id(tensor) not in moved:
                 is_parameter = isinstance(tensor, nn.Parameter)
-                dim = placement.cut_dim(tensor) if is_parameter else None
+                dim = placement.sharded_dim(tensor) if is_parameter else None
                 new = placement.put(tensor.detach(), dim)
                 if is_parameter:
                     new = attached.in_place_of(tensor, new)

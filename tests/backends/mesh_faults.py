@@ -32,25 +32,25 @@ def untied() -> Iterable[Change]:
     yield layers, "_tie_again", lambda module, tied: None
 
 
-def cut_as_one() -> Iterable[Change]:
+def partitioned_as_one() -> Iterable[Change]:
     yield layers.Fused, "_swapped", lambda self, whole, first, second: whole
 
 
 def several_unknown() -> Iterable[Change]:
-    cut = tensor.cut_layers
+    partition = tensor.partition_layers
 
-    def cut_layers(module: nn.Module, parallel: Any, *given: Any, **more: Any) -> Any:
-        return cut(module, replace(parallel, fused={}), *given, **more)
+    def partition_layers(module: nn.Module, parallel: Any, *given: Any, **more: Any) -> Any:
+        return partition(module, replace(parallel, fused={}), *given, **more)
 
-    yield tensor, "cut_layers", cut_layers
+    yield tensor, "partition_layers", partition_layers
 
 
 def bias_of_each() -> Iterable[Change]:
     """Add the bias on every rank to a layer partitioned by its inputs, whose outputs are summed."""
-    cut = Layer.parallelise
+    partition = Layer.parallelise
 
     def parallelise(self: Layer, mesh: Any, between: Any) -> None:
-        cut(self, mesh, between)
+        partition(self, mesh, between)
 
         def add(part: Any, args: Any, output: Tensor) -> Tensor:
             bias = part.bias.full_tensor() if isinstance(part.bias, DTensor) else part.bias
@@ -103,9 +103,9 @@ def positions_from_0() -> Iterable[Change]:
     taken = context.ContextPartition._part
 
     def part(self: Any, batch: Any, length: int) -> Any:
-        cut = taken(self, batch, length)
+        found = taken(self, batch, length)
         name = self.parallel.positions
-        return {**cut, name: cut[name] - cut[name][:, :1]} if name else cut
+        return {**found, name: found[name] - found[name][:, :1]} if name else found
 
     yield context.ContextPartition, "_part", part
 
@@ -113,12 +113,12 @@ def positions_from_0() -> Iterable[Change]:
 def in_another_order() -> Iterable[Change]:
     def walked(tensor: Any) -> Box:
         mesh = tensor.device_mesh
-        cuts = [
+        shardings = [
             (each.dim, mesh.get_local_rank(axis), mesh.size(axis))
             for axis, each in enumerate(tensor.placements)
             if hasattr(each, "dim")
         ]
-        return dtensor.chunk_of(tuple(tensor.shape), cuts)
+        return dtensor.chunk_of(tuple(tensor.shape), shardings)
 
     yield dtensor, "own_box", walked
 
@@ -262,7 +262,7 @@ def parts_apart() -> Iterable[Change]:
 
 FAULTS: Mapping[str, Callable[[], Iterable[Change]]] = {
     "weights untied": untied,
-    "several in one cut as one": cut_as_one,
+    "fused layers partitioned as one": partitioned_as_one,
     "several in one taken for one": several_unknown,
     "a bias of each rank": bias_of_each,
     "one divisor for all norms": one_divisor,
@@ -272,7 +272,7 @@ FAULTS: Mapping[str, Callable[[], Iterable[Change]]] = {
     "each rank reads its own samples": own_samples,
     "exchanged twice": exchanged_twice,
     "positions from 0": positions_from_0,
-    "cut in another order": in_another_order,
+    "sharded in another order": in_another_order,
     "norm of a part": norm_of_a_part,
     "not divided by items": not_divided_by_items,
     "divided by microbatches": divided_by_microbatches,

@@ -98,9 +98,9 @@ def refusal(bench: Bench, *, model: str) -> str:
     return "nothing"
 
 
-def test_a_hook_on_what_is_cut_is_refused() -> None:
+def test_a_hook_on_a_partitioned_weight_is_refused() -> None:
     for said in DRIVERS["mesh-tensor"].run(refusal, model="hooked_in_a_block"):
-        assert "'blocks.0.down.weight'" in said and "recipe.parallel cuts" in said
+        assert "'blocks.0.down.weight'" in said and "recipe.parallel partitions" in said
 
 
 def _clipped(grad: Tensor) -> Tensor:

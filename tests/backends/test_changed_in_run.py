@@ -108,7 +108,7 @@ REPLACED = {
     "replace": f"{PLACES} first.weight than",
     "layer": f"{PLACES} last.weight, last.bias than",
 }
-CUT = {
+CONVERTED = {
     "rename": f"after step 3 first.weight_orig: {HELD}",
     "replace": f"after step 3 first.weight: {HELD}",
     "layer": f"after step 3 last.weight, last.bias: {HELD}",
@@ -119,12 +119,12 @@ GROUP = "after step 3 driver 'deepspeed' refuses optimizer.add_param_group durin
 REFUSED: dict[str, dict[str, str]] = {
     "cpu": REPLACED,
     "ddp": {**REPLACED, "add": ADDED},
-    "fsdp": CUT,
-    "mesh": CUT,
-    "zero-1": {**CUT, "group": GROUP},
-    "zero-3": {**CUT, "group": GROUP},
-    "xla": CUT,
-    "ipex": CUT,
+    "fsdp": CONVERTED,
+    "mesh": CONVERTED,
+    "zero-1": {**CONVERTED, "group": GROUP},
+    "zero-3": {**CONVERTED, "group": GROUP},
+    "xla": CONVERTED,
+    "ipex": CONVERTED,
 }
 SUBJECTS = {
     "cpu": Subject("cpu"),

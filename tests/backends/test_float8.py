@@ -317,7 +317,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'drivetrain[float8]'" in refusal("cpu", float8_emulated=True)
 
 
-def test_layers_that_are_cut_are_refused() -> None:
+def test_partitioned_layers_are_refused() -> None:
     assert "backend.tensor=1" in refusal("mesh", float8_emulated=True, tensor=2)
 
 

@@ -540,7 +540,7 @@ def test_every_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_models_that_cannot_be_cut_are_refused() -> None:
+def test_models_that_cannot_be_sharded_are_refused() -> None:
     assert "position" in Subject("fsdp", 2, {"meta": True}).run(refused, model="bare")[1]
 
 

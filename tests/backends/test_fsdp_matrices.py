@@ -61,7 +61,7 @@ def train(bench: Bench, *, steps: int) -> dict[str, Any]:
         pytest.param(2, {"cpu_offload": True}, marks=pytest.mark.slow),
     ],
 )
-def test_each_matrix_is_stepped_by_one_rank_of_those_it_is_cut_over(
+def test_each_matrix_is_stepped_by_one_of_the_ranks_that_shard_it(
     world: int, options: dict[str, Any]
 ) -> None:
     (alone,) = Subject("cpu", 1).run(train, steps=3)

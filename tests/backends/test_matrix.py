@@ -82,7 +82,7 @@ def test_each_driver_resumes_the_one_before(writer: str, reader: str) -> None:
 def test_checkpoints_cross(reader: str, writer: str, training: str) -> None:
     words = refused(writer, training) or refused(reader, training)
     if training == "Adafactor" and "deepspeed" in writer + reader:
-        # ZeRO cuts tensors into flat ranges, which rows and columns cannot be made of
+        # ZeRO partitions tensors into flat ranges, which rows and columns cannot be made of
         assert "Adafactor" in words
         return
     assert not words

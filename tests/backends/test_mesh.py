@@ -134,13 +134,18 @@ def test_what_cannot_be_traced_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     ("size", "options", "parallel", "message"),
     [
         (2, {"tensor": 2}, {"tensor": {"one": "column"}}, "fits no submodule: the nearest is 'on'"),
-        (2, {"tensor": 2}, {"tensor": {"on": "column", "o*": "row"}}, "cuts 'on' in two ways"),
+        (
+            2,
+            {"tensor": 2},
+            {"tensor": {"on": "column", "o*": "row"}},
+            "partitions 'on' in two ways",
+        ),
         (4, {"tensor": 4}, {"tensor": {"on": "column"}}, "its 6 outputs; backend.tensor=3 would"),
         (4, {"expert": 4}, {"experts": ["on"]}, "the 6 experts of 'on'; backend.expert=3 would"),
         (2, {"pipeline": 2}, {"stages": ["on"]}, r"Parallel.stages=\['on'\] names 1"),
     ],
 )
-def test_what_the_model_cannot_be_cut_by_is_refused_before_ranks_meet(
+def test_a_plan_that_does_not_fit_the_model_is_refused_before_ranks_meet(
     size: int,
     options: dict[str, int],
     parallel: dict[str, Any],
@@ -211,7 +216,7 @@ def test_a_model_of_transformers_brings_its_plan(model: dict[str, bool], tmp_pat
 
 
 @pytest.mark.parametrize("plan", ["plain", pytest.param("in sequence", marks=pytest.mark.slow)])
-def test_adapters_are_cut_as_the_layers_that_they_stand_for(plan: str) -> None:
+def test_adapters_are_partitioned_as_the_layers_that_they_stand_for(plan: str) -> None:
     """Compare with one process, for adapters around fused layers, too."""
     seen, *_ = mesh(2, tensor=2).run(train, plan=plan, changed="adapted")
     assert_alike(seen, alone(changed="adapted"))
@@ -263,7 +268,7 @@ def test_what_stands_in_for_a_layer_is_refused(part: torch.nn.Module, said: str)
             pytest.param({"tensor": 2}, "plain", fault, marks=pytest.mark.slow)
             for fault in (
                 "weights untied",
-                "several in one cut as one",
+                "fused layers partitioned as one",
                 "one divisor for all norms",
                 "items counted by each rank",
                 "losses reduced over all ranks",
@@ -288,7 +293,7 @@ def test_a_planted_fault_is_seen(dimensions: dict[str, int], plan: str, fault: s
         (4, ""),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((4, "cut in another order"), (6, ""))
+            for each in ((4, "sharded in another order"), (6, ""))
         ),
     ],
 )
@@ -342,7 +347,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
         ({"context": 2}, {"sequence": {}}, "does not say which dimension"),
         ({"context": 2}, {"sequence": {"words": 1}}, "Parallel.sequence names words"),
         ({"tensor": 2}, {"fused": {}}, "must be named in Parallel.fused"),
-        ({"tensor": 2}, {"tensor": {}}, "does not say how layers are cut"),
+        ({"tensor": 2}, {"tensor": {}}, "does not say how layers are partitioned"),
         (
             {"tensor": 2},
             {"tensor": {"blocks.*.q": "row"}},
@@ -358,7 +363,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
     ],
     ids=str,
 )
-def test_what_cannot_be_cut_is_refused(
+def test_what_cannot_be_partitioned_is_refused(
     dimensions: dict[str, int], arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(WorkerFailure, match=said):

@@ -14,11 +14,11 @@ from drivetrain.conformance.harness import WorkerFailure
 def test_mixed_precision() -> None:
     """Compare with a head that is not partitioned."""
     settings: dict[str, Any] = {"precision": "bf16"}
-    cut, whole = (
+    partitioned, whole = (
         mesh(2, tensor=2).run(train, plan=plan, settings=settings)[0]["curve"]
         for plan in ("logits", "in sequence")
     )
-    assert_near(cut, whole, "bf16")
+    assert_near(partitioned, whole, "bf16")
 
 
 @pytest.mark.slow
@@ -29,5 +29,5 @@ def test_a_rank_must_have_words() -> None:
 
 @pytest.mark.slow
 def test_another_loss_is_refused() -> None:
-    with pytest.raises(WorkerFailure, match="cut the head by 'vocabulary', which gives each rank"):
+    with pytest.raises(WorkerFailure, match="the head by 'vocabulary', which gives each rank"):
         mesh(2, tensor=2).run(train, plan="logits", lossy="by_hand")

@@ -71,8 +71,8 @@ def test_what_is_named_in_a_part_only_is_refused_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [("max_norm", 1.0), ("sparse", True)])
-def test_an_embedding_that_needs_all_of_its_rows_is_not_cut(option: str, value: float) -> None:
+def test_an_embedding_that_needs_all_of_its_rows_is_refused(option: str, value: float) -> None:
     arguments: dict[str, Any] = {option: value}
     model = nn.Sequential(nn.Embedding(10, 4, **arguments))
-    with pytest.raises(RecipeError, match=rf"Parallel\.tensor cuts '0' .* with {option}"):
+    with pytest.raises(RecipeError, match=rf"Parallel\.tensor partitions '0' .* with {option}"):
         plan_layers(model, Parallel(tensor={"0": "vocabulary"}), 2)

@@ -22,7 +22,7 @@ from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CapabilityRefused, RecipeError, SettingError
 from drivetrain.kernel.plan import Plan
 
-CUT = {"pipeline": 2, "tensor": 2}
+WITH_TENSOR = {"pipeline": 2, "tensor": 2}
 """Stages whose layers are partitioned, on four ranks."""
 IN_PARTS = {"pipeline": 2, "context": 2}
 """Stages that compute on parts of sequences."""
@@ -33,7 +33,10 @@ IN_PARTS = {"pipeline": 2, "context": 2}
     "case",
     [
         *(pytest.param(c, id=str(c)) for c in cases("mesh", options={"pipeline": 2})),
-        *(pytest.param(c, id=f"cut {c}") for c in cases("mesh", num_processes=4, options=CUT)),
+        *(
+            pytest.param(c, id=f"tensor {c}")
+            for c in cases("mesh", num_processes=4, options=WITH_TENSOR)
+        ),
     ],
 )
 def test_laws(case: Case) -> None:
@@ -88,7 +91,7 @@ def test_noise_of_a_loss_is_the_same_in_all_stages(own_step: bool, micro_batch: 
 @pytest.mark.parametrize(
     "settings", [{"micro_batch": 5}, {"activation_checkpointing": ["Block"]}, {"micro_batch": 12}]
 )
-def test_any_microbatches_of_stages_that_are_cut(inner: str, settings: dict[str, Any]) -> None:
+def test_any_microbatches_of_partitioned_stages(inner: str, settings: dict[str, Any]) -> None:
     expected = alone(**{k: v for k, v in settings.items() if k == "micro_batch"})
     plan = "in sequence" if inner == "tensor" else "plain"
     for seen in mesh(4, pipeline=2, **{inner: 2}).run(train, plan=plan, settings=settings):
@@ -104,9 +107,9 @@ def test_heads_that_do_not_divide_gather_keys_and_values_in_each_stage(heads: in
 
 
 @pytest.mark.slow
-def test_layers_that_are_cut_may_begin_without_memory() -> None:
+def test_partitioned_layers_may_begin_without_memory() -> None:
     expected = mesh(2, meta=True).run(train)[0]
-    for seen in mesh(4, meta=True, **CUT).run(train):
+    for seen in mesh(4, meta=True, **WITH_TENSOR).run(train):
         assert_alike(seen, expected)
 
 
@@ -118,7 +121,7 @@ def test_nothing_needs_to_be_tied(plan: str) -> None:
     """
     expected = Subject("cpu").run(train, tied=False)[0]
     arguments = {"plan": plan, "lossy": "of_parts" if plan == "logits" else "loss"}
-    for seen in mesh(4, **CUT).run(train, tied=False, **arguments):
+    for seen in mesh(4, **WITH_TENSOR).run(train, tied=False, **arguments):
         assert_alike(seen, expected)
 
 
@@ -127,7 +130,7 @@ def test_tied_weights_that_are_apart_are_refused() -> None:
     with pytest.raises(
         WorkerFailure, match=r"gradients differ of 1 weights, such as embed\.weight"
     ):
-        mesh(4, **CUT).run(held, alone=True, plan="in sequence", fault="tied weights apart")
+        mesh(4, **WITH_TENSOR).run(held, alone=True, plan="in sequence", fault="tied weights apart")
 
 
 @pytest.mark.slow
@@ -136,7 +139,7 @@ def test_copies_stay_equal_bit_for_bit() -> None:
     stage, and the embedding tied to the head, on the first stage and the last. No rank holds blocks
     of another stage in memory.
     """
-    ranks = mesh(4, **CUT).run(held, plan="in sequence")
+    ranks = mesh(4, **WITH_TENSOR).run(held, plan="in sequence")
     copies: dict[Any, list[torch.Tensor]] = {}
     for rank in ranks:
         for name, at in rank.items():
@@ -157,7 +160,7 @@ def test_a_step_of_ones_own_may_call_the_module_twice() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dimensions", [{"pipeline": 2}, CUT, IN_PARTS], ids=str)
+@pytest.mark.parametrize("dimensions", [{"pipeline": 2}, WITH_TENSOR, IN_PARTS], ids=str)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str, dimensions: dict[str, int]) -> None:
     subject = mesh(math.prod(dimensions.values()), **dimensions)
@@ -195,19 +198,19 @@ def test_a_planted_fault_is_seen(fault: str) -> None:
 @pytest.mark.parametrize(
     ("dimensions", "plan", "fault"),
     [
-        (CUT, "plain", "weights untied"),
-        (CUT, "plain", "several in one cut as one"),
-        (CUT, "plain", "one divisor for all norms"),
-        (CUT, "plain", "tied weights counted by each"),
-        (CUT, "plain", "items counted by each rank"),
-        (CUT, "plain", "each rank reads its own samples"),
-        (CUT, "in sequence", "a normalisation left out"),
+        (WITH_TENSOR, "plain", "weights untied"),
+        (WITH_TENSOR, "plain", "fused layers partitioned as one"),
+        (WITH_TENSOR, "plain", "one divisor for all norms"),
+        (WITH_TENSOR, "plain", "tied weights counted by each"),
+        (WITH_TENSOR, "plain", "items counted by each rank"),
+        (WITH_TENSOR, "plain", "each rank reads its own samples"),
+        (WITH_TENSOR, "in sequence", "a normalisation left out"),
         (IN_PARTS, "plain", "exchanged twice"),
         (IN_PARTS, "plain", "tied weights apart"),
         (IN_PARTS, "plain", "each rank reads its own samples"),
     ],
 )
-def test_a_fault_of_stages_that_are_cut_is_seen(
+def test_a_fault_of_partitioned_stages_is_seen(
     dimensions: dict[str, int], plan: str, fault: str
 ) -> None:
     def run() -> None:
@@ -223,7 +226,7 @@ def test_a_process_may_train_on_one_mesh_after_the_other(tmp_path: Path) -> None
     """Train on two meshes in turn. Both have groups of the same ranks and names, but not the same
     groups.
     """
-    for turn, dimensions in enumerate((CUT, {"tensor": 2}, CUT)):
+    for turn, dimensions in enumerate((WITH_TENSOR, {"tensor": 2}, WITH_TENSOR)):
         for seen in mesh(4, **dimensions).run(train, out=str(tmp_path / str(turn))):
             assert_alike(seen, alone())
 
@@ -234,8 +237,8 @@ LAYOUTS = {
     "tensor 2": mesh(2, tensor=2),
     "pipeline 2": mesh(2, pipeline=2),
     "pipeline 2 x shard 2": mesh(4, pipeline=2),
-    "pipeline 2 x tensor 2": mesh(4, **CUT),
-    "pipeline 2 x tensor 2 x shard 2": mesh(8, **CUT),
+    "pipeline 2 x tensor 2": mesh(4, **WITH_TENSOR),
+    "pipeline 2 x tensor 2 x shard 2": mesh(8, **WITH_TENSOR),
     "pipeline 2 x context 2": mesh(4, **IN_PARTS),
 }
 PAIRS = [
@@ -409,16 +412,20 @@ def test_what_cannot_be_partitioned_is_refused(arguments: dict[str, Any], said: 
 @pytest.mark.parametrize(
     ("dimensions", "arguments", "said"),
     [
-        (CUT, {"fused": {}}, "pipeline=2 and backend.tensor=2 the loss .* in Parallel.fused"),
-        (CUT, {"tensor": {}}, "does not say how layers are cut"),
-        (CUT, {"plan": "logits", "lossy": "by_hand"}, "cut the head by 'vocabulary'"),
+        (
+            WITH_TENSOR,
+            {"fused": {}},
+            "pipeline=2 and backend.tensor=2 the loss .* in Parallel.fused",
+        ),
+        (WITH_TENSOR, {"tensor": {}}, "does not say how layers are partitioned"),
+        (WITH_TENSOR, {"plan": "logits", "lossy": "by_hand"}, "partition the head by 'vocabulary'"),
         (IN_PARTS, {"lossy": "forgets_positions"}, "be given the positions of each part"),
         (IN_PARTS, {"lossy": "mean"}, "a sum over positions"),
         (IN_PARTS, {"length": 7}, "pad them to 8"),
     ],
     ids=str,
 )
-def test_what_cannot_be_cut_in_stages_is_refused(
+def test_what_cannot_be_divided_into_stages_is_refused(
     dimensions: dict[str, int], arguments: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(WorkerFailure, match=said):

@@ -130,7 +130,7 @@ def test_a_loss_that_parts_do_not_add_up_to_is_refused(
     ],
     ids=str,
 )
-def test_what_cannot_be_cut_is_refused_by_name(
+def test_what_cannot_be_partitioned_is_refused_by_name(
     dimensions: dict[str, int], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(WorkerFailure, match=said):

@@ -23,7 +23,7 @@ def test_a_parameter_without_a_shape_is_named() -> None:
         fit(recipe, Settings(steps=1), backend="cpu")
 
 
-def test_sparse_gradients_are_refused_where_they_are_cut() -> None:
+def test_sparse_gradients_are_refused_where_they_are_sharded() -> None:
     model = nn.Sequential(nn.Embedding(3, 2), nn.Embedding(4, 2, sparse=True))
     with pytest.raises(CapabilityRefused, match=r"'fsdp' refuses Embedding.sparse=True. in '1'"):
         refuse_sparse(model, "fsdp")

@@ -36,10 +36,10 @@ SETTINGS = {
 }
 
 
-def train(bench: Bench, *, out: str, resume: str | None = None, cuts: bool = False) -> str:
-    """A job: train by noise alone, and return the last checkpoint. `cuts`: partition layers."""
+def train(bench: Bench, *, out: str, resume: str | None = None, partitions: bool = False) -> str:
+    """A job: train by noise alone, and return the last checkpoint. `partitions`: of layers."""
     parts: dict[str, Any] = {"train_data": Samples("regression", 32)}
-    if cuts:
+    if partitions:
         parts["parallel"] = Parallel(tensor={"0": "column", "2": "row"})
     return str(
         bench.fit(
@@ -76,9 +76,9 @@ def halves_differ(noise: Tensor, dim: int) -> bool:
 
 @pytest.mark.slow
 def test_copies_and_parts_on_one_rank_draw_from_generators_of_their_own(tmp_path: Path) -> None:
-    """A bias of a layer that is cut by rows is whole on each rank, whose weight is a part."""
+    """A layer partitioned by rows has its whole bias on each rank, and a part of its weight."""
     subject = Subject("mesh", 2, {"tensor": 2, "optimizer_step": "parts"})
-    checkpoint, state = trained(subject, tmp_path / "straight", cuts=True)
+    checkpoint, state = trained(subject, tmp_path / "straight", partitions=True)
     early = checkpoint.replace(f"{STEPS:06}", "000002")
     noise = {
         name: weight - read_all(CheckpointReader(early))["weights"][name]
@@ -86,7 +86,7 @@ def test_copies_and_parts_on_one_rank_draw_from_generators_of_their_own(tmp_path
     }
     assert halves_differ(noise["0.weight"], 0)
     assert halves_differ(noise["2.weight"], 1)
-    _, resumed = trained(subject, tmp_path / "resumed", cuts=True, resume=early)
+    _, resumed = trained(subject, tmp_path / "resumed", partitions=True, resume=early)
     require_same_bits("weights, resumed", resumed["weights"], state["weights"])
 
 

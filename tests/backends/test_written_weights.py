@@ -94,7 +94,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 
 OPTIMIZERS = {"adamw": optimizer, "sgd": sgd}
-CUT = Parallel(tensor={"first": "column", "last": "row"})
+PARALLEL = Parallel(tensor={"first": "column", "last": "row"})
 
 
 def evaluated(run: Halves, updates: str, parallel: Parallel | None = None) -> Recipe:
@@ -127,7 +127,7 @@ def trained(
         if isinstance(event, events.Evaluated):
             metrics.append(event.metrics["loss"])
 
-    recipe = evaluated(run, updates, CUT if "tensor" in bench.options else None)
+    recipe = evaluated(run, updates, PARALLEL if "tensor" in bench.options else None)
     try:
         result = bench.fit(
             recipe,

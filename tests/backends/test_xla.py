@@ -74,16 +74,16 @@ def train_and_count(bench: Bench, *, numbers: list[int]) -> dict[str, Any]:
             engine.update().applied()
             counts.append(metrics.metric_data("CompileTime")[0])
         optimizer = engine.optimizer  # type: ignore[attr-defined]
-        cut = {
+        sharded = {
             name: [
-                engine.placement.is_cut(tensor)  # type: ignore[attr-defined]
+                engine.placement.is_sharded(tensor)  # type: ignore[attr-defined]
                 for tensor in (parameter, *optimizer.state[parameter].values())
                 if tensor.dim()
             ]
             for name, parameter in engine.module.named_parameters()
         }
         tied = engine.module.head.weight is engine.module.embedding.weight
-        return {"counts": counts, "cut": cut, "tied": tied}
+        return {"counts": counts, "sharded": sharded, "tied": tied}
 
 
 def fit_and_count(bench: Bench, *, epochs: float) -> list[int]:
@@ -149,11 +149,11 @@ def test_a_short_group_at_the_end_of_an_epoch_compiles_nothing(subject: Subject)
     assert counts[3:] == [counts[3]] * 5, "only evaluation after the third compiled"
 
 
-def test_weights_and_optimizer_state_are_cut_over_the_devices() -> None:
+def test_weights_and_optimizer_state_are_sharded_over_the_devices() -> None:
     (seen,) = TWO.run(train_and_count, numbers=[1, 1])
-    assert all(all(parts) for parts in seen["cut"].values())
+    assert all(all(parts) for parts in seen["sharded"].values())
     (seen,) = ONE.run(train_and_count, numbers=[1, 1])
-    assert not any(any(parts) for parts in seen["cut"].values())
+    assert not any(any(parts) for parts in seen["sharded"].values())
 
 
 def test_the_number_of_devices_is_fixed_in_a_process() -> None:

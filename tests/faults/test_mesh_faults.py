@@ -56,12 +56,12 @@ a gradient or a norm, or a gradient is lost between ranks.
 """
 OTHERS = (
     Planted("weights untied", TENSOR, SGD + "-language"),
-    Planted("several in one cut as one", TENSOR, WHOLE),
+    Planted("fused layers partitioned as one", TENSOR, WHOLE),
     Planted("several in one taken for one", TENSOR, SGD + "-language"),
     Planted("one divisor for all norms", TENSOR, NORM + "-language"),
     Planted("items counted by each rank", TENSOR, SGD + "-language"),
     Planted("items counted by each rank", CONTEXT, SGD + "-language"),
-    Planted("cut in another order", TENSOR, WHOLE, size=4),
+    Planted("sharded in another order", TENSOR, WHOLE, size=4),
     Planted("exchanged twice", CONTEXT, SGD + "-language"),
     Planted("positions from 0", CONTEXT, SGD + "-language"),
     Planted("tied weights apart", PIPELINE, SGD + "-language"),
