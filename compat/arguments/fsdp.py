@@ -142,7 +142,8 @@ class FsdpFacts:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"state.fsdp_plugin has no {name!r}: the fsdp driver cuts the model by backend_options"
+            f"state.fsdp_plugin has no {name!r}: the fsdp driver shards the model by "
+            "backend_options"
         )
 
 
@@ -211,7 +212,7 @@ def _units(config: dict[str, Any]) -> dict[str, Any]:
     layers, size = _layers(config), int(config.get("min_num_params") or 0)
     if layers and size:
         raise ArgumentError(
-            f"fsdp_config cuts the model by class ({', '.join(layers)}) and by size "
+            f"fsdp_config divides the model by class ({', '.join(layers)}) and by size "
             f"(min_num_params={size}); give one of them"
         )
     if policy == "NO_WRAP":

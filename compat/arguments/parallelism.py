@@ -42,7 +42,7 @@ def options(asked: Any, driver: str) -> dict[str, Any]:
         }
     if parts > 1 and driver != "fsdp":
         raise ArgumentRefused(
-            f"parallelism_config.dp_shard_size={parts}", driver, "set fsdp=True, which cuts weights"
+            f"parallelism_config.dp_shard_size={parts}", driver, "set fsdp=True to shard weights"
         )
     if replicas > 1 and parts == 1 and driver not in ("ddp", "xpu"):
         raise ArgumentRefused(

@@ -111,7 +111,7 @@ class Processes:
 
     @property
     def is_fsdp2(self) -> bool:
-        """True if FSDP cuts the model; there is no other version of it here."""
+        """True if FSDP shards the model; there is no other version of it here."""
         return self.fsdp_plugin is not None
 
     def on_main_process(self, function: Call) -> Call:

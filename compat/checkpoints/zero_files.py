@@ -204,7 +204,7 @@ class _Stretch:
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    """Concatenate parts, and cut off the padding of the last one."""
+    """Concatenate parts, and remove the padding of the last one."""
     return torch.cat([part.detach().flatten() for part in parts])[: shape.numel()].reshape(shape)
 
 

@@ -49,8 +49,9 @@ class WholeSequences:
         if self.reach is not None and length > self.reach:
             raise ArgumentError(
                 f"attention reaches back {self.reach} positions, and a batch has sequences of "
-                f"{length}: attention is cut over ranks without a mask only. Cut the data to "
-                f"{self.reach} positions, set the model's config.sliding_window to None, {_REMEDY}"
+                f"{length}: attention is split over ranks without a mask only. Truncate the data "
+                f"to {self.reach} positions, set the model's config.sliding_window to None, "
+                f"{_REMEDY}"
             )
         if mask is not None:
             _check_mask(mask, found["shift_labels"])
@@ -98,7 +99,7 @@ def _check_mask(mask: Tensor, targets: Tensor) -> None:
     if mask.dim() != 2 or bool((seen[:, 1:] & ~seen[:, :-1]).any()):
         raise ArgumentError(
             f"{_MASK} of shape {tuple(mask.shape)} hides more than the end of sequences, and "
-            "attention is cut over ranks without a mask only: pad at the end (the tokenizer's "
+            "attention is split over ranks without a mask only: pad at the end (the tokenizer's "
             f"padding_side='right'), {_REMEDY}"
         )
     if bool((targets[~seen] != -100).any()):
@@ -116,7 +117,7 @@ def _start(positions: Tensor, mask: Tensor | None) -> Tensor:
     if not counted:
         raise ArgumentError(
             f"{POSITIONS} of shape {tuple(positions.shape)} do not go up by one: several sequences "
-            "that are packed into one need a mask, and attention is cut over ranks without one. "
+            "that are packed into one need a mask, and attention is split over ranks without one. "
             f"Give each sequence a row of its own (packing off), {_REMEDY}"
         )
     return positions[:, :1]

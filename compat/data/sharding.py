@@ -326,7 +326,7 @@ def _own_size(batch_size: int | None, share: Share, split: bool) -> int | None:
         return batch_size
     if batch_size is None or batch_size % share.num_readers:
         raise ValueError(
-            f"split_batches cuts each batch into {share.num_readers} equal parts, one a rank, but"
+            f"split_batches splits each batch into {share.num_readers} equal parts, one a rank, but"
             f" the batch size is {batch_size}; make it a multiple of {share.num_readers}"
         )
     return batch_size // share.num_readers

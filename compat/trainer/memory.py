@@ -73,8 +73,8 @@ def smaller_batch(batch_size: int, error: BaseException) -> int:
     if less is None:
         raise RuntimeError(
             "out of memory with a batch of one sample: no executable batch size is left. Recompute "
-            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or cut "
-            "the samples shorter"
+            "activations (gradient_checkpointing=True), shard the model (backend='fsdp'), or "
+            "shorten the samples"
         ) from error
     return less
 

@@ -36,14 +36,14 @@ def partition_plan(trainer: TrainerParts) -> Parallel | None:
         )
     if along("tensor") > 1 and not getattr(model, "tp_plan", None):
         raise ArgumentRefused(
-            f"layers of {type(model).__name__} cut over {along('tensor')} ranks",
+            f"layers of {type(model).__name__} partitioned over {along('tensor')} ranks",
             trainer.driver_session.driver.name,
             f"{type(model).__name__} has no tp_plan. Set parallelism_config's tp_size to 1, or "
-            "train by drivetrain.fit, whose recipe says how layers are cut",
+            "train by drivetrain.fit, whose recipe says how layers are partitioned",
         )
     for what, why in _unfit(trainer, model) if sequences else ():
         raise ArgumentRefused(
-            f"{what} with sequences that are cut over ranks",
+            f"{what} with sequences that are split over ranks",
             trainer.driver_session.driver.name,
             f"{why}; or set parallelism_config's cp_size and sp_size to 1",
         )
@@ -93,7 +93,7 @@ def _unfit(trainer: TrainerParts, model: nn.Module) -> Iterator[tuple[str, str]]
     if not (loss_shifts_labels(model) and trainer.model_accepts_loss_kwargs):
         yield (
             "a loss other than the causal one of transformers",
-            "labels must be shifted before sequences are cut, and losses be sums over positions",
+            "labels must be shifted before sequences are split, and losses be sums over positions",
         )
     if POSITIONS not in inspect.signature(model.forward).parameters:
         yield (

@@ -23,9 +23,9 @@ def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
         raise ArgumentRefused(
             "a model whose weights lie in parts already",
             session.driver.name,
-            "its driver partitions weights itself. If another Trainer has cut this model, call "
-            "save_model there, and load it again for this one. Else load it without tp_plan and "
-            "distributed_config, and choose backend='fsdp' or 'deepspeed' to cut weights, "
+            "its driver partitions weights itself. If another Trainer has partitioned this model, "
+            "call save_model there, and load it again for this one. Else load it without tp_plan "
+            "and distributed_config, and choose backend='fsdp' or 'deepspeed' to shard weights, "
             "parallelism_config for layers (tp_size) and sequences (cp_size), and backend='mesh' "
             "with backend_options={'expert': 2} for experts",
         )
@@ -35,7 +35,7 @@ def refuse_untrainable(model: nn.Module, session: DriverSession) -> None:
             raise ArgumentRefused(
                 "a quantized model",
                 session.driver.name,
-                "packed weights cannot be cut into parts for its ranks; use backend='ddp', which "
+                "packed weights cannot be sharded over its ranks; use backend='ddp', which "
                 "keeps them whole and averages the gradients of the adapters",
             )
 

@@ -159,7 +159,7 @@ def test_any_arguments_train_as_there(
 ) -> None:
     best = drawn["save_strategy"] == "best" or drawn.get("load_best_model_at_end")
     assume(not best or (drawn["eval_strategy"] != "no" and "metric_for_best_model" in drawn))
-    # theirs reads a stream again and again where an epoch's one update is one that is cut short,
+    # theirs reads a stream again and again where an epoch's one update is one that is incomplete,
     assume(not streamed or (drawn["gradient_accumulation_steps"] == 1 and asked is None))
     assume(not streamed or "max_steps" in drawn)
     assume(not (streamed and resumed))  # and is not stopped at the step where it was saved

@@ -409,7 +409,7 @@ def test_the_compiler_and_its_mode_reach_the_driver() -> None:
 @pytest.mark.row(
     "X25",
     status="refused",
-    note="layers, sequences and experts are cut by the driver mesh, and no other",
+    note="the driver mesh partitions layers, sequences and experts, and no other does",
 )
 @pytest.mark.parametrize(
     ("sizes", "given", "words"),
@@ -435,8 +435,8 @@ def test_other_parallelism_is_refused(
 
 @pytest.mark.row("X25")
 def test_parallelism_over_data(ranks: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cut = made(fsdp=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
-    assert backend.chosen(cut).options["shard_size"] == 2
+    sharded = made(fsdp=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    assert backend.chosen(sharded).options["shard_size"] == 2
     layers = made(parallelism_config=ParallelismConfig(tp_size=2))
     assert backend.chosen(layers).driver == "mesh"
     sizes = {"replicate": 1, "shard": 1, "context": 1, "tensor": 2}

@@ -24,13 +24,13 @@ def test_a_last_evaluation_that_fails(
     best = {"metric_for_best_model": "loss"} if strategy == "best" else {}
     undisturbed = trainer(tmp_path / "whole", **best)
     undisturbed.train()
-    made = trainer(tmp_path / "cut", fails, save_strategy=strategy, **best)
+    made = trainer(tmp_path / "stopped", fails, save_strategy=strategy, **best)
     with pytest.raises(KeyError if fails == "metrics" else ConnectionError):
         made.train()
-    assert checkpoints(tmp_path / "cut")[-1] == "checkpoint-4"
-    assert f"saved in {tmp_path / 'cut' / 'checkpoint-4'}" in caplog.text
+    assert checkpoints(tmp_path / "stopped")[-1] == "checkpoint-4"
+    assert f"saved in {tmp_path / 'stopped' / 'checkpoint-4'}" in caplog.text
     assert "the last evaluation failed, after step 4" in caplog.text
-    again = trainer(tmp_path / "cut", **best)
+    again = trainer(tmp_path / "stopped", **best)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
     for mine, other in zip(again.model.parameters(), undisturbed.model.parameters(), strict=True):

@@ -92,9 +92,9 @@ def test_a_resumed_run_that_runs_out_continues_from_where_it_was(tmp_path: Path)
     small = trainer(tmp_path / "small", **SMALL)
     small.train()
     saved = {"save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path / "cut", **saved).train()
+    trainer(tmp_path / "stopped", **saved).train()
     for resumed in (trainer(tmp_path / "again", 5), trainer(tmp_path / "again", 2)):
-        resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-2"))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-2"))
         assert_same_history(resumed.state.log_history[:-1], small.state.log_history[:-1])
         assert_same_weights(resumed.model, small.model)
 

@@ -71,7 +71,7 @@ def test_joining_unlike_things_is_refused(first: Any, second: Any, message: str)
 
 
 @pytest.mark.parametrize("case", NESTS)
-def test_detaching_cutting_measuring(case: str) -> None:
+def test_detaching_truncating_measuring(case: str) -> None:
     nest = NESTS[case](4, 3)
     assert nested.find_batch_size(nest) == trainer_pt_utils.find_batch_size(nest)
     assert_same(nested.nested_numpify(nest), trainer_pt_utils.nested_numpify(nest))

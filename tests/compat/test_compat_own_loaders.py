@@ -103,8 +103,8 @@ def test_a_loader_of_the_user_s_is_resumed(kind: str, prepared: bool, tmp_path: 
             assert sorted(i for batch in batches for i, _ in batch) == list(range(24))
         if prepared:  # by workers that persist, too
             assert {number for batch in batches for _, number in batch} == {epoch}
-    for cut in (9,) if kind == "persistent" else (3, 6, 9):
-        assert run(cut) + run(0, f"{tmp_path}/checkpoint-{cut}") == whole, cut
+    for step in (9,) if kind == "persistent" else (3, 6, 9):
+        assert run(step) + run(0, f"{tmp_path}/checkpoint-{step}") == whole, step
     if kind == "persistent":
         return
     for name in ("memory_parts", "find_nonfinite"):  # which look at the batches on their way

@@ -155,9 +155,9 @@ def test_each_logged_step_has_digests_of_its_samples_and_gradients(
 def test_hours_add_up_over_a_restart(tmp_path: Path) -> None:
     given = {"run_records": True, "dropout": 0.2}
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path / "cut", callbacks=[Ends(7)], **given).train()
-    trainer(tmp_path / "cut", **given).train(resume_from_checkpoint=True)
-    folder = tmp_path / "cut" / "records"
+        trainer(tmp_path / "stopped", callbacks=[Ends(7)], **given).train()
+    trainer(tmp_path / "stopped", **given).train(resume_from_checkpoint=True)
+    folder = tmp_path / "stopped" / "records"
     found, seconds = records_of(folder), history_of(folder).lost.seconds()
     whole = found[-1]["time"] - found[0]["began"]
     assert sum(seconds.values()) == pytest.approx(whole, rel=0.01, abs=0.01)

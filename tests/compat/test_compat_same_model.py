@@ -85,7 +85,7 @@ def test_a_model_is_trained_again_and_given_back_whole(driver: str, tmp_path: Pa
             torch.testing.assert_close(found["weights of fit"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-def cut(bench: Bench) -> list[str]:
+def errors_of_a_failed_run(bench: Bench) -> list[str]:
     """A job: return the message about a model that another run has sharded and not yet
     given back.
     """
@@ -104,7 +104,7 @@ def cut(bench: Bench) -> list[str]:
     return reported
 
 
-def test_a_model_that_a_failed_run_has_cut_is_refused_by_name() -> None:
-    for reported in SUBJECTS["fsdp"].run(cut, alone=True):
-        assert "of which another run has cut 'all' over ranks" in reported[1]
+def test_a_model_that_a_failed_run_has_sharded_is_refused_by_name() -> None:
+    for reported in SUBJECTS["fsdp"].run(errors_of_a_failed_run, alone=True):
+        assert "of which another run has partitioned 'all' over ranks" in reported[1]
         assert "load_state_dict" in reported[1]

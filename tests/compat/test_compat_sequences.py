@@ -53,7 +53,7 @@ def built(model: nn.Module, own: dict[str, Any] | None = None, **given: Any) -> 
 # --- batches -------------------------------------------------------------------------------------
 
 
-def test_labels_are_shifted_and_positions_counted_before_the_cut() -> None:
+def test_labels_are_shifted_and_positions_counted_before_the_split() -> None:
     words = torch.arange(1, 6)[None].repeat(2, 1)
     batch = WholeSequences(2)({"input_ids": words, "labels": words, "attention_mask": None})
     assert batch["shift_labels"].tolist() == [[2, 3, 4, 5, -100, -100]] * 2

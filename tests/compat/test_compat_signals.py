@@ -37,11 +37,11 @@ def trained(folder: Path, *callbacks: Any, resume: bool = False, **changes: Any)
 @pytest.mark.row("K35")
 def test_a_checkpoint_in_time(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    cut = trained(tmp_path / "cut", Terminates(), enable_jit_checkpoint=True)
-    assert cut.state.global_step == 2
-    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    stopped = trained(tmp_path / "stopped", Terminates(), enable_jit_checkpoint=True)
+    assert stopped.state.global_step == 2
+    assert [path.name for path in (tmp_path / "stopped").glob("checkpoint-*")] == ["checkpoint-2"]
     assert signal.getsignal(signal.SIGTERM) == before
-    resumed = trained(tmp_path / "cut", resume=True, enable_jit_checkpoint=True)
+    resumed = trained(tmp_path / "stopped", resume=True, enable_jit_checkpoint=True)
     whole = trained(tmp_path / "whole")
     assert resumed.state.global_step == 5
     assert_same_weights(resumed.model, whole.model)

@@ -55,9 +55,9 @@ def test_quantized_models(
 
 
 @pytest.mark.row(
-    "X16", status="refused", note="packed weights cannot be cut into parts; use backend='ddp'"
+    "X16", status="refused", note="packed weights cannot be sharded; use backend='ddp'"
 )
-def test_a_quantized_model_is_not_cut(tmp_path: Path) -> None:
+def test_a_quantized_model_is_not_sharded(tmp_path: Path) -> None:
     args = arguments(compat, tmp_path, backend="fsdp")
     with pytest.raises(CapabilityRefused, match=r"'fsdp' refuses a quantized .* backend='ddp'"):
         compat.Trainer(quantized(_hf_peft_config_loaded=True), args)
@@ -66,9 +66,9 @@ def test_a_quantized_model_is_not_cut(tmp_path: Path) -> None:
 @pytest.mark.row(
     "X25",
     status="refused",
-    note="a model that DistributedConfig has cut when it was loaded: a driver cuts whole ones",
+    note="a model that DistributedConfig has partitioned: a driver partitions whole ones",
 )
-def test_a_model_that_was_cut_elsewhere(tmp_path: Path, ranks_of_one: None) -> None:
+def test_a_model_that_was_partitioned_elsewhere(tmp_path: Path, ranks_of_one: None) -> None:
     model, mesh = classifier(), init_device_mesh("cpu", (1,))
     model.outer.weight = nn.Parameter(distribute_tensor(model.outer.weight.detach(), mesh))
     with pytest.raises(CapabilityRefused, match=r"without tp_plan .*{'expert': 2}"):

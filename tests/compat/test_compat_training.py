@@ -504,10 +504,10 @@ def test_a_resumed_run_draws_the_same_dropout(
     whole = trainer(library, tmp_path / "whole", classifier(0.5), **changes)
     whole.train()
     saved = {"save_strategy": "steps", "save_steps": 3, **changes}
-    trainer(library, tmp_path / "cut", classifier(0.5), **saved).train()
+    trainer(library, tmp_path / "stopped", classifier(0.5), **saved).train()
     random.random(), np.random.rand(), torch.rand(1)
-    resumed = trainer(library, tmp_path / "cut", classifier(0.5), **saved)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "cut" / "checkpoint-3"))
+    resumed = trainer(library, tmp_path / "stopped", classifier(0.5), **saved)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-3"))
     losses = [[log["loss"] for log in each.state.log_history[:6]] for each in (resumed, whole)]
     assert losses[0] == losses[1]
     assert torch.equal(resumed.model.outer.weight, whole.model.outer.weight)

@@ -302,14 +302,14 @@ def preempted(library: Any, folder: Path) -> dict[str, Any]:
     asked = {"gradient_accumulation_steps": 2, "max_steps": 6, "enable_jit_checkpoint": True}
     before = signal.getsignal(signal.SIGTERM)
     args, data = arguments(library, folder, **asked), {"train_dataset": samples(24)}
-    cut = made(library.Trainer, classifier(0.5), args, **data, callbacks=[Killer()])
-    cut.train()
+    stopped = made(library.Trainer, classifier(0.5), args, **data, callbacks=[Killer()])
+    stopped.train()
     resumed = made(library.Trainer, classifier(0.5), args, **data)
     resumed.train(resume_from_checkpoint=True)
     whole = made(library.Trainer, classifier(0.5), args, **data)
     whole.train()
     return {
-        "stopped": cut.state.global_step,
+        "stopped": stopped.state.global_step,
         "restored": signal.getsignal(signal.SIGTERM) == before,
         "resumed": losses(resumed),
         "whole": losses(whole),

@@ -48,10 +48,10 @@ def test_ranks_share_out_the_elements_evenly() -> None:
 def test_each_part_is_counted_by_one_rank_that_holds_it() -> None:
     own = counted(
         [
-            {"cut": (5, "rows 0 to 5"), "whole": (7, "whole"), "small": (3, "whole")},
-            {"cut": (4, "rows 5 to 9"), "whole": (7, "whole"), "small": (0, "nothing")},
+            {"sharded": (5, "rows 0 to 5"), "whole": (7, "whole"), "small": (3, "whole")},
+            {"sharded": (4, "rows 5 to 9"), "whole": (7, "whole"), "small": (0, "nothing")},
         ]
     )
-    assert "cut" in own[0] & own[1]
+    assert "sharded" in own[0] & own[1]
     assert ("whole" in own[0]) + ("whole" in own[1]) == 1
     assert "small" in own[0] - own[1]

@@ -102,14 +102,14 @@ def in_a_sequence(layer: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 def test_extra_state_is_resumed(tmp_path: Path) -> None:
     model = in_a_sequence(Scaled)
     whole, warned, _ = trained(model, tmp_path / "whole")
-    trained(model, tmp_path / "cut", steps=2)
-    resumed, _, notes = trained(model, tmp_path / "cut", resume="auto")
+    trained(model, tmp_path / "stopped", steps=2)
+    resumed, _, notes = trained(model, tmp_path / "stopped", resume="auto")
     assert not warned
     assert notes == ["steps was 2, is 4"]
     for name, tensor in whole.items():
         assert torch.equal(resumed[name], tensor), name
     last = "checkpoints/checkpoint-000004"
-    states = [everything(tmp_path / run / last) for run in ("whole", "cut")]
+    states = [everything(tmp_path / run / last) for run in ("whole", "stopped")]
     assert states[0].keys() == states[1].keys()
     assert "state/extra/0._extra_state/json" in states[0]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())

@@ -85,8 +85,8 @@ def test_state_of_another_dtype_is_resumed(
     optimizer: type[torch.optim.Optimizer], weights: torch.dtype, name: str, tmp_path: Path
 ) -> None:
     whole = run(tmp_path / "whole", optimizer, weights)
-    run(tmp_path / "cut", optimizer, weights, steps=2)
-    resumed = run(tmp_path / "cut", optimizer, weights, resume="auto")
+    run(tmp_path / "stopped", optimizer, weights, steps=2)
+    resumed = run(tmp_path / "stopped", optimizer, weights, resume="auto")
     assert f"optimizer/{name}" in whole
     assert resumed.keys() == whole.keys()
     for key, tensor in whole.items():

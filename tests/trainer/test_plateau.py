@@ -72,12 +72,12 @@ def of_torch(scores: Sequence[float], schedule: ScheduleSettings) -> list[float]
     return found
 
 
-@pytest.mark.parametrize("cut", [3, 4, 5])
-def test_a_resumed_run_falls_at_the_same_step(cut: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [3, 4, 5])
+def test_a_resumed_run_falls_at_the_same_step(steps: int, tmp_path: Path) -> None:
     scores = [5.0, 4.0, 4.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 0.0]
     _, whole = run(recipe(scores), FALLING)
-    _, first = run(recipe(scores), dataclasses.replace(FALLING, steps=cut), out=tmp_path / "run")
-    _, rest = run(recipe(scores[cut:]), FALLING, out=tmp_path / "run", resume="auto")
+    _, first = run(recipe(scores), dataclasses.replace(FALLING, steps=steps), out=tmp_path / "run")
+    _, rest = run(recipe(scores[steps:]), FALLING, out=tmp_path / "run", resume="auto")
     assert rates(first) + rates(rest) == rates(whole)
 
 
