@@ -67,7 +67,7 @@ class Config:
     """Options of the recipe, set by `--set recipe.KEY=VALUE`."""
 
     max_tokens: int = 32
-    """A longer text is cut."""
+    """A longer text is truncated."""
     eval_texts: int = 10_000
     """Most held-out texts."""
 

@@ -191,7 +191,7 @@ parallel = Parallel(
     sequence={"tokens": 1, "targets": 1},
     positions="positions",
 )
-"""How `--backend mesh` may cut the model over ranks."""
+"""How `--backend mesh` may partition the model over ranks."""
 
 
 def read_library(folder: Path) -> tuple[bytes, bytes]:

@@ -67,7 +67,7 @@ class BatchSizes:
 
     def count(self, first: int, limit: int, end: int, drop_last: bool) -> int:
         """Return the number of groups that begin from `first` to before `limit`, in data that end
-        at `end`. `drop_last`: do not count a group that `end` cuts short."""
+        at `end`. `drop_last`: do not count a group that `end` leaves incomplete."""
         groups = 0
         while first < limit:
             number = bisect_right(self._begins, first)

@@ -37,7 +37,9 @@ def halve(part: Microbatch) -> Halves | None:
     if not size or not rows or not all(_has_rows(leaf, part.num_samples) for leaf in rows):
         return None
     try:
-        return Halves(_cut(part, 0, 2 * size), _cut(part, 0, size), _cut(part, size, 2 * size))
+        return Halves(
+            _slice(part, 0, 2 * size), _slice(part, 0, size), _slice(part, size, 2 * size)
+        )
     except Exception:  # a container that cannot be built from its parts, such as a defaultdict
         return None
 
@@ -50,9 +52,9 @@ def _has_rows(leaf: Any, number: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.layout == torch.strided and len(leaf) == number
 
 
-def _cut(part: Microbatch, start: int, stop: int) -> Microbatch:
-    def cut(leaf: Any) -> Any:
+def _slice(part: Microbatch, start: int, stop: int) -> Microbatch:
+    def slice_of(leaf: Any) -> Any:
         return leaf if leaf is None or _is_scalar(leaf) else leaf[start:stop]
 
-    batch = map_leaves(cut, part.batch)
+    batch = map_leaves(slice_of, part.batch)
     return part._replace(batch=batch, num_samples=stop - start, offset=part.offset + start)

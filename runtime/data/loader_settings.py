@@ -70,5 +70,5 @@ class LoaderSettings:
 
     def parts(self, num_samples: int) -> tuple[Part, ...]:
         """Return this reader's microbatches of a group of `num_samples` samples."""
-        cut_up = pad_by_repeating if self.fixed_size else partition
-        return cut_up(num_samples, self.micro_batch, self.reader_index, self.num_readers)
+        divide = pad_by_repeating if self.fixed_size else partition
+        return divide(num_samples, self.micro_batch, self.reader_index, self.num_readers)

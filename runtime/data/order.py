@@ -61,7 +61,7 @@ def shuffled(num_samples: int, seed: int, epoch: int) -> Order:
 class ByLength:
     """An `OrderFunction` that puts samples of similar length together, in a shuffled order.
 
-    The shuffled order is taken in stretches of `stretch` samples; each is sorted by length, cut
+    The shuffled order is taken in stretches of `stretch` samples; each is sorted by length, split
     into `batch` samples at a time, and these are shuffled. A batch then needs hardly any padding,
     and an epoch still has every sample once.
     """

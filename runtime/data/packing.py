@@ -47,8 +47,8 @@ def rows_of(lengths: Sequence[int], capacity: int) -> list[list[int]]:
         length = lengths[index]
         if length > capacity:
             raise DataError(
-                f"a sequence of {length} tokens does not fit into a row of {capacity}: cut it, or "
-                "raise the capacity"
+                f"a sequence of {length} tokens does not fit into a row of {capacity}: "
+                "truncate it, or raise the capacity"
             )
         row = next((row for row, free in enumerate(room) if free >= length), len(rows))
         if row == len(rows):

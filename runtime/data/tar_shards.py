@@ -126,7 +126,7 @@ def _files(path: Path, offset: int) -> Iterator[tuple[str, int, bytes]]:
                     tar.members = []  # type: ignore[attr-defined]  # it keeps all, else
             opened.seek(at)
             if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"it is cut at byte {at}")
+                raise tarfile.ReadError(f"it is truncated at byte {at}")
     except (OSError, ValueError, OverflowError, RecursionError, tarfile.TarError) as error:
         raise DataError(f"{path} cannot be read as a tar file: {error!s:.400}") from error
 

@@ -55,7 +55,7 @@ def user_frames(error: BaseException) -> str:
     without drivetrain's frames, also for the errors that caused it. Empty for an error without user
     frames."""
     shown = traceback.TracebackException.from_exception(error)
-    _cut(shown, error)
+    _strip(shown, error)
     if not (shown.stack or shown.__cause__ or shown.__context__ or isinstance(error, SyntaxError)):
         return ""
     lines = list(shown.format())
@@ -65,14 +65,14 @@ def user_frames(error: BaseException) -> str:
     return "".join(lines).rstrip()
 
 
-def _cut(shown: traceback.TracebackException, error: BaseException) -> None:
+def _strip(shown: traceback.TracebackException, error: BaseException) -> None:
     shown.stack[:] = compress(
         shown.stack, _kept([f for f, _ in traceback.walk_tb(error.__traceback__)])
     )
     for name in ("__cause__", "__context__"):
         earlier, cause = getattr(shown, name), getattr(error, name)
         if earlier is not None and cause is not None:
-            _cut(earlier, cause)
+            _strip(earlier, cause)
 
 
 def _kept(frames: list[FrameType]) -> list[bool]:

@@ -22,7 +22,7 @@ def quoted(text: str, style: str = "") -> Text:
 
 
 def shortened(text: str) -> str:
-    """Cut the middle out of a message that is too long to read."""
+    """Remove the middle of a message that is too long to read."""
     if len(text) <= _MOST:
         return text
     half = _MOST // 2

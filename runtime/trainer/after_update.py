@@ -23,7 +23,7 @@ _MOST_TRIED = 64
 
 _REMEDY = (
     "it must change each element by itself, from elements at the same place in weights that are "
-    "cut alike, since a rank may hold a part of them"
+    "sharded alike, since a rank may hold a part of them"
 )
 
 

@@ -104,7 +104,7 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return tensor.dtype, tuple(tensor.shape), bytes(flat.tolist())
 
 
-def cut(tensor: Tensor, region: Region | None) -> Tensor:
+def region_of(tensor: Tensor, region: Region | None) -> Tensor:
     """Return the region of a tensor: the reference for what reading the region must return."""
     if isinstance(region, Flat):
         return tensor.reshape(-1)[region.start : region.stop]
@@ -115,7 +115,7 @@ def cut(tensor: Tensor, region: Region | None) -> Tensor:
 
 
 def piece(name: str, tensor: Tensor, region: Region | None = None, kind: Any = "weights") -> Piece:
-    return Piece(kind, name, cut(tensor, region), tuple(tensor.shape), region)
+    return Piece(kind, name, region_of(tensor, region), tuple(tensor.shape), region)
 
 
 def contents(folder: Path) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def run_of(value: float, size: int = 2) -> list[list[Piece]]:
     return ranks
 
 
-# --- random tensors and random cuts -----------------------------------------------------------
+# --- random tensors and their tilings ---------------------------------------------------------
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 dtypes = st.sampled_from(sorted(DTYPES.values(), key=str))
@@ -181,7 +181,7 @@ def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region | None:
 
 
 @st.composite
-def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region | None]:
+def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Region | None]:
     """Draw regions that tile a tensor of that shape: flat ranges, or boxes split again
     and again.
     """

@@ -33,7 +33,7 @@ from drivetrain.checkpoint.format.safetensors import (
 from drivetrain.kernel.errors import CheckpointDamaged
 from drivetrain.kernel.shards import Box, Flat, Piece
 
-from .fakes import cut, piece, save
+from .fakes import piece, region_of, save
 
 
 def small_file(path: Path) -> bytes:
@@ -223,7 +223,7 @@ def test_missing_short_and_linked_files(tmp_path):
     path.unlink()
     path.write_bytes(raw)
     assert newest(store.root) == folder
-    assert torch.equal(CheckpointReader(folder).read("weights", "v"), cut(tensor, None))
+    assert torch.equal(CheckpointReader(folder).read("weights", "v"), region_of(tensor, None))
 
 
 def test_all_dtypes_are_known_by_both_libraries(tmp_path):

@@ -30,7 +30,7 @@ from drivetrain.kernel.errors import (
 )
 from drivetrain.kernel.shards import Flat
 
-from .fakes import FakeEngine, FakeSession, bits, cuts, piece, run_of, save, tensors
+from .fakes import FakeEngine, FakeSession, bits, piece, run_of, save, tensors, tilings
 
 
 def load(folder: Path) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_out_and_in_again(tmp_path_factory, data, max_shard_bytes):
     originals["last"] = torch.arange(3.0)
     ranks = [[], []]
     for name, tensor in originals.items():
-        for region in data.draw(cuts(tuple(tensor.shape))):
+        for region in data.draw(tilings(tuple(tensor.shape))):
             data.draw(st.sampled_from(ranks)).append(piece(name, tensor, region))
     path = save(CheckpointStore(tmp_path / "run"), 5, ranks)
     folder = export_weights(path, tmp_path / "hub", max_shard_bytes=max_shard_bytes)

@@ -21,7 +21,7 @@ from drivetrain.kernel.errors import SaveFailed
 from drivetrain.kernel.paths import Url
 from drivetrain.kernel.shards import Box, Piece
 
-from .fakes import bits, contents, cut, piece, save
+from .fakes import bits, contents, piece, region_of, save
 
 FROZEN = {"base"}
 
@@ -264,7 +264,9 @@ def test_many_ranks_have_an_index_of_them(tmp_path: Path) -> None:
     _, path = (saved(store, step, size=size) for step in (1, 2))
     assert (path / "index.json").is_file() and len(set(inodes(path))) == size
     rows, wanted = torch.full((2 * size, 500), 1.0), Box((3, 4), (9, 5))
-    assert bits(CheckpointReader(path).read("weights", "base", wanted)) == bits(cut(rows, wanted))
+    assert bits(CheckpointReader(path).read("weights", "base", wanted)) == bits(
+        region_of(rows, wanted)
+    )
     assert CheckpointReader(path).names("weights") == ["base", "head"]
 
 

@@ -18,7 +18,7 @@ from drivetrain.checkpoint.index.entries import Index, Stride
 from drivetrain.kernel.errors import CheckpointDamaged
 from drivetrain.kernel.shards import Box, Flat, Region, TensorInfo
 
-from .fakes import cuts, regions
+from .fakes import regions, tilings
 
 WEIGHT = "weights"
 
@@ -58,7 +58,7 @@ def overlap(a: Region | None, b: Region | None, shape: tuple[int, ...]) -> bool:
 def stored(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[int, list[Region | None]]]:
     """Return a tensor's shape, and the regions of it that each part contains."""
     shape = draw(st.lists(st.integers(0, 6), max_size=3).map(tuple))
-    pieces = draw(cuts(shape))
+    pieces = draw(tilings(shape))
     parts = draw(st.lists(st.integers(0, 40), min_size=len(pieces), max_size=len(pieces)))
     held: dict[int, list[Region | None]] = {}
     for part, piece in zip(parts, pieces, strict=True):
@@ -81,7 +81,7 @@ def test_no_file_that_a_region_lies_in_is_missed(
 
 
 @pytest.mark.parametrize("radix", [2, 16, 5000])
-def test_a_cut_by_a_rule_is_a_line_or_two(radix: int) -> None:
+def test_a_partition_by_a_rule_is_a_line_or_two(radix: int) -> None:
     rows = {part: [Box((32 * part, 0), (32, 8))] for part in range(1000)}
     rows[1000] = [Box((32_000, 0), (7, 8))]
     index = index_of((32_007, 8), rows, radix)
@@ -171,7 +171,7 @@ def test_a_forged_index_is_refused(path: tuple[Any, ...], value: Any) -> None:
         Index.from_bytes(changed(path, value), "index.json", 4)
 
 
-def test_every_part_of_a_random_cut_is_counted_once() -> None:
+def test_every_part_of_a_random_partition_is_counted_once() -> None:
     sizes = [3, 1, 4, 1, 5, 9, 2, 6]
     edges = list(itertools.accumulate(sizes, initial=0))
     held = {part: [Flat(a, b)] for part, (a, b) in enumerate(itertools.pairwise(edges))}

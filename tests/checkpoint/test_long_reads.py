@@ -16,7 +16,7 @@ from drivetrain.checkpoint.storage.local import LOCAL
 from drivetrain.kernel.errors import CheckpointDamaged
 from drivetrain.kernel.shards import Box, Flat
 
-from .fakes import cut, piece, save
+from .fakes import piece, region_of, save
 
 NUM_ELEMENTS = (5 * LOCAL.long_bytes + 12) // 4
 """Number of elements of a tensor. The last thread's part is shorter than the others."""
@@ -39,11 +39,11 @@ def test_all_of_it_and_parts(folder: Path, tensor: Tensor) -> None:
     assert reader.read("weights", "long", out=out) is out
     assert torch.equal(out, tensor)
     for region in (Flat(7, NUM_ELEMENTS - 1), Box((3,), (NUM_ELEMENTS - 5,))):
-        assert torch.equal(reader.read("weights", "long", region), cut(tensor, region))
+        assert torch.equal(reader.read("weights", "long", region), region_of(tensor, region))
 
 
 @pytest.mark.parametrize("left", [0.99, 0.5, 0.01])
-def test_a_file_that_is_cut_off_meanwhile_is_named(folder: Path, left: float) -> None:
+def test_a_file_that_is_truncated_meanwhile_is_named(folder: Path, left: float) -> None:
     reader = CheckpointReader(folder)
     assert reader.names("weights") == ["long"]
     path = next(folder.glob("weights-*"))

@@ -16,7 +16,7 @@ from drivetrain.checkpoint.index import piece_locator, tree
 from drivetrain.kernel.errors import CheckpointDamaged, SaveFailed
 from drivetrain.kernel.shards import Box, Flat
 
-from .fakes import FakeEngine, FakeSession, bits, cut, on_ranks, piece, save
+from .fakes import FakeEngine, FakeSession, bits, on_ranks, piece, region_of, save
 
 SIZE = 20
 ROWS = torch.arange(SIZE * 6.0).view(2 * SIZE, 3)
@@ -68,11 +68,13 @@ def test_a_reader_opens_only_what_a_region_lies_in(folder: Path, opened: list[st
     assert reader.info("weights", "flat").shape == (10, 10)
     assert opened == []
     wanted = Box((7, 1), (4, 2))
-    assert bits(reader.read("weights", "rows", wanted)) == bits(cut(ROWS, wanted))
+    assert bits(reader.read("weights", "rows", wanted)) == bits(region_of(ROWS, wanted))
     assert parts(opened, "weights") == [3, 4, 5]
-    assert bits(reader.read("weights", "flat", Flat(12, 29))) == bits(cut(FLAT, Flat(12, 29)))
+    assert bits(reader.read("weights", "flat", Flat(12, 29))) == bits(region_of(FLAT, Flat(12, 29)))
     assert parts(opened, "weights") == [2, 3, 4, 5]
-    assert bits(reader.read("optimizer", "rows/moment", wanted)) == bits(cut(ROWS * 2, wanted))
+    assert bits(reader.read("optimizer", "rows/moment", wanted)) == bits(
+        region_of(ROWS * 2, wanted)
+    )
     assert parts(opened, "optimizer") == [3, 4, 5]
     assert bits(reader.read("state", "scale")) == bits(SCALE)
     assert parts(opened, "state") == [SIZE - 1]

@@ -37,7 +37,7 @@ from drivetrain.kernel.paths import Url, place
 from drivetrain.kernel.shards import Box
 from drivetrain.trainer.resume import find_checkpoint
 
-from .fakes import contents, cut, on_ranks, piece, run_of, save
+from .fakes import contents, on_ranks, piece, region_of, run_of, save
 
 ROOT = Url("frail://bucket/run/checkpoints")
 
@@ -296,7 +296,7 @@ def test_a_rank_reads_the_bytes_that_it_needs(frail: type[Frail]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frail, "cat_ranges", counted)
         read = reader.read("weights", "w", region)
-    assert torch.equal(read, cut(tensor, region))
+    assert torch.equal(read, region_of(tensor, region))
     assert num_bytes == read.nbytes
 
 

@@ -24,28 +24,28 @@ from .fakes import (
     FakeEngine,
     FakeSession,
     bits,
-    cut,
-    cuts,
     on_ranks,
     piece,
+    region_of,
     regions,
     run_of,
     save,
     tensors,
+    tilings,
 )
 
 
 @pytest.mark.parametrize("buffer_bytes", [16 << 20, 16])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_region_of_any_cut(buffer_bytes, data):
+def test_any_region_of_any_tiling(buffer_bytes, data):
     """Read with a small buffer, which splits every copy among several threads, like copies of large
     tensors.
     """
     originals = {f"t{i}": data.draw(tensors()) for i in range(data.draw(st.integers(1, 3)))}
     ranks = [[] for _ in range(data.draw(st.integers(1, 3)))]
     for name, tensor in originals.items():
-        for region in data.draw(cuts(tuple(tensor.shape))):
+        for region in data.draw(tilings(tuple(tensor.shape))):
             data.draw(st.sampled_from(ranks)).append(piece(name, tensor, region))
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -61,7 +61,7 @@ def test_any_region_of_any_cut(buffer_bytes, data):
             assert bits(reader.read("weights", name)) == bits(tensor)
             for _ in range(3):
                 region = data.draw(regions(tuple(tensor.shape)))
-                wanted = cut(tensor, region)
+                wanted = region_of(tensor, region)
                 assert bits(reader.read("weights", name, region)) == bits(wanted)
                 into = torch.zeros_like(wanted, memory_format=torch.contiguous_format)
                 assert reader.read("weights", name, region, out=into) is into
@@ -86,7 +86,7 @@ def test_a_region_costs_its_own_size_and_a_buffer(tmp_path):
         read = reader.read("weights", "w", region)
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert torch.equal(read, cut(tensor, region))
+    assert torch.equal(read, region_of(tensor, region))
     assert peak_bytes < read.nbytes + (1 << 20) + 300_000
 
 

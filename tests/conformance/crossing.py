@@ -50,7 +50,7 @@ CLOSE = 1e-6
 """Bound in float32. The same weights see the same samples, summed in another order: a few units of
 the last place, 6e-8, which ten updates enlarge little.
 """
-CUT = 1e-5
+PARTITIONED = 1e-5
 """Bound where layers, sequences and experts are partitioned. Each product is summed in another
 order, too, and a difference of one unit can reverse an update of AdamW.
 """
@@ -70,7 +70,9 @@ TRAININGS: Mapping[str, Training] = {
     "AdamW in bf16": Training(
         {"optimizer.name": "torch.optim.AdamW", "precision": "bf16"}, ROUNDED
     ),
-    "AdamW, mixture of experts": Training({"optimizer.name": "torch.optim.AdamW"}, CUT, "mixture"),
+    "AdamW, mixture of experts": Training(
+        {"optimizer.name": "torch.optim.AdamW"}, PARTITIONED, "mixture"
+    ),
 }
 
 

@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
 
 
 class MixtureBlock(nn.Module):
-    """Attention with as many heads as ranks may cut it over, and a mixture of experts."""
+    """Attention with as many heads as ranks may partition it over, and a mixture of experts."""
 
     HEADS, CHOSEN, HIDDEN = 4, 2, 2 * WIDTH
 

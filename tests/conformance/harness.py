@@ -203,7 +203,7 @@ class Pool:
                 )
                 for worker in self.workers
             }
-            # the errors before the stacks: what shows the end of a test run cuts long messages
+            # the errors before the stacks: what shows the end of a test run truncates long messages
             short = [f"{rank}: {ending(error)}" for rank, error in errors.items()]
             whole = [f"--- {rank}: {error}" for rank, error in errors.items()]
             arguments = textwrap.shorten(str(job["arguments"]), 300)

@@ -292,7 +292,7 @@ class Scaled(nn.Module):
         return y
 
 
-# --- in parts: what cannot be cut as it is ------------------------------------------------------
+# --- in parts: what cannot be sharded as it is --------------------------------------------------
 
 
 def inside(name: str, parallel: Parallel) -> Parallel:

@@ -96,7 +96,9 @@ def problem_for(subject: Subject, problem: str) -> str:
     if stand_in is None:
         raise ModelRefused(reported)
     refused = refused_model(subject, stand_in)
-    require(not refused, f"{stand_in!r} has layers, sequences and experts to cut, but {refused}")
+    require(
+        not refused, f"{stand_in!r} has layers, sequences and experts to partition, but {refused}"
+    )
     subject.stand_ins[problem] = f"{stand_in}: {reported}"
     return stand_in
 

@@ -187,7 +187,7 @@ def test_the_order_is_the_same_on_every_machine_and_release() -> None:
 
 # --- division into steps ----------------------------------------------------------------------
 
-cuts = st.fixed_dictionaries(
+divisions = st.fixed_dictionaries(
     {
         "num_samples": st.integers(1, 60),
         "num_readers": st.integers(1, 5),
@@ -198,26 +198,31 @@ cuts = st.fixed_dictionaries(
 )
 
 
-def loaders(cut: dict[str, Any], **options: Any) -> list[Loader]:
-    cut = dict(cut)
-    dataset, num_readers = Squares(cut.pop("num_samples")), cut.pop("num_readers")
+def loaders(division: dict[str, Any], **options: Any) -> list[Loader]:
+    division = dict(division)
+    dataset, num_readers = Squares(division.pop("num_samples")), division.pop("num_readers")
     return [
         Loader(
-            dataset, **cut, collate=as_list, num_readers=num_readers, reader_index=index, **options
+            dataset,
+            **division,
+            collate=as_list,
+            num_readers=num_readers,
+            reader_index=index,
+            **options,
         )
         for index in range(num_readers)
     ]
 
 
 @quickly
-@given(cuts)
-def test_readers_and_microbatches_together_are_the_order(cut: dict[str, Any]) -> None:
-    num_samples, global_batch = cut["num_samples"], cut["global_batch"]
-    if cut["drop_last"] and num_samples < global_batch:
+@given(divisions)
+def test_readers_and_microbatches_together_are_the_order(division: dict[str, Any]) -> None:
+    num_samples, global_batch = division["num_samples"], division["global_batch"]
+    if division["drop_last"] and num_samples < global_batch:
         return
-    num_steps = steps_per_epoch(num_samples, global_batch, cut["drop_last"])
-    kept = num_samples - num_samples % global_batch if cut["drop_last"] else num_samples
-    readers = [read(loader, Position(), 2 * num_steps) for loader in loaders(cut, seed=4)]
+    num_steps = steps_per_epoch(num_samples, global_batch, division["drop_last"])
+    kept = num_samples - num_samples % global_batch if division["drop_last"] else num_samples
+    readers = [read(loader, Position(), 2 * num_steps) for loader in loaders(division, seed=4)]
     for epoch in (0, 1):
         order = torch.as_tensor(shuffled(num_samples, 4, epoch)[:]).tolist()
         seen: list[int] = []
@@ -233,7 +238,9 @@ def test_readers_and_microbatches_together_are_the_order(cut: dict[str, Any]) ->
                 sizes = [each.num_samples for each in part]
                 assert max(sizes) - min(sizes) <= 1
                 for each in part:
-                    assert 1 <= len(each.batch) == max(each.num_samples, 1) <= cut["micro_batch"]
+                    assert (
+                        1 <= len(each.batch) == max(each.num_samples, 1) <= division["micro_batch"]
+                    )
                     assert set(each.batch) <= set(group)  # an idle one is of the group, too
                     assert order[each.offset] == each.batch[0]
         assert seen == order[:kept]
@@ -241,11 +248,11 @@ def test_readers_and_microbatches_together_are_the_order(cut: dict[str, Any]) ->
 
 
 @quickly
-@given(cuts, st.integers(0, 12))
-def test_a_resumed_run_continues_the_same(cut: dict[str, Any], step: int) -> None:
-    if cut["drop_last"] and cut["num_samples"] < cut["global_batch"]:
+@given(divisions, st.integers(0, 12))
+def test_a_resumed_run_continues_the_same(division: dict[str, Any], step: int) -> None:
+    if division["drop_last"] and division["num_samples"] < division["global_batch"]:
         return
-    for loader in loaders(cut):
+    for loader in loaders(division):
         whole = read(loader, Position(), step + 5)
         stored = json.loads(json.dumps(position_to_json(whole[step][0].position)))
         resumed = read(loader, position_from_json(stored), 5)
@@ -255,22 +262,22 @@ def test_a_resumed_run_continues_the_same(cut: dict[str, Any], step: int) -> Non
 
 
 @quickly
-@given(cuts, st.integers(1, 5), st.integers(1, 8))
+@given(divisions, st.integers(1, 5), st.integers(1, 8))
 def test_groups_do_not_depend_on_readers_or_accumulation(
-    cut: dict[str, Any], num_readers: int, micro_batch: int
+    division: dict[str, Any], num_readers: int, micro_batch: int
 ) -> None:
-    cut["drop_last"] = False
+    division["drop_last"] = False
 
-    def groups(cut: dict[str, Any]) -> list[list[int]]:
-        readers = [read(loader, Position(1, 3), 6) for loader in loaders(cut)]
+    def groups(division: dict[str, Any]) -> list[list[int]]:
+        readers = [read(loader, Position(1, 3), 6) for loader in loaders(division)]
         return [joined(part for _, part in step) for step in zip(*readers, strict=True)]
 
-    cut["num_samples"] += 3
-    changed = {**cut, "num_readers": num_readers, "micro_batch": micro_batch}
-    assert groups(cut) == groups(changed)
+    division["num_samples"] += 3
+    changed = {**division, "num_readers": num_readers, "micro_batch": micro_batch}
+    assert groups(division) == groups(changed)
 
 
-def test_full_groups_are_all_cut_alike() -> None:
+def test_full_groups_are_all_divided_alike() -> None:
     loader = Loader(Squares(100), global_batch=22, micro_batch=4, num_readers=3, reader_index=1)
     shapes = [[each.num_samples for each in part] for _, part in read(loader, Position(), 9)]
     assert shapes == 4 * [[4, 3]] + [[4]] + 4 * [[4, 3]]
@@ -362,7 +369,7 @@ def test_workers_isolate_by_default() -> None:
     assert augmented(Position(), 3, workers=1) == augmented(Position(), 3, isolate_random=True)
 
 
-def test_workers_without_isolation_are_exact_for_one_cut() -> None:
+def test_workers_without_isolation_are_exact_for_one_division() -> None:
     whole = augmented(Position(), 5, workers=1, isolate_random=False)
     assert augmented(Position(0, 16), 3, workers=2, isolate_random=False) == whole[2:]
 

@@ -149,7 +149,7 @@ def test_tar_shards_in_a_mixture(shards: list[Path]) -> None:
     goes_on(mixture)
 
 
-def cut(path: Path) -> Path:
+def truncated(path: Path) -> Path:
     path.write_bytes(path.read_bytes()[:5000])
     return path
 
@@ -160,7 +160,7 @@ def cut(path: Path) -> Path:
         (lambda path: path.unlink(), ["9.tar", "No such file"]),
         (lambda path: path.write_bytes(b"x" * 2048), ["9.tar", "tar file"]),
         (lambda path: tar(path, {}), ["9.tar", "no files"]),
-        (cut, ["9.tar", "tar file", "cut at byte 4608"]),
+        (truncated, ["9.tar", "tar file", "truncated at byte 4608"]),
         (lambda path: tar(path, {"a.x": "1", "a.y": "2", "b.x": "3", "b.x ": "4"}), []),
     ],
 )

@@ -263,13 +263,13 @@ class MatricesInParts(WrappedEngine):
         groups = [g for g in self.inner.param_groups if "ns_steps" in g]
         whole = [(group, group["params"]) for group in groups]
         for group, parameters in whole:
-            group["params"] = [half for p in parameters for half in self.cut(p)]
+            group["params"] = [half for p in parameters for half in self.split(p)]
         outcome: Outcome = self.inner.update()
         for group, parameters in whole:
             group["params"] = parameters
         return outcome
 
-    def cut(self, parameter: Tensor) -> list[nn.Parameter]:
+    def split(self, parameter: Tensor) -> list[nn.Parameter]:
         made = [nn.Parameter(part) for part in parameter.detach().chunk(2)]
         halves = self.halves.setdefault(parameter, made)
         assert parameter.grad is not None

@@ -47,7 +47,7 @@ def test_three_faults_together_are_each_named(check: str) -> None:
         case.check()
 
 
-def test_a_model_that_cannot_be_cut_has_a_stand_in() -> None:
+def test_a_model_that_cannot_be_partitioned_has_a_stand_in() -> None:
     """Prove the stand-in in place of the model, and report it."""
     case = chosen("takes sequences", SGD + "-regression")[0]
     case.check()
@@ -66,7 +66,9 @@ def test_a_model_that_nothing_stands_in_for_is_refused() -> None:
 @pytest.mark.parametrize("check", [SGD + "-regression", SGD + "-language", RESUMED])
 def test_who_refuses_all_has_proved_nothing(check: str) -> None:
     case = chosen("refuses all", check)[0]
-    with pytest.raises(LawBroken, match="has layers, sequences and experts to cut, but backend"):
+    with pytest.raises(
+        LawBroken, match="has layers, sequences and experts to partition, but backend"
+    ):
         case.check()
 
 

@@ -320,8 +320,8 @@ def _manifest_texts(canary: Path) -> Iterator[Case]:
     for size in (64 << 20 | 1, 10 << 30):
         yield Case(f"manifest: {size} bytes", sparse("manifest.json", size, b"{"), "manifest.json")
     for tenths in range(10):
-        cut: Callable[[str], str] = lambda text, t=tenths: text[: len(text) * t // 10]  # noqa: E731
-        yield Case(f"manifest: {tenths} tenths of it", text_of_manifest(cut), "manifest.json")
+        truncate: Callable[[str], str] = lambda text, t=tenths: text[: len(text) * t // 10]  # noqa: E731
+        yield Case(f"manifest: {tenths} tenths of it", text_of_manifest(truncate), "manifest.json")
     for word in ("NaN", "Infinity", "-Infinity", "1e999", "-0x1", "01", "9" * 5000):
         put_in: Callable[[str], str] = lambda text, w=word: text.replace(  # noqa: E731
             '"step": 2', f'"step": {w}'
@@ -416,8 +416,8 @@ def _shards(canary: Path) -> Iterator[Case]:
         for what, raw in pickles(canary).items():
             yield Case(f"{name}: a pickle, {what}", shard(name, raw), name)
         for size in (0, 1, 7, 8, 9):
-            cut: Callable[[bytes], bytes] = lambda raw, n=size: raw[:n]  # noqa: E731
-            yield Case(f"{name}: {size} bytes", shard(name, cut), name)
+            truncate: Callable[[bytes], bytes] = lambda raw, n=size: raw[:n]  # noqa: E731
+            yield Case(f"{name}: {size} bytes", shard(name, truncate), name)
         yield Case(f"{name}: its last byte is gone", shard(name, lambda raw: raw[:-1]), name)
         yield Case(f"{name}: a byte too many", shard(name, lambda raw: raw + b"\0"), name)
         lengths = (0, 1, 10**8 + 1, (1 << 31), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)

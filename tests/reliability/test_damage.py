@@ -77,7 +77,7 @@ def counted_otherwise(folder: Path) -> str:
     return f"{MANIFEST}: is not as it was written"
 
 
-def cut_manifest(folder: Path) -> str:
+def truncated_manifest(folder: Path) -> str:
     path = folder / MANIFEST
     path.write_bytes(path.read_bytes()[:-20])
     return MANIFEST
@@ -91,7 +91,7 @@ def is_a_folder(folder: Path) -> str:
 
 
 DAMAGES: list[Damage] = [
-    truncated, empty, missing, is_a_folder, cut_manifest, counted_otherwise,
+    truncated, empty, missing, is_a_folder, truncated_manifest, counted_otherwise,
     *(flipped(pattern, place)
       for pattern in ("weights-*", "optimizer-*", "state-*", MANIFEST)
       for place in (0, 0.3, 1)),

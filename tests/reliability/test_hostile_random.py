@@ -131,12 +131,14 @@ def test_a_configuration_is_taken_or_refused(
 ) -> None:
     path = tmp_path / f"a.{kind}"
     written = json.dumps(value) if kind != "toml" else 'a.b = 1\n[c]\nd = [1, "x", {e = 2.5}]\n'
-    cut = bytearray(written.encode())
+    changed = bytearray(written.encode())
     draw = random.Random(seed)
     for _ in range(draw.randrange(4)):
-        place = draw.randrange(len(cut) + 1)
-        cut[place:place] = draw.choice([b"&a ", b"*a", b"[", b"{", b"<<: ", b".", b"0x", b"\xff"])
-    for raw in (text.encode(errors="replace"), bytes(cut)):
+        place = draw.randrange(len(changed) + 1)
+        changed[place:place] = draw.choice(
+            [b"&a ", b"*a", b"[", b"{", b"<<: ", b".", b"0x", b"\xff"]
+        )
+    for raw in (text.encode(errors="replace"), bytes(changed)):
         path.write_bytes(raw)
         taken_or_refused(lambda: read_config_files([path]))
 

@@ -49,9 +49,9 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
         run, times = Run("ddp", 2), {"stall_seconds": 3.0, "ddp_timeout": 12}
         train_with_compat(run, out / "run", environment, **times)
         return
-    cut = Parallel(tensor={"0": "column", "2": "row"}) if backend == "mesh" else None
+    parallel = Parallel(tensor={"0": "column", "2": "row"}) if backend == "mesh" else None
     fit(
-        replace(recipe(build), loss=loss, parallel=cut),
+        replace(recipe(build), loss=loss, parallel=parallel),
         SETTINGS,
         backend=backend,
         backend_options={"tensor": 2} if backend == "mesh" else {},

@@ -167,7 +167,7 @@ def test_a_line_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     assert file.read().skipped == 0
 
 
-@pytest.mark.parametrize("act", ["cut", "replaced"])
+@pytest.mark.parametrize("act", ["truncated", "replaced"])
 def test_another_file_is_read_from_its_start(act: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, STARTED, logged(1), logged(2))

@@ -85,7 +85,7 @@ def test_the_figures_are_those_of_a_run_with_enough_memory(first_fails_at: int) 
     assert "continuing with micro_batch=2" in words(events)[1]
 
 
-def test_evaluation_is_cut_by_itself() -> None:
+def test_an_evaluation_is_halved_by_itself() -> None:
     events = run(short_of_memory(4, lambda training: not training))
     assert_same_figures(events, run(recipe()))
     (reported,) = words(events)
