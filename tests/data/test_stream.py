@@ -122,10 +122,10 @@ def test_any_number_of_readers_sees_the_same_steps(
 ) -> None:
     options = {"global_batch": global_batch, "num_epochs": 2, "seed": 7}
     whole = over_readers(Shuffling(size), 1, micro_batch=global_batch, **options)
-    cut_up = over_readers(
+    divided = over_readers(
         Shuffling(size), num_readers, micro_batch=micro_batch, fixed_size=fixed_size, **options
     )
-    assert cut_up == whole
+    assert divided == whole
     assert [len(step) for step in whole] == [
         min(global_batch, size - start) for _ in range(2) for start in range(0, size, global_batch)
     ]
