@@ -13,6 +13,7 @@ from . import (
     nonfinite,
     packing,
     predict,
+    recover,
     resume,
     start,
     steps,
@@ -36,6 +37,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *verdicts.BENCHMARKS,
         *corruptions.BENCHMARKS,
         *nonfinite.BENCHMARKS,
+        *recover.BENCHMARKS,
         *gpu.BENCHMARKS,
     )
 }

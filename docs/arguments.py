@@ -47,6 +47,16 @@ def answer(driver: Driver, key: str, value: Any) -> str:
     return "applied"
 
 
+HOLD_ALL = {"ddp", "xpu"}
+"""Drivers whose ranks each hold all of the state (`HoldsAll`)."""
+FOR_HOLDERS = ("recover", "max_lost")
+
+
+def for_holders(driver: Driver) -> str:
+    """The answer to a setting that is for ranks which hold all of the state."""
+    return "applied" if driver.name in HOLD_ALL else "refused: its ranks do not hold all state"
+
+
 def in_two_processes(driver: Driver) -> str:
     """The answer to being launched in more than one process."""
     before = os.environ.get("WORLD_SIZE")
@@ -64,7 +74,9 @@ def rows(drivers: list[Driver]) -> Iterator[tuple[str, list[str]]]:
     """(argument, answers) for every setting, in the order of declaration."""
     for key in flatten(Settings()):
         for value in ASKED.get(key, (None,)):
-            if value is None:
+            if key in FOR_HOLDERS:
+                yield f"`{key}`", [for_holders(driver) for driver in drivers]
+            elif value is None:
                 yield f"`{key}`", ["applied"] * len(drivers)
             else:
                 shown = ",".join(value) if isinstance(value, tuple) else value

@@ -33,13 +33,7 @@ from .plan import Capabilities, Outcome, Plan, Probe, World
 from .recipe import Batch, Recipe
 from .shards import Piece, Reader
 
-__all__ = [
-    "Driver",
-    "Engine",
-    "Outcome",
-    "Session",
-    "World",
-]
+__all__ = ["Driver", "Engine", "Outcome", "Session", "World"]
 
 
 class Driver(Protocol):
@@ -154,8 +148,7 @@ class Engine(Protocol):
         A parameter that no rank has a gradient of is left as it is, weight decay and moments
         included; a count of steps that the library keeps once for many parameters still increases.
         Where only some ranks have none, theirs counts as zero (law 1; see
-        `Capabilities.uneven_gradients`). Raises `RecipeError`, naming the parameters, where the
-        driver cannot."""
+        `Capabilities.uneven_gradients`). Raises `RecipeError`, naming them, if it cannot."""
 
     def shards(self) -> Iterator[Piece]:
         """The pieces that this rank writes; over all ranks they cover each tensor exactly once.

@@ -29,8 +29,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Metrics over all readers' `groups`; called by all ranks, with equal results on all.
 
-    The sums are float64. Raises `RecipeError` when `measure` returns something that cannot be
-    added up."""
+    The sums are float64. Raises `RecipeError` when `measure` returns what cannot be added up."""
     measure = recipe.measure or (lambda module, batch: {"loss": recipe.loss(module, batch)})
     of_mean = recipe.measure is None and recipe.loss_is == "mean"
     counts: deque[tuple[int, float, int]] = deque()

@@ -185,8 +185,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class Saved(Event):
-    """A checkpoint is complete; or, where `error` gives a reason, it is not, and the previous one
-    still is."""
+    """A checkpoint is complete. Where `error` gives a reason, it is not: the previous one is."""
 
     step: int
     path: Place

@@ -6,7 +6,7 @@ As in `contract`, this file holds types and docstrings and no logic."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .contract import Session
 from .plan import Layout, Parts, Plan
 from .recipe import Batch, Microstep, Recipe
+from .shards import Piece
 
 __all__ = [
     "Audits",
@@ -24,7 +25,9 @@ __all__ = [
     "CountsWaits",
     "EstimatesLayout",
     "GivesBack",
+    "HoldsAll",
     "KeepsWrites",
+    "LeavesRanks",
     "NumbersUpdates",
     "RunsBackwardAgain",
     "ShowsUpdates",
@@ -53,9 +56,8 @@ class EstimatesLayout(Protocol):
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int
     ) -> Layout:
-        """Return the memory that the fullest rank needs. Pure. `model`: the recipe's; its tensors
-        may be on the meta device. `state_bytes`: the optimizer's state of each whole parameter, by
-        FQN."""
+        """Return the memory that the fullest rank needs. Pure. `model`: the recipe's, or on meta
+        tensors. `state_bytes`: the optimizer's, for each whole parameter, by FQN."""
 
 
 @runtime_checkable
@@ -83,6 +85,25 @@ class CountsWaits(Protocol):
     @property
     def waited_seconds(self) -> float:
         """Seconds since the session began. Costs no communication."""
+
+
+@runtime_checkable
+class LeavesRanks(Protocol):
+    """A session that its rank can leave, for the setting `recover`."""
+
+    def leave(self) -> None:
+        """From now on this rank is the world: what ranks exchange and reduce is its own."""
+
+
+@runtime_checkable
+class HoldsAll(Protocol):
+    """An engine whose rank holds all state, for the setting `recover`, refused without it."""
+
+    def begin_step(self) -> None:
+        """Keep what a step changes before its update, such as buffers."""
+
+    def held(self) -> Iterator[Piece]:
+        """The pieces of `shards` of all ranks, as kept by the last `begin_step`."""
 
 
 @runtime_checkable
@@ -115,8 +136,7 @@ class AveragesWeights(Protocol):
         Called by all ranks, at most once after each applied update."""
 
     def averaged(self) -> AbstractContextManager[Any]:
-        """Show averages in place of the module's weights, where there are some, around an
-        evaluation."""
+        """Show averages, where there are some, in place of weights around an evaluation."""
 
 
 @runtime_checkable
@@ -154,8 +174,7 @@ class NumbersUpdates(Protocol):
 
 
 class UpdateObserver(Protocol):
-    """Receives the parts that this rank holds of each parameter in one update. It changes
-    nothing."""
+    """Receives this rank's parts of each parameter in one update. It changes nothing."""
 
     def weights(self, parts: Parts) -> None:
         """Receive all weights before the update, each tied group once, by the same names in the
@@ -184,8 +203,7 @@ class ShowsUpdates(Protocol):
 
 @runtime_checkable
 class RunsBackwardAgain(Protocol):
-    """An engine whose backward can run without an update. With another engine only the forward is
-    searched."""
+    """An engine whose backward can run without an update. Else only the forward is searched."""
 
     def without_update(self) -> AbstractContextManager[Any]:
         """Enclose forward and backward of a microbatch whose gradients nobody keeps."""

@@ -199,21 +199,15 @@ class World:
         this weight the number of each reader counts once."""
         return self.num_readers / self.size
 
-    @property
-    def leads(self) -> bool:
-        """The former name of `is_first_of_reader`."""
-        _warn_renamed("leads", "is_first_of_reader")
-        return self.is_first_of_reader
-
-    @property
-    def counts_once(self) -> float:
-        """The former name of `replicated_sum_weight`."""
-        _warn_renamed("counts_once", "replicated_sum_weight")
-        return self.replicated_sum_weight
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a former name."""
+        if (now := _FORMER_NAMES.get(name)) is None:
+            raise AttributeError(f"World has no {name}")
+        warnings.warn(f"World.{name} is now World.{now}", DeprecationWarning, stacklevel=2)
+        return getattr(self, now)
 
 
-def _warn_renamed(old: str, new: str) -> None:
-    warnings.warn(f"World.{old} is now World.{new}", DeprecationWarning, stacklevel=3)
+_FORMER_NAMES = {"leads": "is_first_of_reader", "counts_once": "replicated_sum_weight"}
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ class Recipe:
 
     measure: Callable[[nn.Module, Batch], Mapping[str, Tensor]] | None = None
     """Named tensors that evaluation adds up: each a SUM over the batch, so that sums of batches and
-    ranks are exact. By default `{"loss": loss(module, batch)}`. The kernel adds `"items"` and
-    `"samples"`."""
+    ranks are exact. Default: `{"loss": loss(module, batch)}`. The kernel adds items and samples."""
 
     summarise: Callable[[Mapping[str, Tensor]], Mapping[str, float]] | None = None
     """Metrics of the sums over the whole data (float64, on the host); by default the mean loss."""
@@ -81,8 +80,7 @@ class Recipe:
     others. It keeps nothing between calls, draws no random numbers, and may be called again."""
 
     parallel: Any = None
-    """How drivers that partition layers and sequences may partition the model: a
-    `drivetrain.Parallel`."""
+    """How drivers may partition layers and sequences of the model: a `drivetrain.Parallel`."""
 
     flops_per_item: float | None = None
     """FLOPs of forward and backward on one item, to report the share of the peak; None: none."""
@@ -105,8 +103,7 @@ class Microstep:
     """Encloses the forward."""
     _backward: Callable[[Tensor, float], Tensor]
     weight: float
-    """Weight of the samples: 1, less where they are repeated, 0 where they only keep ranks in
-    step."""
+    """Weight of the samples: 1, less where they are repeated, 0 for those of no share."""
 
     @property
     def last(self) -> bool:

@@ -9,7 +9,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import Tensor, nn
@@ -21,8 +21,9 @@ from ...kernel.errors import CapabilityRefused, RecipeError
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
-from ..common import models
+from ..common import model_state, models
 from ..common.entered import Entered
+from ..common.extra_state import ExtraState
 from ..common.frozen import Frozen
 from ..common.plain_engine import PlainEngine
 from ..common.writes import refuse_renormalising
@@ -100,6 +101,7 @@ class DdpEngine(PlainEngine):
         self.extra = self.buffers.extra
         self.buffers.take_before_forward(self.module)
         self._copies = Copies(self._held, world)
+        self._kept: dict[str, Tensor] = {}
         self._frozen, self._entered = Frozen(self.own), Entered(self.module)
 
     def build_model(self, recipe: Recipe) -> nn.Module:
@@ -200,6 +202,17 @@ class DdpEngine(PlainEngine):
     def shards(self) -> Iterator[Piece]:
         yield from self.buffers.own_pieces()
         yield from super().shards()
+
+    def begin_step(self) -> None:
+        """See `HoldsAll`."""
+        self._kept = {n: b.clone() for n, b in model_state.named_buffers(self.own).items()}
+
+    def held(self) -> Iterator[Piece]:
+        """See `HoldsAll`. The module's other state is as it is."""
+        yield from ExtraState(self.own, self.world.device).pieces()
+        for piece in model_state.replicated_pieces(self.own, self.state, self.loss_scale, 0, 1):
+            kept = self._kept.get(piece.name) if piece.kind == "weights" else None
+            yield piece if kept is None else replace(piece, tensor=kept)
 
     def restore(self, reader: Reader) -> None:
         super().restore(reader)

@@ -22,6 +22,7 @@ from ...kernel.plan import Plan, Probe
 from ...kernel.recipe import Batch, Recipe
 from ...launched import local_rank, world_size
 from ...launched import rank as launched_rank
+from ...lost_ranks import generation, is_new, listen
 from ..common import fork_gc, layouts, prefetch, random_state
 from . import shm_tally, stall_watch, used_layers
 from .collectives import (
@@ -30,6 +31,7 @@ from .collectives import (
     naming_call,
     naming_collectives,
 )
+from .connections import Connections
 from .start import (
     CONNECT_LIMIT,
     await_ranks,
@@ -68,6 +70,7 @@ def _joined_ranks(plan: Plan, device: torch.device, destroy: Callable[[], None])
     """Create the process group; destroy it at the end. Ranks are watched while they join."""
     backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
     timeout = _limit(plan)
+    listen()
     stall, seconds = plan.stall_seconds, plan.timeout_seconds
     call, own = "joining the process group", launched_rank()
     with naming_call(call, own), late_store_named(call, own, stall):
@@ -76,13 +79,18 @@ def _joined_ranks(plan: Plan, device: torch.device, destroy: Callable[[], None])
     watched = stall_watch.watching(store, rank, size, stall, seconds, joins=True)
     with watched, naming_call(call, rank), lost_store_named(store):
         await_ranks(store, "start", rank, size, timeout.total_seconds())
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        with Connections() as connections:
+            store = connections.store(store)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
         # else a rank that fails at once would disconnect from one that is still connecting
         await_ranks(store, "joined", rank, size, timeout.total_seconds())
     try:
-        yield
-        if not stall_watch.broken:
-            _leave_together(size)
+        with connections.closed_on_loss():
+            yield
+            if not (stall_watch.broken or is_new()):
+                _leave_together(size)
     finally:
         destroy()
 
@@ -113,8 +121,9 @@ def _leave_together(size: int) -> None:
         store.wait(["drivetrain/all left"], timedelta(seconds=30))
 
 
-_stores: dict[tuple[str, str], tuple[Any, int, int]] = {}
-_num_sessions: Counter[tuple[str, str]] = Counter()
+_stores: dict[tuple[str, str], Any] = {}
+_num_sessions: Counter[tuple[str, str, int]] = Counter()
+"""Sessions of this process, by the address of the store and `lost_ranks.generation`."""
 
 
 def _open_store(timeout: timedelta, seconds: float) -> tuple[Any, int, int]:
@@ -139,16 +148,18 @@ def _open_store(timeout: timedelta, seconds: float) -> tuple[Any, int, int]:
     if address not in _stores:
         _stores.clear()  # of an earlier launch, as tests do many in one process
         _num_sessions.clear()
-        rank, size = launched_rank(), world_size()
+        rank = launched_rank()
         await_server(*address, rank, seconds)
         # "1" is the number of ranks that the server waits for
         store, _, _ = next(rendezvous("env://", rank, 1, timeout=max(timeout, CONNECT_LIMIT)))
-        _stores[address] = store, rank, size
-    store, rank, size = _stores[address]
+        _stores[address] = store
+    store, met = _stores[address], (*address, generation())
     store.set_timeout(timeout)
-    _num_sessions[address] += 1
-    prefix = f"session {_num_sessions[address]}"
-    return dist.PrefixStore(prefix, store), rank, size  # type: ignore[attr-defined]
+    _num_sessions[met] += 1
+    prefix = f"session {_num_sessions[met]}"
+    if generation():  # ranks may have opened different numbers of sessions when one died
+        prefix = f"without {generation()} ranks/{prefix}"
+    return dist.PrefixStore(prefix, store), launched_rank(), world_size()  # type: ignore[attr-defined]
 
 
 def choose_device(choice: str) -> torch.device:
@@ -219,6 +230,11 @@ class ProcessGroupSession:
         watch = stall_watch.this_session()
         return 0.0 if watch is None else watch.waits.seconds
 
+    def leave(self) -> None:
+        """See `LeavesRanks`."""
+        self.world = World(0, 1, self.world.device, feeder_index=0, num_feeders=1)
+        self._layers = None
+
     def watch(self, report: Callable[[int, float, str], None], /) -> None:
         stall_watch.listen(lambda late: report(late.rank, late.seconds, str(late)))
 
@@ -274,6 +290,8 @@ class ProcessGroupSession:
         return self._shared_memory
 
     def exchange(self, value: Any) -> list[Any]:
+        if self.world.size == 1:
+            return [json.loads(json.dumps(value))]
         turn = None if self._layers is None else self._layers.end_turn()
         encoded = bytearray(json.dumps([value, turn]).encode())
         tensor = torch.frombuffer(encoded, dtype=torch.uint8)
@@ -285,12 +303,16 @@ class ProcessGroupSession:
         return [one for one, _ in received]
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+        if self.world.size == 1:
+            return tensor.detach().clone()
         result = keep_for_a_while(tensor.detach().clone())
         with self._named(f"reducing a tensor of shape {tuple(tensor.shape)}"):
             dist.all_reduce(result, _OPS[op], group=self.feeders)
         return result
 
     def gather(self, tensor: Tensor) -> Tensor:
+        if self.world.size == 1:
+            return tensor.detach().to("cpu", copy=True)
         return torch.cat(self._gather(tensor.detach().cpu(), "gathering a tensor", self.feeders))
 
     def _gather(

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ... import lost_ranks
+
 __all__ = ["MOST", "SLOT_BYTES", "SharedMemorySum", "opened"]
 
 MOST = 16
@@ -96,6 +98,8 @@ class SharedMemorySum:
                     raise RuntimeError(
                         f"rank {rank} has added up {found} times, and rank {self._rank} {number}"
                     )
+            if lost_ranks.is_new():
+                raise RuntimeError(f"a rank has died; rank {rank} is not waited for")
             now = time.monotonic()
             began = now if began is None else began
             waited = now - began

@@ -28,6 +28,7 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ... import lost_ranks
 from . import start, used_layers
 from .abort import Abort, acknowledged_key, end_process
 from .heartbeats import ABSENT_HEARTBEAT, JOINED, Heartbeat, Late, place_of, processor_seconds
@@ -251,6 +253,10 @@ class Watch:
         }
 
     def _report_stall(self, stalled: Mapping[int, Heartbeat], seen: str) -> None:
+        if self.rank not in stalled:
+            cut_off = [lost_ranks.cut_off(other) for other in stalled]
+            if all(cut_off):
+                return  # they are reported as dead, and the others continue
         lines = [f"rank {other} {sign}" for other, sign in sorted(stalled.items())]
         text = f"{'; '.join(lines)}. Rank {self.rank} waits for it in {self._call!r} and {seen}"
         text += f". {used}".rstrip(".") if (used := used_layers.describe_difference()) else ""
@@ -307,7 +313,8 @@ _open: list[Watch] = []
 broken: list[str] = []
 """Failed calls, and reasons of aborts, since ranks joined. If there are any, no rank waits for the
 others at the end."""
-_num_watches = itertools.count()
+_num_watches: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+"""The next number of a watch, by `lost_ranks.generation`."""
 
 
 @contextlib.contextmanager
@@ -325,7 +332,7 @@ def watching(
     if size == 1:
         yield
         return
-    prefix = f"drivetrain/watch {next(_num_watches)}"
+    prefix = f"drivetrain/watch {next(_num_watches[lost_ranks.generation()])}"
     own: Any = dist.PrefixStore(prefix, start.second_client(store))  # type: ignore[attr-defined]
     main: Any = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
     stall = math.inf if stall_seconds is None else stall_seconds

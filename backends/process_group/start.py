@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+from ... import lost_ranks
+
 __all__ = [
     "CONNECT_LIMIT",
     "await_ranks",
@@ -58,6 +60,8 @@ def await_ranks(store: Any, place: str, rank: int, size: int, seconds: float) ->
     store.set(keys[rank], "1")
     deadline, pause = time.monotonic() + seconds, 0.01
     while not store.check(keys):
+        if lost_ranks.is_new():
+            raise RuntimeError("a rank has died, and the others meet without it")
         if time.monotonic() > deadline:
             absent = [str(n) for n, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(f"ranks that have not come in {seconds:g} s: {', '.join(absent)}")

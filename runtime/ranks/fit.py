@@ -81,13 +81,14 @@ def fit(
     refuse_used(out, resume)
     from .start import run_on_ranks  # torch's elastic agent is slow to import
 
-    passed = passed_to_ranks(() if settings is None else settings.preemption_notice)
+    given = settings or Settings()
+    passed, in_place = passed_to_ranks(given.preemption_notice), given.recover == "in_place"
     if progress is not True or not in_notebook():
         with passed:
-            return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep)
+            return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep, in_place)
     with passed, NotebookProgress() as table, RecordChannel() as channel:
-        act = partial(act, display=channel)
-        return run_on_ranks(nproc, partial(_result_of_rank, act), partial(channel.receive, table))
+        act = partial(_result_of_rank, partial(act, display=channel))
+        return run_on_ranks(nproc, act, partial(channel.receive, table), in_place)
 
 
 def _result_of_rank(act: Callable[[], Result]) -> Result:

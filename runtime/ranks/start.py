@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import threading
+import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from .. import launched
 from ..data.fork_gc import leave_the_parents_garbage
 from ..data.socket_paths import keep_socket_paths_short
 from ..data.stop_signals import STOP_SIGNALS, blocked, note_until_handled
@@ -34,10 +38,10 @@ from ..kernel import errors
 from ..kernel.errors import (
     EXIT_PREEMPTED,
     DrivetrainError,
-    FailedAfterTraining,
     RecipeFailed,
     SettingError,
 )
+from ..rank_launcher import RankLauncher
 from ..trainer.signals import StoppedBeforeStart
 
 __all__ = ["run_on_ranks"]
@@ -51,20 +55,27 @@ number."""
 _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
-def run_on_ranks(nproc: int, act: Callable[[], T], meanwhile: Callable[[float], None]) -> T:
+def run_on_ranks(
+    nproc: int, act: Callable[[], T], meanwhile: Callable[[float], None], in_place: bool = False
+) -> T:
     """Call `act` on `nproc` ranks, and return the result of rank 0. Raises the error of the first
     rank that failed, if it is an error of drivetrain's, else `RecipeFailed`.
 
     `meanwhile(seconds)` is called repeatedly until the ranks have ended, and may take that long. A
     signal that asks to save and stop is passed on to the ranks, whose result is returned. Raises
     `KeyboardInterrupt` for an interrupt before the ranks have connected, and for a second
-    interrupt.
+    interrupt. `in_place`: the others continue without ranks that die.
     """
     _check(nproc)
     keep_socket_paths_short()
     leave_the_parents_garbage()  # such as the agent of earlier ranks
     with TemporaryDirectory(prefix="drivetrain-") as log_dir:
-        return _run(_configuration(nproc, log_dir), Path(log_dir), act, meanwhile)
+        folder = Path(log_dir)
+        if in_place:
+            return _run(lambda: _launch_in_place(nproc, act, folder), folder, meanwhile)
+        config = _configuration(nproc, log_dir)
+        launch = cast(Callable[..., dict[int, T]], elastic_launch(config, _rank))
+        return _run(lambda: launch(act, folder)[0], folder, meanwhile)
 
 
 def _configuration(nproc: int, log_dir: str) -> LaunchConfig:
@@ -82,22 +93,81 @@ def _configuration(nproc: int, log_dir: str) -> LaunchConfig:
     )
 
 
-def _run(
-    config: LaunchConfig, folder: Path, act: Callable[[], T], meanwhile: Callable[[float], None]
-) -> T:
-    """Run the agent in a thread, from which the ranks are forked. This thread shows records and
-    passes on signals meanwhile."""
-    results: list[dict[int, T]] = []
+def _launch_in_place(nproc: int, act: Callable[[], T], folder: Path) -> T:
+    """Fork the ranks, and continue without those that die. Raises `ChildFailedError` as torch's
+    agent does."""
+    forks: list[_Fork[T]] = []
+
+    def start(environment: Mapping[str, str], descriptors: tuple[int, ...]) -> _Fork[T]:
+        os.environ.update(environment)  # restored by `_restore_after_agent`
+        forks.append(_Fork(act, folder, int(environment["RANK"])))
+        return forks[-1]
+
+    ended = RankLauncher(nproc).run(start)
+    if ended.exit_code:
+        failed = forks[ended.failed_rank]
+        details = ended.failed_rank, failed.number, ended.exit_code, str(failed.error_file)
+        raise ChildFailedError("fit", {ended.failed_rank: ProcessFailure(*details)})
+    return dict(fork.result for fork in forks if fork.result is not None)[0]
+
+
+class _Fork(Generic[T]):
+    """A rank that is forked from this process."""
+
+    def __init__(self, act: Callable[[], T], folder: Path, rank: int) -> None:
+        self.result: tuple[int, T] | None = None
+        """The number that the rank had at its end, and the result of `act`."""
+        self.error_file = folder / f"{rank}.json"
+        context = multiprocessing.get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=self._call, args=(act, folder, theirs))
+        self._process.start()
+        theirs.close()
+
+    @property
+    def number(self) -> int:
+        """The process number."""
+        return self._process.pid or 0
+
+    def _call(self, act: Callable[[], T], folder: Path, pipe: Connection) -> None:
+        """Run the rank, in its process."""
+        try:
+            result = _rank(act, folder)
+            pipe.send((launched.rank(), result))
+            pipe.recv()  # shared memory of the result lives as long as this process
+        except _RankFailure as failure:
+            message = {"message": str(failure), "extraInfo": {"timestamp": int(time.time())}}
+            self.error_file.write_text(json.dumps({"message": message}))
+            os._exit(1)
+
+    def wait(self) -> int:
+        """See `Process`."""
+        with suppress(EOFError, OSError):  # it has died
+            self.result = self._pipe.recv()
+            self._pipe.send(None)
+        self._process.join()
+        self._pipe.close()
+        return self._process.exitcode or 0
+
+    def send_signal(self, number: int, /) -> None:
+        """See `Process`."""
+        os.kill(self.number, number)
+
+
+def _run(launch: Callable[[], T], folder: Path, meanwhile: Callable[[float], None]) -> T:
+    """Launch ranks in a thread, from which they are forked. This thread shows records and passes on
+    signals meanwhile."""
+    results: list[T] = []
     failed: list[BaseException] = []
 
-    def launch() -> None:
+    def keep() -> None:
         try:
             with blocked():
-                results.append(elastic_launch(config, _rank)(act, folder))
+                results.append(launch())
         except BaseException as error:
             failed.append(error)
 
-    agent = threading.Thread(target=launch, name="drivetrain-agent")
+    agent = threading.Thread(target=keep, name="drivetrain-agent")
     with _restore_after_agent(), _signals_passed_on(folder) as signals:
         agent.start()
         try:
@@ -111,7 +181,7 @@ def _run(
         finally:
             agent.join()
     if not failed:
-        return results[0][0]
+        return results[0]
     if isinstance(failed[0], ChildFailedError):
         raise _error_of(failed[0], signals.received) from None
     raise failed[0]
@@ -159,9 +229,9 @@ def _describe_failure(error: BaseException) -> str:
         "kind": type(error).__name__ if ours else RecipeFailed.__name__,
         "message": str(error) if ours else last_line(error),
         "frames": user_frames(blamed) if blamed is not None else "",
-        "checkpoint": getattr(error, "checkpoint", ""),
+        "attributes": vars(error) if isinstance(error, DrivetrainError) else {},
     }
-    return json.dumps(fields)
+    return json.dumps(fields, default=str)
 
 
 def _error_of(error: ChildFailedError, signals: Sequence[int]) -> BaseException:
@@ -174,15 +244,15 @@ def _error_of(error: ChildFailedError, signals: Sequence[int]) -> BaseException:
         fields = json.loads(details["message"].removeprefix(f"{_RankFailure.__name__}: "))
         if fields["kind"] == StoppedBeforeStart.__name__:
             return _stopped(signals[0] if signals else signal.SIGTERM, EXIT_PREEMPTED)
-        kind = getattr(errors, fields["kind"], DrivetrainError)
-        message = f"rank {rank}: {fields['message']}\n{fields['frames']}".rstrip()
-        if kind is FailedAfterTraining:
-            return FailedAfterTraining(message, fields["checkpoint"])
+        kind: type[DrivetrainError] = getattr(errors, fields["kind"], DrivetrainError)
+        error_of_rank = kind.__new__(kind)  # some kinds make their message of parts
+        error_of_rank.args = (f"rank {rank}: {fields['message']}\n{fields['frames']}".rstrip(),)
+        vars(error_of_rank).update(fields["attributes"])
+        return error_of_rank
     except (ValueError, KeyError, TypeError):
-        kind, code = RecipeFailed, failure.exitcode
+        code = failure.exitcode
         died = f"signal {-code}" if code < 0 else f"exit code {code}"
-        message = f"rank {rank} ended with {died} and left no message"
-    return cast(DrivetrainError, kind(message))
+        return RecipeFailed(f"rank {rank} ended with {died} and left no message")
 
 
 def _stopped(number: int, code: int) -> BaseException:

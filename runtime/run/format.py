@@ -41,6 +41,8 @@ def describe(record: Mapping[str, Any]) -> str | None:
         "saved": _saved,
         "profiled": _profiled,
         "rank_late": _rank_late,
+        "rank_lost": _rank_lost,
+        "reformed": _reformed,
         "time_spent": _time_spent,
         "warned": lambda record: f"warning: {record['message']}",
         "run_ended": _run_ended,
@@ -114,6 +116,17 @@ def _rank_late(record: Mapping[str, Any]) -> str:
         f"rank {record['rank']} has kept others waiting for {record['seconds']:.0f} s: "
         f"{record['what']}"
     )
+
+
+def _rank_lost(record: Mapping[str, Any]) -> str:
+    dead, left = record["ranks"], record["left"]
+    which = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
+    others = "1 rank continues" if left == 1 else f"{left} ranks continue"
+    return f"{which} died after step {record['step']}: {others} from there, with the same batch"
+
+
+def _reformed(record: Mapping[str, Any]) -> str:
+    return f"training stood still for {record['seconds']:.2f} s, and nothing of it is lost"
 
 
 def _saved(record: Mapping[str, Any]) -> str:

@@ -98,6 +98,7 @@ _STYLES = {
     "warned": "yellow",
     "step_skipped": "yellow",
     "rank_late": "yellow",
+    "rank_lost": "yellow",
     "evaluated": "cyan",
 }
 

@@ -20,7 +20,7 @@ KINDS = {
     "waiting for data": "",
     "starting": "from the start of a run, or a restart, to its first step",
     AGAIN: "steps that a restart, or a rollback, had to repeat",
-    STANDING: "from the last record of a run to its restart",
+    STANDING: "from the last record of a run to its restart, or after the death of ranks",
 }
 """The kinds of time, and what counts as each."""
 _OF_PART = {DATA: "waiting for data", EVALUATION: EVALUATION, SAVING: SAVING, STARTING: STARTING}
@@ -56,6 +56,8 @@ class LostTime:
         """Seconds of evaluations and saves since the last log."""
         self._counted_to: float | None = None
         """The time up to which all seconds are counted."""
+        self._lost_rank = False
+        """True if ranks have died, and the others have not started again yet."""
         self._seen: float | None = None
         """The time of the last record."""
 
@@ -69,8 +71,14 @@ class LostTime:
             self._add_logs(own)
             return
         for record in own.records:
-            if event == "run_started":
+            if event == "run_started" and self._lost_rank:
+                self._lost_rank = False  # the run continues, and so do its figures
+            elif event == "run_started":
                 self._started(record)
+            elif event == "rank_lost":
+                self._lost_rank = True
+            elif event == "reformed":
+                self._fixed[STANDING] += _sound(record.get("seconds"))
             elif event == "time_spent" and (rest := record.get("rest")):
                 _add(self._fixed, [rest])
                 self._counted_to, self._pending = record.get("time"), {}

@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from rich.console import Console
@@ -19,7 +21,7 @@ from ..kernel.paths import Place, Url, place
 from ..kernel.recipe import Recipe
 from ..launched import is_first_rank, restarts
 from ..trainer.fit import fit
-from ..trainer.recipe_checks import check_recipe
+from ..trainer.recipe_checks import check_observers, check_recipe
 from ..trainer.result import Result
 from ..trainer.setting_values import flatten
 from ..trainer.settings import Settings
@@ -44,6 +46,8 @@ _TROUBLE = (
     "loss_spiked",
     "rolled_back",
     "rank_late",
+    "rank_lost",
+    "reformed",
 )
 """Events that a run without progress logs. It also logs failed saves, and what a resume changed."""
 
@@ -68,30 +72,11 @@ def fit_recorded(
     if restarts() > 0 and out is not None:
         resume = resume or "auto"  # the launcher has restarted the ranks: continue
     refuse_used(out, resume)
-    first = is_first_rank()
     options = dict(backend_options or {})
+    check_observers(observers, "observers")
     with ExitStack() as stack:
-        show: Sink | None = None
-        on_step: Callable[[int], None] | None = None
-        if first:
-            if not progress:
-                show = _log_trouble
-            elif progress == "lines":
-                show = _print_line
-            elif display is not None:
-                show, on_step = display.sink, display.step
-            else:
-                show, on_step = _display(stack)
-        writer = None
-        if first and out is not None:
-            writer = _writer(place(out), recipe, settings, options, show)
-        sinks: list[Sink] = [] if writer is None else [writer.sink]
-        sinks += [] if show is None else [show]
-        watched: list[Observer] = []
-        if progress or out:
-            watched = [Watcher(sinks, _item_name(recipe), on_step)]
-        elif first:
-            watched = [_observe_trouble]
+        write = None if out is None else partial(_writer, place(out), recipe, settings, options)
+        shown = _Shown(progress, display, write, _item_name(recipe), stack)
         try:
             result = fit(
                 recipe,
@@ -100,21 +85,67 @@ def fit_recorded(
                 backend_options=options,
                 out=out,
                 resume=resume,
-                observers=[*watched, *observers],
+                observers=lambda: [*shown.observers(), *observers],
                 finish=finish,
             )
         except (Exception, KeyboardInterrupt, SystemExit) as error:
+            writer, show = shown.writer, shown.show
             if writer is not None:
                 writer.fail(f"{type(error).__name__}: {error}")
                 if show is not None and isinstance(error, KeyboardInterrupt):
                     show(record_of(Warned(_stopped_at_once(writer))))
             raise
+        writer, show = shown.writer, shown.show
         if show is not None and writer is not None:
             show(result_record(writer, result))
         elif show is not None and result.reason == "preempted":
             words = f"stopped at step {result.step}, and nothing is saved: fit was given no out"
             show(record_of(Warned(words)))
         return result
+
+
+@dataclass
+class _Shown:
+    """The observers that show and record a run. Rank 0 does both, and another rank from the time on
+    when it has become rank 0. `write(show)` makes the writer of the run folder. `stack`: closes the
+    display at the end."""
+
+    progress: bool | Literal["lines"]
+    display: RecordChannel | None
+    write: Callable[[Sink | None], RunFolderWriter] | None
+    item_name: str
+    stack: ExitStack
+    show: Sink | None = None
+    writer: RunFolderWriter | None = None
+    _watcher: Watcher | None = None
+
+    def observers(self) -> list[Observer]:
+        """Return the observers of this process by its present rank."""
+        first = is_first_rank() and self.show is None
+        on_step = self._begin() if first else None
+        if not self.progress and self.write is None:
+            return [_observe_trouble] if is_first_rank() else []
+        if self._watcher is None:
+            self._watcher = Watcher((), self.item_name)
+        if first:
+            sinks = (None if self.writer is None else self.writer.sink, self.show)
+            self._watcher.sinks = [sink for sink in sinks if sink is not None]
+            self._watcher.on_step = on_step
+        return [self._watcher]
+
+    def _begin(self) -> Callable[[int], None] | None:
+        """Begin to show and record the run; return what is called after each step."""
+        on_step: Callable[[int], None] | None = None
+        if not self.progress:
+            self.show = _log_trouble
+        elif self.progress == "lines":
+            self.show = _print_line
+        elif self.display is not None:
+            self.show, on_step = self.display.sink, self.display.step
+        else:
+            self.show, on_step = _display(self.stack)
+        self.writer = None if self.write is None else self.write(self.show)
+        return on_step
 
 
 def refuse_used(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TextIO
 
 from ..kernel.errors import printable
 from ..kernel.events import Logged, RunStarted, StepEnded, Warned
+from ..trainer.recovery import RankLost
 from ..trainer.settings import PRECISIONS
 from .format import describe
 from .output import write_now
@@ -49,6 +51,8 @@ class Watcher:
             if self.on_step is not None:
                 self.on_step(event.step)
             return
+        if isinstance(event, RankLost):
+            self._made, self._began = time.perf_counter(), time.time()
         extra: Record = {}
         if isinstance(event, RunStarted):
             extra = self._start(event)
@@ -58,11 +62,14 @@ class Watcher:
             sink({**record_of(event), **extra})
 
     def _start(self, event: RunStarted) -> Record:
-        self.started = event
+        ranks, self.started = self.started and self.started.world.size, event
         starting = time.perf_counter() - self._made  # from here on the run's own clock counts
         if self.sinks:
             self._system = SystemFigures(event.world.device)
-        if event.flops_per_item is not None:
+        if self.peak is not None and ranks:  # the ranks that are left
+            speed = self.peak.flops / ranks * event.world.size
+            self.peak = replace(self.peak, flops=speed, ranks=event.world.size)
+        elif event.flops_per_item is not None:
             dtype = PRECISIONS[event.settings.precision].compute
             self.peak = measure_peak(event.world.device, dtype, event.world.size)
         return {

@@ -13,6 +13,7 @@ from ..checkpoint import read_small, storage_of
 from ..kernel import events
 from ..kernel.errors import OutputError, SettingError, UsageError
 from ..kernel.paths import Place
+from ..trainer.recovery import RankLost
 from ..trainer.run_lock import NO_ROOM
 from ..trainer.start_checks import json_types
 from ..trainer.statistics import Stats
@@ -60,10 +61,12 @@ class Tracker:
         self._resumed = self._open = self._takes_stats = False
 
     def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.Resumed):
+        if isinstance(event, events.Resumed | RankLost):
             self._resumed = True
         elif isinstance(event, events.RunStarted):
-            if event.world.rank == 0:
+            if self._open:  # it starts once more in this process
+                self._library.roll_back(event.first_step)
+            elif event.world.rank == 0:
                 try:
                     self._start(event)
                 except OSError as error:

@@ -102,6 +102,7 @@ class Digester:
         self._receivers = [each for each in observers if isinstance(each, ReceivesSamples)]
         self._batches: dict[int, _Batch] = {}
         self._losses: list[Tensor] = []
+        self._has_step = False
         self._names: dict[str, Sequence[str]] = {}
         """By the kind of tensors, the names in the last event."""
 
@@ -113,9 +114,11 @@ class Digester:
         """Forget the steps since the last log."""
         self._batches.clear()
         self._losses.clear()
+        self._has_step = False
 
     def add(self, loss: Tensor) -> None:
         """Add a step's loss, without waiting for the device."""
+        self._has_step = True
         if self._level != "none":
             self._losses.append(loss)
             del self._losses[:-_MOST_LOSSES]
@@ -147,8 +150,9 @@ class Digester:
             self._gradients.watch()
 
     def begin(self, loop: TrainLoop) -> Callable[[], StepDigests | None]:
-        """Start to compute on the device; the returned function waits for it, and for all ranks."""
-        if self._level == "none":
+        """Start to compute on the device; the returned function waits for it, and for all ranks. It
+        returns None if there was no step since the restart: its gradients are gone."""
+        if self._level == "none" or not self._has_step:
             return lambda: None
         world = self._session.world
         weights = _weights_of(loop) if self._reads_weights else PartFigures()

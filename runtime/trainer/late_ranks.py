@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import cast
 
+from .. import lost_ranks
 from ..checkpoint import storage_of
 from ..data.user_frames import last_line
 from ..kernel.contract import Session
@@ -52,6 +53,8 @@ def propagate_errors(session: Session, able: Capabilities) -> Iterator[None]:
     except (CollectiveFailed, FailedAfterTraining):
         raise  # caused by another rank's error, which was sent already, or sent by `Ending`
     except (Exception, SystemExit) as error:
+        if lost_ranks.is_new():
+            raise  # the others continue, and so may this one
         abort_ranks(session, able, ended_by(session.world.rank, error), retry=False)
         raise
 

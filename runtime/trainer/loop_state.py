@@ -26,7 +26,8 @@ def loop_to_json(loop: TrainLoop) -> dict[str, Any]:
     """Return the part of a checkpoint that is no tensors (JSON types), after an audit. Called by
     all ranks."""
     loop.resolve_pending_outcome()
-    loop.audit()
+    if loop.session.world.size > 1:  # else there is nothing to compare
+        loop.audit()
     progress, window = loop.progress, loop.window
     return {
         **asdict(progress),

@@ -6,8 +6,9 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from ..checkpoint import CheckpointStore, Manifest
 from ..kernel import events
@@ -27,7 +28,26 @@ from .start_checks import on_rank_0
 from .step_clock import COMPUTE, EVALUATION, SAVING, STARTING, UPDATE
 from .time_accounting import TimeAccounting
 
-__all__ = ["SettingsPolicy"]
+__all__ = ["Due", "SettingsPolicy"]
+
+
+@dataclass
+class Due:
+    """Actions that are due after a step, and not done yet."""
+
+    log: bool = False
+    evaluate: bool = False
+    save: bool = False
+
+
+class OutlivesRanks(Protocol):
+    """Holds the state of a run for the time when ranks die."""
+
+    def ended(self, loop: TrainLoop, /) -> None:
+        """Called after each update, before anything else is done."""
+
+    def begin(self, loop: TrainLoop, /) -> None:
+        """See `SettingsPolicy.begin`."""
 
 
 class SettingsPolicy:
@@ -56,6 +76,9 @@ class SettingsPolicy:
         """The last step that was not applied."""
         self._first_nonfinite = ""
         """Describes the first tensor that was not finite, of the last step that was searched."""
+        self.outlives: OutlivesRanks | None = None
+        """Receives each step, if the run outlives its ranks."""
+        self._due, self._due_step = Due(), 0
         self._saved_at = time.monotonic()
         self._shares = self._shares_until(Position())
         self._evaluation_due = False
@@ -70,6 +93,11 @@ class SettingsPolicy:
         return (self.saves and self.saves.newest) or self.resumed_from
 
     # --- between steps (see `LoopPolicy`) ------------------------------------------------------
+
+    def begin(self, loop: TrainLoop) -> None:
+        """Called right before the first step of this policy."""
+        if self.outlives is not None:
+            self.outlives.begin(loop)
 
     def before_update(self, loop: TrainLoop) -> None:
         self.state.optimizer.refuse_thawed()
@@ -95,6 +123,8 @@ class SettingsPolicy:
         step, settings = loop.progress.step, self.settings
         last = step >= loop.total_steps
         self.state.after_update.run(loop)
+        if self.outlives is not None:
+            self.outlives.ended(loop)
         self.state.nonfinite.ended(group, result.items)
         if result.items < group.num_samples:
             self.state.left_out.ended(step, group, result.items)
@@ -126,44 +156,60 @@ class SettingsPolicy:
         if self.state.spikes.watches:
             self.state.spikes.add(step, group, result.loss)
         requests = loop.agreed(result)
-        stops = False
-        log = requests[events.Request.LOG] or _due(step, settings.log_every)
         self._request_timed_save()
-        save = requests[events.Request.SAVE] or _due(step, settings.checkpoint.every)
-        rolled_back = (log or save) and self._report_spikes() and self._roll_back(loop)
+        due = self.take_due(loop)
+        due.log |= requests[events.Request.LOG] > 0
+        due.evaluate |= requests[events.Request.EVALUATE] > 0
+        due.save |= requests[events.Request.SAVE] > 0
+        rolled_back = (due.log or due.save) and self._report_spikes() and self._roll_back(loop)
+        stops = False
         if rolled_back:
             self.announce.raise_errors()
         else:
-            if log:
-                self.log(loop)
-                loop.start_window()
-                self.state.turn_losses.start_window()
-            shares_before, self._shares = self._shares, self._shares_until(group.next)
-            due = (
-                requests[events.Request.EVALUATE]
-                or _due(step, settings.evaluate.every)
-                or self._shares > shares_before
-            )
-            if due and last:
-                self._evaluation_due = True
-            elif due:
-                self.evaluate(loop)
-                # the logged figures are known now, and an observer may end the run by them
-                stops = any(
-                    self.state.session.exchange(self.requests.is_asked(events.Request.STOP))
-                )
-                save = save or self._is_best(step)
-            if self.saves is not None and self.saves.in_progress:
-                with self.clock.within(SAVING):
-                    self.requests.ask(self.saves.after_step(requests))
-                loop.window.leave_out(self.saves.take_seconds())
-            if save:
-                self.save(loop, settings.checkpoint.background)
+            stops = self.act(loop, due, requests)
         if requests[events.Request.PREEMPT]:
             return NextAction.PREEMPTED
         if requests[events.Request.STOP] or stops:
             return NextAction.STOPPED
         return NextAction.ROLLED_BACK if rolled_back else NextAction.CONTINUE
+
+    def act(self, loop: TrainLoop, due: Due, requests: Sequence[float]) -> bool:
+        """Do what is due after the last step. Return True if an observer ends the run by the
+        figures of an evaluation."""
+        stops = False
+        if due.log:
+            self.log(loop)
+            loop.start_window()
+            self.state.turn_losses.start_window()
+            due.log = False
+        if due.evaluate and loop.progress.step >= loop.total_steps:
+            self._evaluation_due = True
+        elif due.evaluate:
+            self.evaluate(loop)
+            due.evaluate = False
+            # the logged figures are known now, and an observer may end the run by them
+            stops = any(self.state.session.exchange(self.requests.is_asked(events.Request.STOP)))
+            due.save |= self._is_best(loop.progress.step)
+        if self.saves is not None and self.saves.in_progress:
+            with self.clock.within(SAVING):
+                self.requests.ask(self.saves.after_step(requests))
+            loop.window.leave_out(self.saves.take_seconds())
+        if due.save:
+            self.save(loop, self.settings.checkpoint.background)
+            due.save = False
+        return stops
+
+    def take_due(self, loop: TrainLoop) -> Due:
+        """Return what the settings ask for after this step, and note it."""
+        if self._due_step != loop.progress.step:
+            self._due_step = step = loop.progress.step
+            before, self._shares = self._shares, self._shares_until(loop.progress.position)
+            self._due = Due(
+                log=_due(step, self.settings.log_every),
+                evaluate=_due(step, self.settings.evaluate.every) or self._shares > before,
+                save=_due(step, self.settings.checkpoint.every),
+            )
+        return self._due
 
     def _request_timed_save(self) -> None:
         """On rank 0, request a save when `checkpoint.every_minutes` has passed. All ranks save

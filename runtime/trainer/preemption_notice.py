@@ -112,7 +112,7 @@ def _signal_number(text: str, value: str) -> int:
 
 @contextmanager
 def preempt_on_notice(
-    notices: Sequence[str], requests: Requests, saves: bool = True
+    notices: Sequence[str], requests: Requests, saves: bool = True, again: bool = False
 ) -> Iterator[None]:
     """Request preemption on the first of `notices` that comes in the block. All ranks call it.
 
@@ -120,11 +120,13 @@ def preempt_on_notice(
     signals. The rank that receives a notice prints it on stderr; of a signal, only rank 0 does.
 
     Raises `SettingError` if a file exists already, or if this process cannot handle a signal.
+    `again`: the run has started before, in this process, and the file is a notice.
     """
     if not notices:
         yield
         return
-    refuse_present_files(notices)
+    if not again:
+        refuse_present_files(notices)
     parsed = [_parsed(text) for text in notices]
     label = f"rank {rank()}: " if rank() else ""
     does = f"{'saving' if saves else 'stopping'} after this step"

@@ -377,6 +377,7 @@ class Run:
             watching = nullcontext() if statistics is None else statistics.watching(self.loop)
             finding = self.policy.times.finder or nullcontext()
             with watching, finding, survivors_frozen(), self.account:
+                self.policy.begin(self.loop)
                 return self.loop.run()
         except OutOfMemory as error:
             self.account.save_snapshot(f"memory-rank-{self.session.world.rank}.json")

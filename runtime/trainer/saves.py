@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 from ..checkpoint import BackgroundSave, CheckpointStore
 from ..checkpoint.catalog import as_metric
 from ..kernel.contract import Session
-from ..kernel.errors import CheckpointDamaged, DrivetrainError, RecipeError, SaveFailed
+from ..kernel.errors import (
+    CheckpointDamaged,
+    CollectiveFailed,
+    DrivetrainError,
+    RecipeError,
+    SaveFailed,
+)
 from ..kernel.events import Event, Request, Saved, Warned
 from ..kernel.paths import Place, Url
 from .settings import CheckpointSettings
@@ -107,7 +113,11 @@ class Saves:
         """Wait for the save in progress, if any, and commit it."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            self._attempt(saving.finish, saving.buffer_bytes)
+            try:
+                self._attempt(saving.finish, saving.buffer_bytes)
+            except CollectiveFailed:
+                self._saving = saving  # it is not committed
+                raise
 
     def close(self) -> None:
         """Call `finish`, and wait until old checkpoints have been removed."""
@@ -128,6 +138,9 @@ class Saves:
             if self.stop_on_error:
                 raise
             error = str(failed)
+        except Exception:
+            self._step = -1
+            raise
         seconds = time.perf_counter() - started
         self._blocked_seconds += seconds
         self._seconds += seconds

@@ -341,6 +341,13 @@ class Settings:
     if all wait for each other in different calls. A live rank in your own code (a debugger, a
     server request, a slow file system) is reported, and waited for until `timeout_seconds`. None:
     ranks are not watched."""
+    recover: Literal["restart", "in_place"] = "restart"
+    """After the death of a rank: `restart` ends the run, which continues from the newest checkpoint
+    when it is started again; `in_place` continues in the other processes, from the step during
+    which the rank died, with the same global batch. For backend ddp on one machine."""
+    max_lost: Annotated[int, Range(0, unit="ranks")] | None = None
+    """When more ranks than this have died, a run that recovers in place saves, and stops with exit
+    code 75. None: it continues as long as one rank is left."""
     preemption_notice: tuple[str, ...] = ()
     """Notices after which the run saves and stops, besides signals: `file:/path` (the path exists),
     `command:...` (run every 5 seconds, its exit code is 0) and `signal:SIGUSR2`. `--set` separates

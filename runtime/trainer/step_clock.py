@@ -129,6 +129,11 @@ class StepClock:
         self._observers[key] += now - since
         return now
 
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add the seconds of parts that another clock of the run has taken."""
+        for part, more in seconds.items():
+            self._seconds[part] += more
+
     def take(self) -> dict[str, float]:
         """The seconds of each part since the last call, but of those without any."""
         self.mark(self.part)

@@ -72,7 +72,7 @@ BUILT_UPON = {"mesh": "fsdp"}
 
 _KERNEL = frozenset({"kernel"})
 _CHECKPOINTED = _KERNEL | {"data", "checkpoint"}
-_LAUNCHED = frozenset({"launched"})
+_LAUNCHED = frozenset({"launched", "lost_ranks", "rank_launcher"})
 _TRAINED = _CHECKPOINTED | _LAUNCHED | {"registry", "trainer"}
 
 ROOMS = {
@@ -150,7 +150,13 @@ ROOMS = {
         absolute=True,  # pytest may import these modules by the folder's name
         secrets=DRIVER_NAMES,
     ),
-    "": Room("", "runtime", siblings=_TRAINED | {"ranks"}, outside=frozenset()),
+    "": Room(
+        "",
+        "runtime",
+        siblings=_TRAINED | {"ranks"},
+        outside=frozenset(),
+        vendors={"runtime/rank_launcher.py": frozenset({"torch"})},
+    ),
 }
 """Rooms by the name of the installed package; the last is the front door, `drivetrain` itself."""
 

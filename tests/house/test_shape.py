@@ -27,6 +27,8 @@ OPTIONAL = {
     "EstimatesLayout": {"layout"},
     "WatchesRanks": {"watch", "abort"},
     "CountsWaits": set(),
+    "LeavesRanks": {"leave"},
+    "HoldsAll": {"begin_step", "held"},
     "TakesOverStep": {"step"},
     "Audits": {"audit"},
     "AveragesWeights": {"average", "averaged"},

@@ -9,12 +9,15 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import cast
 
 from ...data.parent import LAUNCHER
@@ -22,6 +25,7 @@ from ...data.stop_signals import STOP_SIGNALS, blocked_in_children
 from ...kernel.contract import Driver
 from ...kernel.errors import EXIT_PREEMPTED, SettingError
 from ...launched import is_launched
+from ...rank_launcher import Process, RankLauncher
 from ...run.quoted import say
 from .early_signals import nothing_done
 from .outcomes import FINISHED, OUTCOMES, PREEMPTED, RESTARTS, have_begun
@@ -104,10 +108,11 @@ def check_ranks(nproc: int, driver: Driver) -> None:
         )
 
 
-def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
+def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) -> int:
     """Run `drivetrain ARGUMENTS` on every rank of this node; return the exit code of the run.
 
-    The message of the rank that failed first is printed once, with its rank.
+    The message of the rank that failed first is printed once, with its rank. `in_place`: the run
+    continues without ranks that die.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -115,6 +120,12 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
 
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
+        if in_place and (launch.nnodes is not None or launch.torchrun):
+            option = "nnodes" if launch.torchrun is None else next(iter(launch.torchrun))
+            raise SettingError(
+                "recover=in_place works on one machine, and its ranks are not started by torchrun: "
+                f"leave --{option} out"
+            )
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
         pass_on()
         if launch.may_restart:
@@ -131,6 +142,8 @@ def run_ranks(launch: Launch, arguments: Sequence[str]) -> int:
         try:
             # ranks are started with signals blocked, until they handle them (`early_signals`)
             with _handlers_kept(), blocked_in_children():
+                if in_place:
+                    return _run_in_place(launch.nproc, arguments, folder)
                 run(command)  # type: ignore[no-untyped-call]
             return 0 if launch.may_restart else _report_end(folder, 0, 0, launch.nproc)
         except ChildFailedError as error:
@@ -186,6 +199,31 @@ def _report_signal(folder: str, number: int, nproc: int) -> int:
         say(nothing_done(number), label="error:", style="bold red")
         return EXIT_PREEMPTED
     return _report_end(folder, 0, 128 + number, nproc)
+
+
+def _run_in_place(nproc: int, arguments: Sequence[str], folder: str) -> int:
+    """Run the ranks, and continue without those that die; report how the others ended."""
+    launcher, signals = RankLauncher(nproc), list[int]()
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+        launcher.signal_all(number)
+
+    def start(environment: Mapping[str, str], descriptors: tuple[int, ...]) -> Process:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-m", "drivetrain.cli", *arguments],
+            env={**os.environ, **environment},
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    ended = launcher.run(start)
+    left = nproc - len(ended.lost)
+    if signals and not ended.exit_code:
+        return _report_signal(folder, signals[0], left)
+    return _report_end(folder, ended.failed_rank, ended.exit_code, left)
 
 
 def _report_end(folder: str, failed_rank: int, exit_code: int, nproc: int) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,12 +18,12 @@ from ...checkpoint import CHECKPOINTS, storage_of
 from ...data.parent import end_with_launcher
 from ...kernel.contract import Driver
 from ...kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
-from ...kernel.events import Warned
+from ...kernel.events import Observer, Warned
 from ...kernel.paths import Place, place
 from ...launched import adopt_slurm, is_launched, restarts
 from ...registry import usable_driver
 from ...run.live import LiveProgress
-from ...run.records import record_of
+from ...run.records import Record, record_of
 from ...run.run_folder import (
     Earlier,
     check_folder,
@@ -122,14 +122,16 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     if request.launch.may_restart and request.resume is None:
         # restarted ranks resume; the folder was checked above
         arguments[1:1] = ["--resume", "auto"]
-    with passed_to_ranks(_notices(job.layers(driver))):
-        return run_ranks(request.launch, arguments)
+    given = _known_settings(job.layers(driver))
+    with passed_to_ranks(given.preemption_notice):
+        return run_ranks(request.launch, arguments, given.recover == "in_place")
 
 
-def _notices(layers: Sequence[Layer]) -> Sequence[str]:
-    """Return the notices of preemption, as far as they are known without the recipe."""
-    given = {k: v for k, v in merge(layers).items() if k == "preemption_notice"}
-    return override(Settings(), given).preemption_notice
+def _known_settings(layers: Sequence[Layer]) -> Settings:
+    """Return the settings that the launcher follows, as far as they are known without the
+    recipe."""
+    followed = ("preemption_notice", "recover")
+    return override(Settings(), {k: v for k, v in merge(layers).items() if k in followed})
 
 
 def _fill_gaps(request: TrainRequest) -> _Job:
@@ -217,13 +219,9 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
         partial(next_command, job.out),
     )
     item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
-    with (
-        _watching(writer, item_name, stream, job.request.plain) as (watcher, show),
-        ExitStack() as stack,
-    ):
-        more = _file_writers(job, show)
-        for observer in more:
-            stack.callback(observer.close)
+    with ExitStack() as stack:
+        watching = _Watching(job, writer, item_name, stream, stack)
+        others: list[Observer] = [*recipe_file.observers, Deadline(), stopping]
         stopping.begin()
         try:
             result = fit(
@@ -233,7 +231,7 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
                 backend_options=resolved.backend_options,
                 out=job.out,
                 resume=job.resume,
-                observers=[watcher, *more, *recipe_file.observers, Deadline(), stopping],
+                observers=lambda: [*watching.observers(), *others],
                 finish=partial(_sample, recipe_file, writer),
             )
         except StoppedBeforeStart as stopped:
@@ -242,24 +240,66 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
             if rank() == 0:
                 writer.fail(f"{type(error).__name__}: {error}")
             raise
-        show(result_record(writer, result))
+        watching.show(result_record(writer, result))
     return result
 
 
-def _file_writers(job: _Job, show: Sink) -> list[Tracker | Profiler]:
-    """Return the observers that write files of their own."""
+def _ignore(record: Record) -> None:
+    """Show nothing; the sink of all ranks but one."""
 
-    def warn(message: str) -> None:
-        show(record_of(Warned(message)))
 
-    folder, names = records_folder(job.out), job.track if rank() == 0 else ()
-    observers: list[Tracker | Profiler] = [
-        Tracker(name, folder=folder, warn=warn) for name in names
-    ]
-    if job.request.profile is not None:
-        steps, report = job.request.profile, lambda profiled: show(record_of(profiled))
-        observers.append(Profiler(*steps, folder / "profile", report=report, warn=warn))
-    return observers
+@dataclass
+class _Watching:
+    """The observers that show and record a run. Rank 0 does both, and another rank from the time on
+    when it has become rank 0. `stream`: for JSON lines. `stack`: closes them at the end."""
+
+    job: _Job
+    writer: RunFolderWriter
+    item_name: str
+    stream: TextIO | None
+    stack: ExitStack
+    show: Sink = _ignore
+    _made: list[Observer] = field(default_factory=list)
+    _watcher: Watcher | None = None
+    _is_first: bool = False
+
+    def observers(self) -> list[Observer]:
+        """Return the observers of this process by its present rank."""
+        if self._watcher is None or self._is_first != (rank() == 0):
+            self._is_first = rank() == 0
+            self._watcher = self._watcher or Watcher((), self.item_name)
+            if self._is_first:
+                self._show(self._watcher)
+            self._made = [self._watcher, *self._file_writers()]
+        return self._made
+
+    def _show(self, watcher: Watcher) -> None:
+        """Let the watcher show and record the run."""
+        if self.stream is not None:
+            self.show = print_json(self.stream)
+        elif not self.job.request.plain and (console := Console()).is_terminal:
+            live = self.stack.enter_context(LiveProgress(console))
+            self.show, watcher.on_step = live.sink, live.step
+        else:
+            self.show = print_lines
+        watcher.sinks = (self.writer.sink, self.show)
+        self.writer.files.report = self._warn
+
+    def _warn(self, message: str) -> None:
+        self.show(record_of(Warned(message)))
+
+    def _file_writers(self) -> list[Tracker | Profiler]:
+        """Return the observers that write files of their own."""
+        folder, names = records_folder(self.job.out), self.job.track if rank() == 0 else ()
+        observers: list[Tracker | Profiler] = [
+            Tracker(name, folder=folder, warn=self._warn) for name in names
+        ]
+        if self.job.request.profile is not None:
+            steps, report = self.job.request.profile, lambda found: self.show(record_of(found))
+            observers.append(Profiler(*steps, folder / "profile", report=report, warn=self._warn))
+        for observer in observers:
+            self.stack.callback(observer.close)
+        return observers
 
 
 def _exit_code(result: Result) -> int:
@@ -284,29 +324,6 @@ def _sample(recipe_file: RecipeFile, writer: RunFolderWriter, module: nn.Module)
     if not isinstance(text, str):
         raise RecipeError(f"sample() of {recipe_file.path} returned {type(text).__name__}, not str")
     writer.sample = text
-
-
-@contextmanager
-def _watching(
-    writer: RunFolderWriter, item_name: str, stream: TextIO | None, plain: bool
-) -> Iterator[tuple[Watcher, Sink]]:
-    """Yield the observer of this rank, and the sink that shows the last record. `stream`: for JSON
-    lines."""
-    with ExitStack() as stack:
-        sinks: Sequence[Sink] = ()
-        on_step = None
-        show: Sink = lambda record: None  # noqa: E731
-        if rank() == 0:
-            if stream is not None:
-                show = print_json(stream)
-            elif not plain and (console := Console()).is_terminal:
-                live = stack.enter_context(LiveProgress(console))
-                show, on_step = live.sink, live.step
-            else:
-                show = print_lines
-            sinks = (writer.sink, show)
-            writer.files.report = lambda message: show(record_of(Warned(message)))
-        yield Watcher(sinks, item_name, on_step), show
 
 
 @contextmanager

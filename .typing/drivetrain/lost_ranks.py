@@ -1,0 +1,1 @@
+../../runtime/lost_ranks.py

@@ -1,0 +1,1 @@
+../../runtime/rank_launcher.py
