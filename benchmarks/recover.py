@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # once here, not in each rank
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from .kernel.errors import SettingError
 from .lost_ranks import CHANNEL, Board, channel
 
 __all__ = ["Ended", "Process", "RankLauncher"]
@@ -85,6 +86,11 @@ class RankLauncher:
     def _shared(self) -> Iterator[tuple[dict[str, str], int, str]]:
         """Make what the ranks share: the store, which lives here so that no rank takes it along,
         the board, and a folder."""
+        if not (hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()):
+            raise SettingError(
+                "recover=in_place needs memory that ranks share, and the list of a process's "
+                "connections, as Linux has them: leave it out"
+            )
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         store = TCPStore(

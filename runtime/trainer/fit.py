@@ -124,6 +124,7 @@ def fit(
             return train()  # a function, so that the model is freed before the session ends
 
     with report_exits(), preempt_on_signals(requests, saves), ExitStack() as stack:
+        stack.callback(recovery.close)
         if lock is not None:
             stack.callback(lock.release)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .. import lost_ranks
 from ..kernel.loop import TrainLoop
+from ..kernel.progress import Window
 from ..lost_ranks import Noted
 
 __all__ = ["continue_window", "losses_of_all", "note", "note_begun_steps"]
@@ -74,8 +76,10 @@ def continue_window(loop: TrainLoop, before: TrainLoop, grad_norm: float) -> Non
     """Continue the steps since the last log in a loop that was restored. `before`, the loop until
     then, has their times, and the restored one the losses of all ranks."""
     window, losses = before.window, loop.window.loss_sum
-    if window.first_step + window.empty_steps != loop.window.first_step:
-        return  # the ranks differ in whether these have been logged: they have
+    first = loop.window.first_step
+    if window.first_step + window.empty_steps != first:
+        # this rank has logged them already, and another has not: it has no times of them any more
+        window = Window(replace(loop.progress, step=first))
     dtype = getattr(window.loss_sum, "dtype", torch.float32)
     window.loss_sum = torch.tensor(losses, dtype=dtype, device=loop.session.world.device)
     window.add(torch.zeros_like(window.loss_sum), torch.tensor(grad_norm))

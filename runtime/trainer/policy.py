@@ -211,6 +211,10 @@ class SettingsPolicy:
             )
         return self._due
 
+    def set_due(self, loop: TrainLoop, due: Due) -> None:
+        """Note what is due after the step that was restored."""
+        self._due, self._due_step = due, loop.progress.step
+
     def _request_timed_save(self) -> None:
         """On rank 0, request a save when `checkpoint.every_minutes` has passed. All ranks save
         after the next step."""
@@ -340,6 +344,7 @@ class SettingsPolicy:
         """Restore a checkpoint, which need not be saved again; see `RunState.restore`."""
         restored = self.state.restore(loop, path)
         self.digester.restart()
+        self.set_due(loop, Due())
         self._shares = self._shares_until(loop.progress.position)
         if self.saves is not None:
             self.saves.mark_saved(loop.progress.step)

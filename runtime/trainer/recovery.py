@@ -12,6 +12,7 @@ The state goes through a checkpoint in memory, so that it is restored, and check
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import shutil
 import time
@@ -34,7 +35,7 @@ from ..kernel.optional import HoldsAll, LeavesRanks
 from ..kernel.paths import place
 from ..kernel.recipe import Recipe
 from .losses_kept import continue_window, losses_of_all, note, note_begun_steps
-from .policy import Due, SettingsPolicy
+from .policy import Due
 from .saves import stored_metrics
 from .settings import Settings
 
@@ -106,7 +107,8 @@ class Recovery:
         """The numbers that the ranks of that run were launched with."""
         self._kept_step = -1
         self._random: dict[str, Tensor] = {}
-        self._due = Due()
+        self._notes: Sequence[str] = ()
+        self._freezes = False
         self._lost: tuple[int, ...] = ()
         """The ranks that have died since the last step."""
         self._since, self._parts = 0.0, dict[str, float]()
@@ -114,6 +116,9 @@ class Recovery:
         """The seconds of each part of the steps since the last log."""
         if self.is_on:
             _check(recipe)
+            self._freezes = not gc.get_freeze_count()
+            gc.collect()
+            gc.freeze()  # so that a run which is replaced is collected in no time
         elif settings.max_lost is not None:
             raise SettingError(
                 f"max_lost is {settings.max_lost}, and recover is {settings.recover!r}: set "
@@ -135,11 +140,18 @@ class Recovery:
                 "when a rank has died",
             )
         if self._lost:
+            gc.collect()  # the run before, with its model, and the threads of its process group
             size = run.session.world.size
             run.announce(RankLost(run.loop.progress.step, self._lost, size))
         run.policy.outlives = self
         note_begun_steps(run.loop)
         self._keep_boundary(run.loop)
+
+    def close(self) -> None:
+        """Hold nothing any more, at the end of `fit`."""
+        self._run = None
+        if self._freezes:
+            gc.unfreeze()
 
     def drop(self) -> None:
         """Hold no state any more: the run starts again from a checkpoint of its own."""
@@ -196,41 +208,44 @@ class Recovery:
         newest = max((each for each in known if each), key=lambda each: each.step, default=None)
         if newest is None:
             return None
-        source, answer = known.index(newest), [None, ""]
+        source, answer, failed = known.index(newest), ["", [""]], ""
         if session.world.rank == source and run is not None:
             try:
-                answer[0] = str(self._write(run, newest, [each for each in known if each]))
+                answer = self._write(run, newest, [each for each in known if each])
             except Exception as error:
-                answer[1] = f"{type(error).__name__}: {error}"
-        path, failed = session.exchange(answer)[source]
+                failed = f"{type(error).__name__}: {error}"
+        path, notes, failed = session.exchange([*answer, failed])[source]
         if failed:
             raise SaveFailed(f"the state could not be passed on in memory: {failed}")
         self._spent("passing the state on")
-        return _Shared(Path(path), newest, source)
+        return _Shared(Path(path), newest, source, notes)
 
-    def _write(self, run: Run, newest: _Position, known: Sequence[_Position]) -> Path:
-        """Write the state of this rank's run to a checkpoint in memory."""
+    def _write(self, run: Run, newest: _Position, known: Sequence[_Position]) -> list[Any]:
+        """Write the state of this rank's run to a checkpoint in memory. Return its place, and notes
+        on what it lacks."""
         root = lost_ranks.shared_folder()
         for before in root.iterdir():  # of ranks that died meanwhile
             shutil.rmtree(before)
         run.session.set_rng_state(self._random)
         what = run.state.to_save(run.loop)
+        notes = []
         if newest.first_step < newest.step:
             there = {each.number: each.losses for each in known if each.step == newest.step}
             losses, missing = losses_of_all(newest.step, newest.first_step, there, self._members)
             what["state"]["window"]["losses"] = losses
-        else:
-            missing = ""
-        if missing:
-            run.announce(
-                Warned(
+            if missing:
+                notes.append(
                     f"the losses since the last log lack those of rank {missing}, which are not "
                     "known: the next log shows the mean of the others"
                 )
-            )
+            if run.state.turn_losses.keeps:
+                notes.append(
+                    "the next log shows the loss of each turn, or part, of one rank alone for the "
+                    "steps before the death"
+                )
         what["engine"] = _Held(run.loop.engine)
         path = CheckpointStore(root / str(lost_ranks.generation())).save(**what)
-        return Path(str(path))
+        return [str(path), notes]
 
     def restore(self, run: Run, shared: _Shared) -> None:
         """Give the state to a run that was built again. Called by all ranks."""
@@ -239,13 +254,15 @@ class Recovery:
         manifest, _ = run.policy.restore(run.loop, place(shared.path))
         step = run.first_step = run.loop.progress.step
         if before is not None:
-            _continue_policy(run.policy, before.policy, step)
             run.session.set_rng_state(self._random)
             continue_window(run.loop, before.loop, shared.newest.grad_norm)
+            run.state.evaluations.metrics = before.state.evaluations.metrics
+            run.state.loss = before.state.loss
             for group, rate in zip(run.loop.engine.param_groups, shared.newest.rates, strict=True):
                 group["lr"] = rate
         run.state.evaluations.restore(stored_metrics(manifest.state, str(shared.path)), step)
-        self._due = Due(*shared.newest.due)
+        self._notes = shared.notes
+        shared.newest.give_to(run)
         run.session.exchange(None)  # all have read it
         if run.session.world.rank == shared.source:
             shutil.rmtree(shared.path.parent)
@@ -264,9 +281,10 @@ class Recovery:
         loop.window.leave_out(seconds)
         run.policy.clock.take()
         run.policy.clock.add(self._unlogged)
-        self._lost, due, self._due = (), self._due, Due()
-        run.policy.digester.restart()
-        run.policy.act(loop, due, [0.0] * len(Request))
+        for text in self._notes:
+            run.announce(Warned(text))
+        self._lost = ()
+        run.policy.act(loop, run.policy.take_due(loop), [0.0] * len(Request))
 
     def _spent(self, part: str) -> None:
         now = time.perf_counter()
@@ -282,6 +300,7 @@ class _Shared:
     newest: _Position
     source: int
     """The rank that wrote it."""
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -298,11 +317,19 @@ class _Position:
     rates: list[float]
     due: tuple[bool, bool, bool]
     """The fields of `Due`."""
+    saved: bool
+    """True if the checkpoint of the step exists."""
+    checkpoint: str
+    """The newest one; empty if there is none."""
+    num_saved: int
+    error: str
+    """Why the last save failed."""
 
     @classmethod
     def of(cls, run: Run) -> _Position:
         loop, due = run.loop, run.policy.take_due(run.loop)
-        in_progress = run.policy.saves is not None and run.policy.saves.in_progress
+        saves, checkpoint = run.policy.saves, run.policy.checkpoint
+        in_progress = saves is not None and saves.in_progress
         window, progress, grad_norm = loop.window, loop.progress, math.nan
         if window.has_grown(progress):
             grad_norm = window.figures(progress, loop.session)["grad_norm"]
@@ -315,20 +342,22 @@ class _Position:
             grad_norm,
             [group["lr"] for group in loop.engine.param_groups],
             (due.log, due.evaluate, due.save or in_progress),
+            saves is not None and saves.holds(progress.step),
+            "" if checkpoint is None else str(checkpoint),
+            0 if saves is None else saves.num_saved,
+            "" if saves is None else saves.error,
         )
+
+    def give_to(self, run: Run) -> None:
+        """Let a run that was built again know what this rank knew: alike on all ranks."""
+        run.policy.resumed_from = place(self.checkpoint) if self.checkpoint else None
+        run.policy.set_due(run.loop, Due(*self.due))
+        if (saves := run.policy.saves) is not None:
+            saves.mark_saved(self.step if self.saved else -1)
+            saves.num_saved, saves.error = self.num_saved, self.error
 
     def to_json(self) -> list[Any]:
         return list(dataclasses.astuple(self))
-
-
-def _continue_policy(policy: SettingsPolicy, before: SettingsPolicy, step: int) -> None:
-    """Let a policy know what the one of the same run knew before ranks died."""
-    policy.resumed_from = before.checkpoint
-    if policy.saves is not None and before.saves is not None:
-        policy.saves.mark_saved(step if before.saves.holds(step) else -1)
-        policy.saves.num_saved, policy.saves.error = before.saves.num_saved, before.saves.error
-    policy.state.evaluations.metrics = before.state.evaluations.metrics
-    policy.state.loss = before.state.loss
 
 
 class _Held:

@@ -130,7 +130,7 @@ def test_a_driver_that_shows_no_updates_is_refused_before_training(
 ) -> None:
     made = trainer(tmp_path, stats_steps=2)
     made._wrap_model(made.model)
-    monkeypatch.delattr("drivetrain.backends.common.plain_engine.PlainEngine.show_update")
+    monkeypatch.delattr("drivetrain.backends.common.shown.ShowsWholeWeights.show_update")
     with pytest.raises(
         ArgumentRefused, match=r"driver 'cpu' refuses stats_steps=2: .* set stats_steps=None"
     ):

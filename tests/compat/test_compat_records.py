@@ -160,7 +160,8 @@ def test_hours_add_up_over_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "stopped" / "records"
     found, seconds = records_of(folder), history_of(folder).lost.seconds()
     whole = found[-1]["time"] - found[0]["began"]
-    assert sum(seconds.values()) == pytest.approx(whole, rel=0.01, abs=0.01)
+    # a record has the time of its line, and its figures that of a moment before
+    assert sum(seconds.values()) == pytest.approx(whole, rel=0.01, abs=0.1)
     assert {"work done twice", "standing still", "saving", "evaluation"} <= seconds.keys()
     undisturbed = recorded(tmp_path / "whole", dropout=0.2)
     comparison = compare_runs(undisturbed, folder)

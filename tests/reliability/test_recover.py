@@ -285,6 +285,28 @@ def test_with_too_few_ranks_left_it_saves_and_stops(tmp_path: Path, whole: Path)
     check_same_course(out, whole, [1, 2])
 
 
+def test_a_death_right_after_a_resume(tmp_path: Path, whole: Path) -> None:
+    """The log, evaluation and save that the run before has made are not made again."""
+    out = tmp_path / "run"
+    train(out, settings=replace(UNDISTURBED, steps=8))
+    done = len(records(out, "logged")), len(records(out, "evaluated"))
+    dying = Dying((Death("forward", 9, 1),), step=8)
+    drivetrain.fit(
+        recipe(dying),
+        SETTINGS,
+        nproc=3,
+        backend="ddp",
+        out=out,
+        resume="auto",
+        observers=[dying],
+        progress=False,
+    )
+    assert len(records(out, "logged")) == done[0] + 8
+    assert len(records(out, "evaluated")) == done[1] + 4
+    (reformed,) = records(out, "reformed")
+    assert (reformed["step"], reformed["world_size"]) == (8, 2)
+
+
 def test_an_error_of_one_rank_is_no_death(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("a mistake in the recipe")
@@ -463,6 +485,7 @@ def test_the_command_continues_and_says_so(tmp_path: Path) -> None:
     assert "standing still" in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_signal_after_a_death_still_saves_and_stops(tmp_path: Path) -> None:
     with Command(tmp_path, "--set", "steps=4000") as command:
         command.until(r"^step 5/4000")
@@ -476,6 +499,7 @@ def test_a_signal_after_a_death_still_saves_and_stops(tmp_path: Path) -> None:
     assert list_checkpoints(checkpoints_of(tmp_path / "run")).complete
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
     with Command(tmp_path, "--set", "steps=4000") as command:
         command.until(r"^step 5/4000")
