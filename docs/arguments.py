@@ -47,14 +47,14 @@ def answer(driver: Driver, key: str, value: Any) -> str:
     return "applied"
 
 
-HOLD_ALL = {"ddp", "xpu"}
-"""Drivers whose ranks each hold all of the state (`HoldsAll`)."""
+HOLD_PARTS = {"ddp", "fsdp", "xpu"}
+"""Drivers whose ranks say which part of the state they hold (`HoldsParts`)."""
 FOR_HOLDERS = ("recover", "max_lost")
 
 
 def for_holders(driver: Driver) -> str:
-    """The answer to a setting that is for ranks which hold all of the state."""
-    return "applied" if driver.name in HOLD_ALL else "refused: its ranks do not hold all state"
+    """The answer to a setting that is for ranks which continue without others."""
+    return "applied" if driver.name in HOLD_PARTS else "refused: it ends when a rank dies"
 
 
 def in_two_processes(driver: Driver) -> str:

@@ -36,10 +36,8 @@ class Position(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One step's samples, and this reader's part of them.
-
-    Take all `microbatches` before asking for the next group: each is fetched when it is asked for.
-    """
+    """One step's samples, and this reader's part of them. Take all `microbatches` before asking for
+    the next group: each is fetched when it is asked for."""
 
     position: Position
     next: Position

@@ -100,8 +100,7 @@ class CapabilityRefused(UsageError):
     """The driver declares that it cannot do what was asked.
 
     For programs: `asked` and `driver` as in the message; `capability`, the field of `Capabilities`
-    that does not promise it, empty where a driver promises something, but not in this combination.
-    """
+    that does not promise it, or empty if the driver promises it, but not in this combination."""
 
     def __init__(self, asked: str, driver: str, remedy: str, capability: str = "") -> None:
         super().__init__(f"driver {driver!r} refuses {asked}: {remedy}")
@@ -171,8 +170,7 @@ class CollectiveFailed(DrivetrainError):
     """Ranks disagree, or a rank did not arrive in time; the message names rank and call.
 
     For programs: `late`, the ranks that did not come, as far as this one knows; `records`, what the
-    communication library noted of its last calls on this rank, as JSON, empty where it notes none.
-    """
+    communication library noted of its last calls on this rank, as JSON, or empty."""
 
     def __init__(self, message: str, late: tuple[int, ...] = (), records: str = "") -> None:
         super().__init__(message)

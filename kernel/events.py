@@ -223,6 +223,8 @@ class RunEnded(Event):
     reason: str
     """`finished`, `stopped` (an observer asked) or `preempted` (a signal asked)."""
     seconds: float
+    lost_ranks: int = 0
+    """Number of ranks that died, and without which the others continued."""
 
 
 Observer = Callable[[Any], "Request | None"]

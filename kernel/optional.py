@@ -25,7 +25,7 @@ __all__ = [
     "CountsWaits",
     "EstimatesLayout",
     "GivesBack",
-    "HoldsAll",
+    "HoldsParts",
     "KeepsWrites",
     "LeavesRanks",
     "NumbersUpdates",
@@ -73,14 +73,14 @@ class WatchesRanks(Session, Protocol):
 
     def abort(self, why: str, retry: bool = True) -> bool:
         """Abort this rank. With `retry`: return True if all ranks call this within seconds; they
-        may continue together. Otherwise this rank must end. The others end, too, within seconds,
-        by an error that contains `why`."""
+        may continue together. Otherwise this rank must end, and the others end, too, within
+        seconds, by an error that contains `why`."""
 
 
 @runtime_checkable
 class CountsWaits(Protocol):
-    """A session that counts how long its rank waits for other ranks, which a run reports. Without
-    it, this time belongs to the parts of the step in which it passes."""
+    """A session that counts how long its rank waits for others, which a run reports. Without it,
+    this time belongs to the parts of a step."""
 
     @property
     def waited_seconds(self) -> float:
@@ -96,14 +96,17 @@ class LeavesRanks(Protocol):
 
 
 @runtime_checkable
-class HoldsAll(Protocol):
-    """An engine whose rank holds all state, for the setting `recover`, refused without it."""
+class HoldsParts(Protocol):
+    """An engine that says what its rank holds, for `recover`. No method communicates."""
+
+    def part(self) -> tuple[int, int] | None:
+        """This rank's part, from 0 on, and the number of parts; None if an update was torn."""
 
     def begin_step(self) -> None:
         """Keep what a step changes before its update, such as buffers."""
 
     def held(self) -> Iterator[Piece]:
-        """The pieces of `shards` of all ranks, as kept by the last `begin_step`."""
+        """The pieces of `shards` in this part, as kept by the last `begin_step`."""
 
 
 @runtime_checkable
@@ -145,9 +148,9 @@ class ChangesWeights(Protocol):
     a recipe with such a function is refused."""
 
     def change_weights(self, change: Callable[[Parts], None]) -> None:
-        """Call `change` once, with all parameters, each tied group once. What `change` writes in
-        place stays: the next forward, update and save start from there. Called by all ranks, after
-        an applied update and before the next forward."""
+        """Call `change` once, with all parameters, each tied group once. What it writes in place
+        stays: the next forward, update and save start from there. Called by all ranks, after an
+        applied update and before the next forward."""
 
 
 @runtime_checkable
@@ -157,17 +160,16 @@ class KeepsWrites(Protocol):
 
     def open_to_writes(self, where: str) -> AbstractContextManager[Any]:
         """Enclose user's code between two forwards, or in the optimizer's step; `where` names it.
-        What this code writes in place to the module's parameters is in the next forward, update
-        and save. Raises `RecipeError`, which names the weights and `where`, for a write that is
-        not. Blocks may be nested. No ranks meet, and no device is waited for."""
+        What this code writes in place to parameters is in the next forward, update and save.
+        Raises `RecipeError`, which names the weights and `where`, for a write that is not. Blocks
+        may be nested. No ranks meet, and no device is waited for."""
 
 
 @runtime_checkable
 class NumbersUpdates(Protocol):
     """An engine on which an optimizer may draw random numbers. Within an update its generators
-    depend on the run's seed, on the number of the update, and on the part of the weights that the
-    rank updates. Copies of weights stay equal, and a resumed run draws what it would have drawn.
-    """
+    depend on the run's seed, the number of the update, and the part of the weights that the rank
+    updates. Copies of weights stay equal, and a resumed run draws what it would have drawn."""
 
     def number_update(self, number: int, /) -> object:
         """Give the next `update` its number in the run; the first is 1. Called by all ranks."""
@@ -183,8 +185,8 @@ class UpdateObserver(Protocol):
 
     def gradients(self, parts: Mapping[str, Tensor]) -> None:
         """Receive the same elements of gradients: averaged over ranks, divided by the loss scale,
-        and not clipped yet. Called once or several times, each time with other parameters. A
-        parameter that no rank has a gradient of is left out."""
+        not clipped yet. Called once or more, each time with other parameters. A parameter that no
+        rank has a gradient of is left out."""
 
 
 @runtime_checkable
@@ -216,5 +218,5 @@ class GivesBack(Protocol):
 
     def give_back(self) -> bool:
         """Restore the user's module, with plain whole parameters of the trained values in host
-        memory, so that it can be trained again; the engine is then of no use. Return False where
-        that cannot be done, and nothing has changed. Called by all ranks."""
+        memory; the engine is then of no use. Return False where that cannot be done, and nothing
+        has changed. Called by all ranks."""

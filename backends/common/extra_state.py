@@ -5,6 +5,7 @@ See `checkpoint.extra_state` for what it is and how it is stored.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,12 @@ class ExtraState:
     ) -> None:
         self._module, self._device, self._rank, self._size = module, device, rank, size
         self._weights, self._differing = weight_names(module), differing
+
+    def alone(self) -> ExtraState:
+        """Return the same for this rank alone, which saves all of it, and compares nothing."""
+        own = copy.copy(self)
+        own._rank, own._size = 0, 1
+        return own
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces that this rank saves. Raises `RecipeError` for a value that no

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 
-from ...kernel.errors import SettingError
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...launched import world_size
 from ..common import float8
@@ -24,7 +23,7 @@ from ..process_group.session import (
     probe_devices,
 )
 from . import sharding, wrap_units
-from .engine import FsdpEngine
+from .held_parts import HoldingEngine
 from .sharding import FsdpOptions
 
 __all__ = ["FsdpOptions", "driver"]
@@ -84,15 +83,11 @@ class FsdpDriver:
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        options, size = plan.options or FsdpOptions(), world_size()
-        if options.shard_size is not None and size % max(options.shard_size, 1):
-            raise SettingError(
-                f"backend.shard_size is {options.shard_size}; it must divide the {size} ranks"
-            )
-        if size == 1:
+        sharding.shard_size(sharding.options_of(plan), world_size())  # raises
+        if world_size() == 1:
             _LOG.warning("fsdp in one process shards nothing; launch more, or use cpu or ddp")
         with sharding.opened(plan) as world:
-            yield ProcessGroupSession(plan, world, FsdpEngine)
+            yield ProcessGroupSession(plan, world, HoldingEngine)
 
 
 driver = FsdpDriver()

@@ -19,6 +19,7 @@ from ...data.nested import map_leaves, map_tensors
 from ...kernel.shards import Box, Kind, Piece, Reader
 from ..common import model_state
 from ..common.attached import in_place_of
+from ..process_group.connections import of_further_groups
 from ..process_group.copies import Held
 from .counted import first_step
 
@@ -52,7 +53,8 @@ def make_mesh(kind: str, sizes: tuple[int, ...], names: tuple[str, ...] | None =
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    _meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=names))
+    with of_further_groups():
+        _meshes.append(init_device_mesh(kind, sizes, mesh_dim_names=names))
     return _meshes[-1]
 
 
@@ -224,6 +226,23 @@ def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> 
             if part.numel() and _writes(tensor, turn, rank, size):
                 yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
     yield from model_state.partitioned_pieces(replicated, rank, size)
+
+
+def held_pieces(
+    state: Mapping[Kind, Mapping[str, Tensor]], part: int, num_parts: int
+) -> Iterator[Piece]:
+    """Yield the pieces of one part of the state, which ranks hold in so many parts: this rank's
+    parts of sharded tensors, whether or not it writes them, and a share of all other tensors."""
+    replicated: dict[Kind, dict[str, Tensor]] = {}
+    for kind, tensors in state.items():
+        for name, tensor in tensors.items():
+            own = own_part(tensor)
+            if not is_sharded(tensor):
+                replicated.setdefault(kind, {})[name] = own
+            elif own.numel():
+                assert isinstance(tensor, DTensor)
+                yield Piece(kind, name, own, tuple(tensor.shape), own_box(tensor))
+    yield from model_state.partitioned_pieces(replicated, part, num_parts)
 
 
 def _writes(tensor: DTensor, turn: int, rank: int, size: int) -> bool:

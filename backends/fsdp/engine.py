@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ...kernel.contract import Outcome, World
 from ...kernel.plan import Plan
 from ...kernel.recipe import Recipe
-from ...kernel.shards import Piece, Reader
+from ...kernel.shards import Kind, Piece, Reader
 from ..common import model_state, models, stepping
 from ..common.averages import Averages
 from ..common.entered import Entered, refuse_second_derivatives
@@ -289,15 +289,15 @@ class FsdpEngine:
 
     def _own_pieces(self) -> Iterator[Piece]:
         yield from self.buffers.pieces()
-        yield from dtensor.pieces(
-            {
-                "weights": model_state.named_parameters(self.module),
-                "optimizer": self.state.tensors(),
-                "state": model_state.scale_tensors(self.loss_scale),
-            },
-            self.peers.rank,
-            self.peers.size,
-        )
+        yield from dtensor.pieces(self.tensors(), self.peers.rank, self.peers.size)
+
+    def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
+        """Return all that is saved but for buffers and extra state, by kind and name."""
+        return {
+            "weights": model_state.named_parameters(self.module),
+            "optimizer": self.state.tensors(),
+            "state": model_state.scale_tensors(self.loss_scale),
+        }
 
     def restore(self, reader: Reader) -> None:
         self._reshard()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import nn
 
+from ... import lost_ranks
 from ...data.ranges import Range, check_ranges
 from ...kernel.contract import World
 from ...kernel.errors import SettingError
@@ -218,10 +219,19 @@ def mixed_in() -> type:
     return FSDPModule
 
 
+def shard_size(options: ShardingOptions, num_ranks: int) -> int:
+    """Return the number of ranks over which units are sharded. If ranks have died, and the others
+    cannot form groups of `shard_size`, the groups are larger: no rank needs more memory then."""
+    assert isinstance(options, FsdpOptions)
+    size = options.shard_size or num_ranks
+    if num_ranks % size and not lost_ranks.generation():
+        raise SettingError(f"backend.shard_size is {size}; it must divide the {num_ranks} ranks")
+    return next((n for n in range(size, num_ranks) if num_ranks % n == 0), num_ranks)
+
+
 def mesh_of(options: ShardingOptions, world: World) -> Any:
     """Return a mesh of all ranks; with `shard_size`, of groups that replicate each other."""
-    assert isinstance(options, FsdpOptions)
-    kind, size = world.device.type, options.shard_size or world.size
+    kind, size = world.device.type, shard_size(options, world.size)
     if size == world.size:
         return dtensor.make_mesh(kind, (size,))
     return dtensor.make_mesh(kind, (world.size // size, size), ("replicate", "shard"))

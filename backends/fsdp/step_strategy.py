@@ -16,7 +16,7 @@ from . import dtensor, sharding
 from .kind_step import StepByKind
 from .owner_step import OwnerStep, kept_of
 
-__all__ = ["choose"]
+__all__ = ["choose", "gathers"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +39,13 @@ def choose(
     for name, kind in several.optimizers.items():
         several.step_by[name] = _choose(kind, how, module, device, draws).step
     return cast(torch.optim.Optimizer, several), draws
+
+
+def gathers(stepper: Any) -> bool:
+    """Return True if an update gathers tensors from other ranks, so that it may fail midway."""
+    steps = getattr(stepper, "step_by", {"": stepper.step}).values()
+    owners = (getattr(step, "__self__", None) for step in steps)
+    return any(isinstance(owner, OwnerStep | dtensor.WholeStep) for owner in owners)
 
 
 def _choose(

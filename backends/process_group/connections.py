@@ -1,7 +1,8 @@
 """The connections that joining a process group opens, which a survivor of a dead rank closes.
 
 gloo reports a dead rank only to the ranks that talk to it; the others wait until the time limit,
-and nothing that gloo offers wakes them. A call whose connections are shut down fails at once.
+and nothing that gloo offers wakes them. A call whose connections are shut down fails at once. This
+holds for further groups of the same ranks, too, which are created in `of_further_groups`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from ... import lost_ranks
 from .start import second_client
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "of_further_groups"]
 
 
 class Connections(AbstractContextManager["Connections"]):
@@ -46,12 +47,33 @@ class Connections(AbstractContextManager["Connections"]):
     @contextmanager
     def closed_on_loss(self) -> Iterator[None]:
         """Shut the connections down if a rank dies in the block."""
-        with lost_ranks.waking(lambda: _shut_down(self._opened)):
-            yield
+        _present.append(self)
+        try:
+            with lost_ranks.waking(lambda: _shut_down(self._opened)):
+                yield
+        finally:
+            _present.remove(self)
+
+    def add(self, others: Connections) -> None:
+        """Count the connections of others among these."""
+        self._opened = {**self._opened, **others._opened}
 
     def _new(self) -> dict[int, str]:
         """Return the sockets that were not open before."""
         return {d: name for d, name in _sockets().items() if self._before.get(d) != name}
+
+
+_present: list[Connections] = []
+"""Those of the session of this process."""
+
+
+@contextmanager
+def of_further_groups() -> Iterator[None]:
+    """Count the connections that are opened in the block among those of the session."""
+    with Connections() as further:
+        yield
+    for session in _present:
+        session.add(further)
 
 
 def _sockets() -> dict[int, str]:

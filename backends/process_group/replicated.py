@@ -203,12 +203,16 @@ class DdpEngine(PlainEngine):
         yield from self.buffers.own_pieces()
         yield from super().shards()
 
+    def part(self) -> tuple[int, int]:
+        """See `HoldsParts`: each rank holds all."""
+        return 0, 1
+
     def begin_step(self) -> None:
-        """See `HoldsAll`."""
+        """See `HoldsParts`."""
         self._kept = {n: b.clone() for n, b in model_state.named_buffers(self.own).items()}
 
     def held(self) -> Iterator[Piece]:
-        """See `HoldsAll`. The module's other state is as it is."""
+        """See `HoldsParts`. The module's other state is as it is."""
         yield from ExtraState(self.own, self.world.device).pieces()
         for piece in model_state.replicated_pieces(self.own, self.state, self.loss_scale, 0, 1):
             kept = self._kept.get(piece.name) if piece.kind == "weights" else None

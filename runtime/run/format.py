@@ -122,11 +122,14 @@ def _rank_lost(record: Mapping[str, Any]) -> str:
     dead, left = record["ranks"], record["left"]
     which = f"rank {dead[0]} has" if len(dead) == 1 else f"ranks {', '.join(map(str, dead))} have"
     others = "1 rank continues" if left == 1 else f"{left} ranks continue"
-    return f"{which} died after step {record['step']}: {others} from there, with the same batch"
+    return f"{which} died after step {record['step']}: {others} with the same batch"
 
 
 def _reformed(record: Mapping[str, Any]) -> str:
-    return f"training stood still for {record['seconds']:.2f} s, and nothing of it is lost"
+    still, back = f"training stood still for {record['seconds']:.2f} s", record["steps_back"]
+    if not back:
+        return f"{still}, and nothing of it is lost"
+    return f"{still}; {back} {'step is' if back == 1 else 'steps are'} made again"
 
 
 def _saved(record: Mapping[str, Any]) -> str:
@@ -148,7 +151,11 @@ def _time_spent(record: Mapping[str, Any]) -> str | None:
 
 
 def _run_ended(record: Mapping[str, Any]) -> str:
-    return f"{record['reason']} at step {record['step']} after {duration(record['seconds'])}"
+    lost = record["lost_ranks"]
+    without = f", without {lost} {'rank' if lost == 1 else 'ranks'} that died" if lost else ""
+    return (
+        f"{record['reason']} at step {record['step']} after {duration(record['seconds'])}{without}"
+    )
 
 
 def _result(record: Mapping[str, Any]) -> str:

@@ -79,6 +79,8 @@ class LostTime:
                 self._lost_rank = True
             elif event == "reformed":
                 self._fixed[STANDING] += _sound(record.get("seconds"))
+                if record.get("steps_back"):
+                    self._go_back(record["step"])
             elif event == "time_spent" and (rest := record.get("rest")):
                 _add(self._fixed, [rest])
                 self._counted_to, self._pending = record.get("time"), {}

@@ -254,7 +254,12 @@ _FIELDS: dict[str, tuple[tuple[str, Callable[[Any], bool]], ...]] = {
         ("seconds", _number_or_none),
         _MAY_HAVE_TIME,
     ),
-    "reformed": (("step", _step), ("seconds", _number_or_none), _MAY_HAVE_TIME),
+    "reformed": (
+        ("step", _step),
+        ("seconds", _number_or_none),
+        ("steps_back", _or_none(_step)),
+        _MAY_HAVE_TIME,
+    ),
     "non_finite_found": (("step", _step), ("text", _long_text), _MAY_HAVE_TIME),
     "saved": (("step", _step), ("seconds", _number_or_none), _MAY_HAVE_TIME),
     "memory_counted": (

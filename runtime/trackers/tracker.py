@@ -13,7 +13,7 @@ from ..checkpoint import read_small, storage_of
 from ..kernel import events
 from ..kernel.errors import OutputError, SettingError, UsageError
 from ..kernel.paths import Place
-from ..trainer.recovery import RankLost
+from ..trainer.recovery import RankLost, Reformed
 from ..trainer.run_lock import NO_ROOM
 from ..trainer.start_checks import json_types
 from ..trainer.statistics import Stats
@@ -138,6 +138,8 @@ def _figures(event: events.Event) -> dict[str, float]:
         return {f"eval/{event.name}/{name}": value for name, value in event.metrics.items()}
     if isinstance(event, events.Saved) and not event.error:
         return {"checkpoint/seconds": event.seconds}
+    if isinstance(event, Reformed):
+        return {"ranks/standing_still_seconds": event.seconds, "ranks/left": event.world_size}
     if isinstance(event, events.LossSpiked):
         return {"train/spike": event.loss}
     if isinstance(event, Stats):

@@ -111,7 +111,7 @@ def fit(
                 opened.enter_context(torch.autograd.set_detect_anomaly(True))
 
             def train() -> Result | RetryWithSmallerBatch:
-                shared = recovery.shared(session)
+                shared = recovery.shared(session, resume)
                 watched = observers() if callable(observers) else own
                 run = Run(driver, session, plan, recipe, settings, lock, watched, requests, aside)
                 if shared is not None:

@@ -1,41 +1,36 @@
 """Continuing without ranks that died, in the processes of the others (`recover=in_place`).
 
 The step during which a rank dies is abandoned, and nothing of it is applied. The others meet in a
-new process group, build the engine again, take over the state of the one that has done the most
-steps (an update may have been applied on some ranks and not on others), and run the same step
-again: the same samples, shared out over fewer ranks. Whatever was left to do after the last step,
-such as an evaluation, is done again, too.
-
-The state goes through a checkpoint in memory, so that it is restored, and checked, like any other.
+new process group, build the engine again, take over the newest state that they hold together (an
+update may have been applied on some ranks and not on others), and run the same step again: the same
+samples, shared out over fewer ranks. Whatever was left to do after the last step, such as an
+evaluation, is done again, too. If they do not hold a whole state any more, they return to the
+newest checkpoint.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import math
-import shutil
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .. import lost_ranks
-from ..checkpoint import CheckpointStore
 from ..checkpoint.background import background_finished
 from ..data.prebatched import Batches
-from ..kernel.contract import Engine, Session
-from ..kernel.errors import CapabilityRefused, SaveFailed, SettingError
+from ..kernel.contract import Session
+from ..kernel.errors import CapabilityRefused, SettingError
 from ..kernel.events import Event, Request, Requests, Warned
 from ..kernel.loop import TrainLoop
-from ..kernel.optional import HoldsAll, LeavesRanks
-from ..kernel.paths import place
+from ..kernel.optional import HoldsParts, LeavesRanks
+from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
-from .losses_kept import continue_window, losses_of_all, note, note_begun_steps
-from .policy import Due
+from .handover import Handover, hand_over, newest_held, positions
+from .losses_kept import continue_window, note, note_begun_steps
 from .saves import stored_metrics
 from .settings import Settings
 
@@ -71,6 +66,8 @@ class Reformed(Event):
     """Time in which training stood still, from the report of the death on."""
     parts: Mapping[str, float]
     """These seconds, by what they were spent on."""
+    steps_back: int = 0
+    """Number of steps that are made again, since a part of the state was lost with its ranks."""
 
 
 class _SentRequests(Requests):
@@ -108,6 +105,8 @@ class Recovery:
         self._kept_step = -1
         self._random: dict[str, Tensor] = {}
         self._notes: Sequence[str] = ()
+        self._reached = 0
+        """Steps that the ranks had done when one died."""
         self._freezes = False
         self._lost: tuple[int, ...] = ()
         """The ranks that have died since the last step."""
@@ -131,21 +130,28 @@ class Recovery:
             return
         self._run, self._members = run, lost_ranks.members()
         engine = run.loop.engine
-        if not (isinstance(engine, HoldsAll) and isinstance(run.session, LeavesRanks)):
+        if not (isinstance(engine, HoldsParts) and isinstance(run.session, LeavesRanks)):
             raise CapabilityRefused(
                 "recover=in_place",
                 run.driver.name,
-                "its ranks do not hold all of the state, each of them: take a backend whose ranks "
-                "hold the whole model, or leave it out, and start the run again with --resume auto "
-                "when a rank has died",
+                "its ranks cannot continue in their processes: take backend ddp or fsdp, or leave "
+                "it out, and start the run again with --resume auto when a rank has died",
             )
         if self._lost:
             gc.collect()  # the run before, with its model, and the threads of its process group
             size = run.session.world.size
-            run.announce(RankLost(run.loop.progress.step, self._lost, size))
+            run.announce(RankLost(max(self._reached, run.loop.progress.step), self._lost, size))
+        part, size = engine.part(), run.session.world.size
+        if part is not None and 1 < size == part[1]:
+            run.announce(
+                Warned(
+                    f"each of the {size} ranks holds a part of the state that no other holds: when "
+                    "one dies, the others return to the newest checkpoint"
+                )
+            )
         run.policy.outlives = self
         note_begun_steps(run.loop)
-        self._keep_boundary(run.loop)
+        self.ended(run.loop)
 
     def close(self) -> None:
         """Hold nothing any more, at the end of `fit`."""
@@ -158,12 +164,8 @@ class Recovery:
         self._run = None
 
     def ended(self, loop: TrainLoop) -> None:
-        """See `OutlivesRanks`."""
-        self._keep_boundary(loop)
-
-    def _keep_boundary(self, loop: TrainLoop) -> None:
-        """Keep what the next step changes before its update."""
-        assert isinstance(loop.engine, HoldsAll)
+        """See `OutlivesRanks`. Keep what the next step changes before its update."""
+        assert isinstance(loop.engine, HoldsParts)
         self._kept_step = loop.progress.step
         self._random = loop.session.rng_state()
         loop.engine.begin_step()
@@ -186,7 +188,7 @@ class Recovery:
         if (run := self._run) is not None:
             assert isinstance(run.session, LeavesRanks)
             if run.session.world.size > 1 and self._kept_step != run.loop.progress.step:
-                self._keep_boundary(run.loop)  # ranks met between the update and the end of it
+                self.ended(run.loop)  # ranks met between the update and the end of it
             run.session.leave()
         if isinstance(self.requests, _SentRequests):
             self.requests.ask_again()
@@ -196,60 +198,36 @@ class Recovery:
         self._spent("noticing")
         return True
 
-    def shared(self, session: Session) -> _Shared | None:
+    def shared(self, session: Session, resume: _Source) -> Handover | _Returned | None:
         """Return the state to continue with, once the ranks have met again; None if there is none,
-        and the run begins as it did. Called by all ranks."""
+        and the run begins as it did. `resume`: the state with which it began. Called by all
+        ranks."""
         if not lost_ranks.generation():
             return None
         self._spent("meeting")
-        run = self._run
-        mine = None if run is None else _Position.of(run)
-        known = [each and _Position(*each) for each in session.exchange(mine and mine.to_json())]
-        newest = max((each for each in known if each), key=lambda each: each.step, default=None)
-        if newest is None:
+        known = positions(session, self._run)
+        begun = [each for each in known if each is not None]
+        if not begun:
             return None
-        source, answer, failed = known.index(newest), ["", [""]], ""
-        if session.world.rank == source and run is not None:
-            try:
-                answer = self._write(run, newest, [each for each in known if each])
-            except Exception as error:
-                failed = f"{type(error).__name__}: {error}"
-        path, notes, failed = session.exchange([*answer, failed])[source]
-        if failed:
-            raise SaveFailed(f"the state could not be passed on in memory: {failed}")
-        self._spent("passing the state on")
-        return _Shared(Path(path), newest, source, notes)
+        self._reached = max(each.step for each in begun)
+        if holders := newest_held(known):
+            handed = hand_over(session, self._run, known, holders, self._members)
+            self._spent("passing the state on")
+            return handed
+        self._run = None
+        last = max(begun, key=lambda each: each.num_saved).checkpoint
+        return _Returned(place(last) if last else resume)
 
-    def _write(self, run: Run, newest: _Position, known: Sequence[_Position]) -> list[Any]:
-        """Write the state of this rank's run to a checkpoint in memory. Return its place, and notes
-        on what it lacks."""
-        root = lost_ranks.shared_folder()
-        for before in root.iterdir():  # of ranks that died meanwhile
-            shutil.rmtree(before)
-        run.session.set_rng_state(self._random)
-        what = run.state.to_save(run.loop)
-        notes = []
-        if newest.first_step < newest.step:
-            there = {each.number: each.losses for each in known if each.step == newest.step}
-            losses, missing = losses_of_all(newest.step, newest.first_step, there, self._members)
-            what["state"]["window"]["losses"] = losses
-            if missing:
-                notes.append(
-                    f"the losses since the last log lack those of rank {missing}, which are not "
-                    "known: the next log shows the mean of the others"
-                )
-            if run.state.turn_losses.keeps:
-                notes.append(
-                    "the next log shows the loss of each turn, or part, of one rank alone for the "
-                    "steps before the death"
-                )
-        what["engine"] = _Held(run.loop.engine)
-        path = CheckpointStore(root / str(lost_ranks.generation())).save(**what)
-        return [str(path), notes]
-
-    def restore(self, run: Run, shared: _Shared) -> None:
+    def restore(self, run: Run, shared: Handover | _Returned) -> None:
         """Give the state to a run that was built again. Called by all ranks."""
         self._spent("building")
+        if isinstance(shared, _Returned):
+            where = shared.source or "its beginning"
+            self._notes = [f"the ranks that are left lack a part of the state: back to {where}"]
+            if shared.source is not None:
+                run.resume(shared.source)
+            self._spent("restoring")
+            return
         before = self._run
         manifest, _ = run.policy.restore(run.loop, place(shared.path))
         step = run.first_step = run.loop.progress.step
@@ -263,9 +241,7 @@ class Recovery:
         run.state.evaluations.restore(stored_metrics(manifest.state, str(shared.path)), step)
         self._notes = shared.notes
         shared.newest.give_to(run)
-        run.session.exchange(None)  # all have read it
-        if run.session.world.rank == shared.source:
-            shutil.rmtree(shared.path.parent)
+        shared.remove(run.session)
         self._spent("restoring")
 
     def begin(self, loop: TrainLoop) -> None:
@@ -277,7 +253,7 @@ class Recovery:
         self._spent("checking")
         step, size, parts = loop.progress.step, loop.session.world.size, dict(self._parts)
         seconds = sum(parts.values())
-        run.announce(Reformed(step, size, seconds, parts))
+        run.announce(Reformed(step, size, seconds, parts, max(0, self._reached - step)))
         loop.window.leave_out(seconds)
         run.policy.clock.take()
         run.policy.clock.add(self._unlogged)
@@ -292,80 +268,15 @@ class Recovery:
         self._since = now
 
 
-@dataclass(frozen=True)
-class _Shared:
-    """The state that all ranks take over."""
-
-    path: Path
-    newest: _Position
-    source: int
-    """The rank that wrote it."""
-    notes: Sequence[str]
+_Source = str | os.PathLike[str] | Url | None
+"""What `resume` may be."""
 
 
 @dataclass(frozen=True)
-class _Position:
-    """How far a rank has come."""
+class _Returned:
+    """The state that all ranks return to: that of a checkpoint, or of the beginning."""
 
-    step: int
-    number: int
-    """The number that the rank was launched with."""
-    first_step: int
-    losses: float | None
-    grad_norm: float
-    """The gradient norm of the last step, and its learning rates."""
-    rates: list[float]
-    due: tuple[bool, bool, bool]
-    """The fields of `Due`."""
-    saved: bool
-    """True if the checkpoint of the step exists."""
-    checkpoint: str
-    """The newest one; empty if there is none."""
-    num_saved: int
-    error: str
-    """Why the last save failed."""
-
-    @classmethod
-    def of(cls, run: Run) -> _Position:
-        loop, due = run.loop, run.policy.take_due(run.loop)
-        saves, checkpoint = run.policy.saves, run.policy.checkpoint
-        in_progress = saves is not None and saves.in_progress
-        window, progress, grad_norm = loop.window, loop.progress, math.nan
-        if window.has_grown(progress):
-            grad_norm = window.figures(progress, loop.session)["grad_norm"]
-        losses = float(window.loss_sum)
-        return cls(
-            loop.progress.step,
-            lost_ranks.own_number(),
-            loop.window.first_step,
-            losses if math.isfinite(losses) else None,
-            grad_norm,
-            [group["lr"] for group in loop.engine.param_groups],
-            (due.log, due.evaluate, due.save or in_progress),
-            saves is not None and saves.holds(progress.step),
-            "" if checkpoint is None else str(checkpoint),
-            0 if saves is None else saves.num_saved,
-            "" if saves is None else saves.error,
-        )
-
-    def give_to(self, run: Run) -> None:
-        """Let a run that was built again know what this rank knew: alike on all ranks."""
-        run.policy.resumed_from = place(self.checkpoint) if self.checkpoint else None
-        run.policy.set_due(run.loop, Due(*self.due))
-        if (saves := run.policy.saves) is not None:
-            saves.mark_saved(self.step if self.saved else -1)
-            saves.num_saved, saves.error = self.num_saved, self.error
-
-    def to_json(self) -> list[Any]:
-        return list(dataclasses.astuple(self))
-
-
-class _Held:
-    """The engine of a rank that has left the others, as a checkpoint sees it."""
-
-    def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine, HoldsAll)
-        self.shards, self.tied = engine.held, engine.tied
+    source: _Source
 
 
 def _check(recipe: Recipe) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import lost_ranks
 from ..checkpoint import CHECKPOINTS, storage_of
 from ..checkpoint.catalog import tidy
 from ..data.open_dataset import open_dataset
@@ -247,8 +248,7 @@ class Run:
                 f"steps is {self.settings.steps}, and {path} is at step {self.first_step} already; "
                 "steps counts from the beginning: give more, or resume from an earlier checkpoint"
             )
-        metrics = stored_metrics(manifest.state, str(path))
-        self.state.evaluations.restore(metrics, self.first_step)
+        self.state.evaluations.restore(stored_metrics(manifest.state, str(path)), self.first_step)
         changed = differences(manifest, self.settings, self.driver.name, self.session.world.size)
         self.announce(events.Resumed(path, self.first_step, (*left_out, *changed, *notes)))
 
@@ -261,12 +261,13 @@ class Run:
         if isinstance(loop.engine, KeepsWrites):
             self.announce.engine = loop.engine
         policy.clock.take()  # what came before is known to the observers by their own clocks
+        total, optimizer = self.state.planned.total, self.state.optimizer
         self.announce(
             events.RunStarted(
                 backend=self.driver.name,
                 world=self.session.world,
                 settings=self.settings,
-                total_steps=self.state.planned.total,
+                total_steps=total,
                 steps_per_epoch=source.steps_per_epoch,
                 num_samples=source.num_samples,
                 num_parameters=loop.engine.num_parameters,
@@ -275,9 +276,7 @@ class Run:
                 flops_per_item=self.recipe.flops_per_item,
             )
         )
-        for note in start_notes(
-            self.settings, self.state.planned.total, source, self.state.optimizer
-        ):
+        for note in start_notes(self.settings, total, source, optimizer):
             self.announce(events.Warned(note))
         then = self._train()
         if isinstance(then, RetryWithSmallerBatch):
@@ -302,7 +301,8 @@ class Run:
         if ending.error is not None:
             ending.close(preempted)
         self.announce(policy.times.ended(step))
-        self.announce(events.RunEnded(step, then.value, time.perf_counter() - self.started))
+        seconds, lost = time.perf_counter() - self.started, len(lost_ranks.lost())
+        self.announce(events.RunEnded(step, then.value, seconds, lost))
         ending.close(preempted)
         return Result(
             step,

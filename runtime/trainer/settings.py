@@ -344,7 +344,9 @@ class Settings:
     recover: Literal["restart", "in_place"] = "restart"
     """After the death of a rank: `restart` ends the run, which continues from the newest checkpoint
     when it is started again; `in_place` continues in the other processes, from the step during
-    which the rank died, with the same global batch. For backend ddp on one machine."""
+    which the rank died, with the same global batch. For backends ddp and fsdp on one machine; of
+    fsdp the other ranks must hold each part of the state (`backend.shard_size`), or else return to
+    the newest checkpoint, in their processes."""
     max_lost: Annotated[int, Range(0, unit="ranks")] | None = None
     """When more ranks than this have died, a run that recovers in place saves, and stops with exit
     code 75. None: it continues as long as one rank is left."""

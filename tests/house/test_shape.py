@@ -28,7 +28,7 @@ OPTIONAL = {
     "WatchesRanks": {"watch", "abort"},
     "CountsWaits": set(),
     "LeavesRanks": {"leave"},
-    "HoldsAll": {"begin_step", "held"},
+    "HoldsParts": {"part", "begin_step", "held"},
     "TakesOverStep": {"step"},
     "Audits": {"audit"},
     "AveragesWeights": {"average", "averaged"},
