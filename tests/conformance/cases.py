@@ -29,6 +29,7 @@ LAWS = (
     "law_6_buffers",
     "law_6_extra_state",
     "law_6_files",
+    "law_6_lost_ranks",
     "law_6_memory",
     "law_6_random_updates",
     "law_6_streams",

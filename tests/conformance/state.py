@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..kernel.contract import Engine
 from ..kernel.errors import CheckpointError
-from ..kernel.shards import Box, Kind, Reader
+from ..kernel.shards import Box, Kind, Piece, Reader
 from .judge import LawBroken
 
-__all__ = ["State", "assemble", "pieces", "read_all", "whole_weights"]
+__all__ = ["State", "assemble", "pieces", "pieces_of", "read_all", "whole_weights"]
 
 KINDS: tuple[Kind, ...] = ("weights", "optimizer", "state")
 State = dict[str, dict[str, Tensor]]
@@ -22,6 +22,11 @@ State = dict[str, dict[str, Tensor]]
 
 def pieces(engine: Engine) -> list[dict[str, Any]]:
     """Return this rank's pieces as plain values; for jobs."""
+    return pieces_of(engine.shards())
+
+
+def pieces_of(found: Iterable[Piece]) -> list[dict[str, Any]]:
+    """Return pieces as plain values; for jobs."""
     return [
         {
             "kind": piece.kind,
@@ -31,7 +36,7 @@ def pieces(engine: Engine) -> list[dict[str, Any]]:
             "region": vars(piece.region) if piece.region else None,
             "is_box": isinstance(piece.region, Box),
         }
-        for piece in engine.shards()
+        for piece in found
     ]
 
 

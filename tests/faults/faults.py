@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drivetrain import lost_ranks
 from drivetrain.backends.common import models, stepping
 from drivetrain.backends.common.entered import Entered
 from drivetrain.backends.ddp import DdpOptions
@@ -49,6 +50,9 @@ class WrappedSession(Wrapped):
     def prepare(self, recipe: Recipe) -> WrappedEngine:
         return self.build(self.inner.prepare(recipe), self.plan)
 
+    def leave(self) -> None:
+        self.inner.leave()
+
 
 class WrappedEngine(Wrapped):
     """An engine that keeps the plan, and gives faults access to the gradients."""
@@ -73,6 +77,17 @@ class WrappedEngine(Wrapped):
 
     def number_update(self, number: int) -> None:
         self.inner.number_update(number)
+
+    def part(self) -> tuple[int, int]:
+        part: tuple[int, int] = self.inner.part()
+        return part
+
+    def begin_step(self) -> None:
+        self.inner.begin_step()
+
+    def held(self) -> Iterator[Piece]:
+        held: Iterator[Piece] = self.inner.held()
+        return held
 
 
 T = TypeVar("T")
@@ -821,6 +836,66 @@ class ThreeTogether(BuffersDrift, WeightsFirst, DecaysWithoutAGradient):
     """Combines three faults, as a first driver might."""
 
 
+# --- law 6: ranks that continue without one that died ------------------------------------------
+
+
+class AppliesTheAbandonedStep(WrappedEngine):
+    """Holds weights that the step without an update has changed."""
+
+    def held(self) -> Iterator[Piece]:
+        with torch.no_grad():
+            for parameter in self.inner.parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+        return super().held()
+
+
+class BuffersOfTheAbandonedStep(WrappedEngine):
+    """Holds buffers that the forward of the abandoned step has changed."""
+
+    def held(self) -> Iterator[Piece]:
+        self.inner.begin_step()
+        return super().held()
+
+
+class HoldsNoMoments(WrappedEngine):
+    """Holds weights alone."""
+
+    def held(self) -> Iterator[Piece]:
+        return (piece for piece in super().held() if piece.kind == "weights")
+
+
+class SaysThatItHoldsAPart(WrappedEngine):
+    """Holds all, and says that it holds a part."""
+
+    def part(self) -> tuple[int, int]:
+        return self.inner.world.rank, self.inner.world.size
+
+
+class NeverLeaves(WrappedSession):
+    """Still waits for the others when it has left them."""
+
+    def leave(self) -> None:
+        pass
+
+
+class ShareCountedTwice(WrappedSession):
+    """Gives all ranks the same samples once one has died."""
+
+    @property
+    def world(self) -> World:
+        world: World = self.inner.world
+        return dataclasses.replace(world, feeder_index=0) if lost_ranks.generation() else world
+
+
+class WrapperOfMoreRanks(WrappedEngine):
+    """Divides gradients by the number of ranks before one died, as a wrapper does that is kept."""
+
+    def backward(self, loss: Tensor, weight: Tensor) -> None:
+        size = self.inner.world.size
+        self.inner.backward(loss, weight * size / (size + lost_ranks.generation()))
+
+
 # --- law 7 and the session ---------------------------------------------------------------------
 
 
@@ -1005,6 +1080,9 @@ RESUMED = "6_resume-resumed_run_is_bit_exact-stops=2_7"
 EXTRA = "6_extra_state-a_resumed_run_has_the_extra_state-stop=4"
 BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
+HELD = "6_lost_ranks-what_ranks_hold_is_the_state"
+DEATH = "6_lost_ranks-a_death_changes_no_number"
+
 DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
 
 THREE_TOGETHER = {
@@ -1104,6 +1182,13 @@ FAULTS: dict[str, Fault] = {
     "untied": Fault("6_resume-tied_weights_stay_tied", Untied),
     "own part counted": Fault("6_resume-whole_weights", OwnPartCounted),
     "written twice": Fault("6_resume-whole_weights", WrittenTwice),
+    "applies the abandoned step": Fault(HELD, AppliesTheAbandonedStep),
+    "buffers of the abandoned step": Fault(HELD, BuffersOfTheAbandonedStep),
+    "holds no moments": Fault(HELD, HoldsNoMoments),
+    "says that it holds a part": Fault(HELD, SaysThatItHoldsAPart),
+    "never leaves": Fault(HELD, session=NeverLeaves),
+    "share counted twice": Fault(DEATH, session=ShareCountedTwice),
+    "wrapper of more ranks": Fault(DEATH, WrapperOfMoreRanks),
     "exactness not declared": Fault(RESUMED, capabilities=inexact),
     "refuses all": Fault("1_gradient-experts_equal_one_process", session=RefusesAll),
     "refuses without a reason": Fault(SGD + "-regression", session=RefusesWithoutAReason),

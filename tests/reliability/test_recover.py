@@ -224,10 +224,10 @@ def test_max_lost_alone_is_refused(tmp_path: Path) -> None:
         train(tmp_path / "run", settings=replace(UNDISTURBED, max_lost=1), nproc=1)
 
 
-def test_a_driver_that_shards_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CapabilityRefused, match=r"refuses recover=in_place: its ranks do not hold"):
+def test_a_driver_whose_ranks_cannot_continue_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CapabilityRefused, match=r"refuses recover=in_place: its ranks cannot con"):
         drivetrain.fit(
-            recipe(Dying(())), SETTINGS, nproc=2, backend="fsdp", out=tmp_path, progress=False
+            recipe(Dying(())), SETTINGS, nproc=2, backend="mesh", out=tmp_path, progress=False
         )
 
 
@@ -302,7 +302,7 @@ def test_the_command_continues_and_says_so(tmp_path: Path) -> None:
     with Command(tmp_path, "--set", "steps=60") as command:
         command.until(r"^step 5/60")
         os.kill(command.ranks()[1], signal.SIGKILL)
-        command.until(r"rank 1 has died after step \d+: 2 ranks continue from there")
+        command.until(r"rank 1 has died after step \d+: 2 ranks continue with the same batch")
         command.until(r"training stood still for \d+\.\d\d s, and nothing of it is lost")
         command.until(r"^step 30/60")
         os.kill(command.ranks()[0], signal.SIGKILL)
