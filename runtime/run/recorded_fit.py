@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from ..checkpoint.catalog import checkpoints_of, newest
 from ..kernel.errors import CheckpointError, printable
-from ..kernel.events import Event, Observer, StepEnded, Warned
+from ..kernel.events import Event, Observer, StepEnded
 from ..kernel.paths import Place, Url, place
 from ..kernel.recipe import Recipe
 from ..launched import is_first_rank, restarts
@@ -33,7 +32,7 @@ from .record_channel import RecordChannel
 from .records import Record, record_of
 from .run_folder import check_folder
 from .run_folder_writer import FIT, RunFolderWriter, configuration, result_record
-from .watch import Sink, Watcher
+from .shown_run import Display, ShownRun
 from .where_shown import in_notebook, script_command
 
 __all__ = ["fit_recorded", "refuse_used"]
@@ -76,7 +75,9 @@ def fit_recorded(
     check_observers(observers, "observers")
     with ExitStack() as stack:
         write = None if out is None else partial(_writer, place(out), recipe, settings, options)
-        shown = _Shown(progress, display, write, _item_name(recipe), stack)
+        open_display = partial(_display, progress, display, stack)
+        shown = ShownRun(_item_name(recipe), open_display, write)
+        logs_only = not progress and write is None
         try:
             result = fit(
                 recipe,
@@ -85,67 +86,29 @@ def fit_recorded(
                 backend_options=options,
                 out=out,
                 resume=resume,
-                observers=lambda: [*shown.observers(), *observers],
+                observers=lambda: [*_observers(shown, logs_only), *observers],
                 finish=finish,
             )
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            writer, show = shown.writer, shown.show
-            if writer is not None:
-                writer.fail(f"{type(error).__name__}: {error}")
-                if show is not None and isinstance(error, KeyboardInterrupt):
-                    show(record_of(Warned(_stopped_at_once(writer))))
+            if shown.writer is not None:
+                shown.writer.fail(f"{type(error).__name__}: {error}")
+                if isinstance(error, KeyboardInterrupt):
+                    shown.warn(_stopped_at_once(shown.writer))
             raise
-        writer, show = shown.writer, shown.show
-        if show is not None and writer is not None:
-            show(result_record(writer, result))
-        elif show is not None and result.reason == "preempted":
-            words = f"stopped at step {result.step}, and nothing is saved: fit was given no out"
-            show(record_of(Warned(words)))
+        if shown.writer is not None:
+            shown.show(result_record(shown.writer, result))
+        elif write is None and result.reason == "preempted":
+            shown.warn(f"stopped at step {result.step}, and nothing is saved: fit was given no out")
         return result
 
 
-@dataclass
-class _Shown:
-    """The observers that show and record a run. Rank 0 does both, and another rank from the time on
-    when it has become rank 0. `write(show)` makes the writer of the run folder. `stack`: closes the
-    display at the end."""
-
-    progress: bool | Literal["lines"]
-    display: RecordChannel | None
-    write: Callable[[Sink | None], RunFolderWriter] | None
-    item_name: str
-    stack: ExitStack
-    show: Sink | None = None
-    writer: RunFolderWriter | None = None
-    _watcher: Watcher | None = None
-
-    def observers(self) -> list[Observer]:
-        """Return the observers of this process by its present rank."""
-        first = is_first_rank() and self.show is None
-        on_step = self._begin() if first else None
-        if not self.progress and self.write is None:
-            return [_observe_trouble] if is_first_rank() else []
-        if self._watcher is None:
-            self._watcher = Watcher((), self.item_name)
-        if first:
-            sinks = (None if self.writer is None else self.writer.sink, self.show)
-            self._watcher.sinks = [sink for sink in sinks if sink is not None]
-            self._watcher.on_step = on_step
-        return [self._watcher]
-
-    def _begin(self) -> Callable[[int], None] | None:
-        """Begin to show and record the run; return what is called after each step."""
-        on_step: Callable[[int], None] | None = None
-        if not self.progress:
-            self.show = _log_trouble
-        elif self.progress == "lines":
-            self.show = _print_line
-        elif self.display is not None:
-            self.show, on_step = self.display.sink, self.display.step
-        else:
-            self.show, on_step = _display(self.stack)
-        self.writer = None if self.write is None else self.write(self.show)
-        return on_step
+def _observers(shown: ShownRun, logs_only: bool) -> list[Observer]:
+    """Return the observers of this process by its present rank. `logs_only`: the run is neither
+    shown nor recorded, and rank 0 logs troubles."""
+    shown.begin_if_first()
+    if logs_only:
+        return [_observe_trouble] if is_first_rank() else []
+    return [shown.watcher]
 
 
 def refuse_used(
@@ -162,7 +125,6 @@ def _writer(
     recipe: Recipe,
     settings: Settings,
     options: Mapping[str, Any],
-    show: Sink | None,
 ) -> RunFolderWriter:
     values, defaults = flatten(settings), flatten(Settings())
     given = {key: value for key, value in values.items() if value != defaults[key]}
@@ -182,10 +144,7 @@ def _writer(
         same = f'fit(recipe, settings, out="{folder}", resume="auto")'
         return "" if reason == "finished" else same
 
-    writer = RunFolderWriter(folder, config | {"started_by": FIT}, call)
-    if show is not None:
-        writer.files.report = lambda message: show(record_of(Warned(message)))
-    return writer
+    return RunFolderWriter(folder, config | {"started_by": FIT}, call)
 
 
 def _stopped_at_once(writer: RunFolderWriter) -> str:
@@ -202,9 +161,18 @@ def _item_name(recipe: Recipe) -> str:
     return "items" if recipe.count_items else "samples"
 
 
-def _display(stack: ExitStack) -> tuple[Sink, Callable[[int], None] | None]:
-    """Return the display: a table in a notebook, a bar on a terminal, else plain lines. The last
-    two go to stderr, so that stdout holds only the script's own output."""
+def _display(
+    progress: bool | Literal["lines"], display: RecordChannel | None, stack: ExitStack
+) -> Display:
+    """Return the display: `display` if there is one, or else a table in a notebook, a bar on a
+    terminal, or plain lines. The last two go to stderr, so that stdout holds only the script's own
+    output. Without progress, troubles are logged. `stack` closes the display at the end."""
+    if not progress:
+        return _log_trouble, None
+    if progress == "lines":
+        return _print_line, None
+    if display is not None:
+        return display.sink, display.step
     live: NotebookProgress | LiveProgress
     if in_notebook():
         live = stack.enter_context(NotebookProgress())

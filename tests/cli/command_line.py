@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -84,3 +85,15 @@ def child(arguments: tuple[str, ...], folder: Path, environment: dict[str, str])
 
 Drive = Callable[..., Ran]
 Meanwhile = Callable[[BaseProcess], None]
+
+
+def when_it_trains(folder: Path, act: Meanwhile) -> Meanwhile:
+    """Return what waits until a command with `--json` in the folder has logged, and then acts."""
+
+    def meanwhile(process: BaseProcess) -> None:
+        while '"logged"' not in (folder / ".stdout").read_text():
+            assert process.is_alive()
+            time.sleep(0.05)
+        act(process)
+
+    return meanwhile

@@ -5,27 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from command_line import Drive
+from command_line import Drive, when_it_trains
 
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 
 LONG = ("--out=run", "--steps=1000000", "--json")
-
-
-def when_it_trains(folder: Path, act: Callable[[BaseProcess], None]) -> Callable[..., None]:
-    def meanwhile(process: BaseProcess) -> None:
-        while '"logged"' not in (folder / ".stdout").read_text():
-            assert process.is_alive()
-            time.sleep(0.05)
-        act(process)
-
-    return meanwhile
 
 
 def test_a_file_stops_it_until_it_is_removed(drive: Drive, recipe: Path, tmp_path: Path) -> None:

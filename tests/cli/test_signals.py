@@ -13,12 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from command_line import Drive
+from command_line import Drive, when_it_trains
 
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 
@@ -48,16 +47,6 @@ def test_a_run_that_ends_is_let_end(drive: Drive, recipe: Path) -> None:
     ran = drive("train", recipe, "--out", "run", "--json")
     assert ran.code == 0, ran.stderr
     assert ran.records()[-1]["reason"] == "finished"
-
-
-def when_it_trains(folder: Path, act: Callable[[BaseProcess], None]) -> Callable[..., None]:
-    def meanwhile(process: BaseProcess) -> None:
-        while '"logged"' not in (folder / ".stdout").read_text():
-            assert process.is_alive()
-            time.sleep(0.05)
-        act(process)
-
-    return meanwhile
 
 
 def cases() -> list[object]:

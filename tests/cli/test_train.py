@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import Drive
+from command_line import Drive, when_it_trains
 
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 
@@ -177,14 +176,11 @@ def test_the_printed_command_goes_on_with_the_run(
 def test_a_signal_saves_and_has_its_own_exit_code(
     ranks: int, drive: Drive, recipe: Path, tmp_path: Path
 ) -> None:
-    def stop_when_it_trains(process: BaseProcess) -> None:
-        while '"logged"' not in (tmp_path / ".stdout").read_text():
-            assert process.is_alive()
-            time.sleep(0.05)
+    def stop(process: BaseProcess) -> None:
         os.kill(process.pid or 0, signal.SIGTERM)
 
     words = ["--out=run", "--steps=1000000", f"--nproc={ranks}", "--json"]
-    ran = drive("train", recipe, *words, meanwhile=stop_when_it_trains)
+    ran = drive("train", recipe, *words, meanwhile=when_it_trains(tmp_path, stop))
     assert ran.code == EXIT_PREEMPTED
     result = ran.records()[-1]
     assert result["reason"] == "preempted"

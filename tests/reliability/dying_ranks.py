@@ -18,9 +18,11 @@ from torch.utils.data import TensorDataset
 
 import drivetrain
 from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, Settings
-from drivetrain.checkpoint import CheckpointReader, checkpoints_of, newest
+from drivetrain.checkpoint import checkpoints_of, newest
 from drivetrain.kernel.events import Logged, Saved, StepEnded
 from drivetrain.trainer.result import Result
+
+from .runs import everything
 
 POINTS = ("forward", "backward", "update", "between", "log", "evaluation", "save", "saved")
 SETTINGS = Settings(
@@ -163,12 +165,7 @@ def tensors(out: Path) -> dict[str, Tensor]:
     """Return the weights and moments of the last checkpoint."""
     last = newest(checkpoints_of(out))
     assert last is not None
-    reader = CheckpointReader(last)
-    return {
-        f"{kind} {name}": reader.read(kind, name)
-        for kind in ("weights", "optimizer")
-        for name in reader.names(kind)
-    }
+    return everything(last, ("weights", "optimizer"))
 
 
 def check_same_course(
@@ -203,6 +200,6 @@ def check_same_course(
     mine, theirs = tensors(out), tensors(whole)
     assert mine.keys() == theirs.keys()
     if settings.micro_batch is not None:  # a rank has more of them when it has more samples
-        del mine["weights forwards"]
+        del mine["weights/forwards"]
     for name, tensor in mine.items():
         assert torch.allclose(tensor, theirs[name], rtol=1e-4, atol=1e-6), name

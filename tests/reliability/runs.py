@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -20,6 +20,8 @@ from drivetrain import CheckpointSettings, DataSettings, EvaluateSettings, Recip
 from drivetrain.checkpoint import CheckpointReader
 from drivetrain.conformance.ports import free_port
 from drivetrain.kernel.events import Logged, Resumed
+from drivetrain.kernel.paths import Place
+from drivetrain.kernel.shards import Kind
 from drivetrain.trainer.fit import fit
 
 from .dying import Death, interposed
@@ -172,11 +174,11 @@ def start(
     return ranks
 
 
-def everything(checkpoint: Path) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, random state included."""
+def everything(
+    checkpoint: Place, kinds: Sequence[Kind] = ("weights", "optimizer", "state")
+) -> dict[str, Tensor]:
+    """Return all tensors of a checkpoint, random state included, or those of some `kinds`."""
     reader = CheckpointReader(checkpoint)
     return {
-        f"{kind}/{name}": reader.read(kind, name)
-        for kind in ("weights", "optimizer", "state")
-        for name in reader.names(kind)
+        f"{kind}/{name}": reader.read(kind, name) for kind in kinds for name in reader.names(kind)
     }

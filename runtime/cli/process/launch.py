@@ -118,14 +118,18 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
+    if in_place and (launch.nnodes is not None or launch.torchrun):
+        option = "nnodes" if launch.torchrun is None else next(iter(launch.torchrun))
+        raise SettingError(
+            "recover=in_place works on one machine, and its ranks are not started by torchrun: "
+            f"leave --{option} out"
+        )
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
-        command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
-        if in_place and (launch.nnodes is not None or launch.torchrun):
-            option = "nnodes" if launch.torchrun is None else next(iter(launch.torchrun))
-            raise SettingError(
-                "recover=in_place works on one machine, and its ranks are not started by torchrun: "
-                f"leave --{option} out"
-            )
+        command: Namespace | None = None
+        if in_place:  # one thread for each rank, which torchrun's parser sets for others
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        else:
+            command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
         pass_on()
         if launch.may_restart:
@@ -142,7 +146,7 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
         try:
             # ranks are started with signals blocked, until they handle them (`early_signals`)
             with _handlers_kept(), blocked_in_children():
-                if in_place:
+                if command is None:
                     return _run_in_place(launch.nproc, arguments, folder)
                 run(command)  # type: ignore[no-untyped-call]
             return 0 if launch.may_restart else _report_end(folder, 0, 0, launch.nproc)

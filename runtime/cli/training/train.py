@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,12 +18,12 @@ from ...checkpoint import CHECKPOINTS, storage_of
 from ...data.parent import end_with_launcher
 from ...kernel.contract import Driver
 from ...kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
-from ...kernel.events import Observer, Warned
+from ...kernel.events import Observer
 from ...kernel.paths import Place, place
 from ...launched import adopt_slurm, is_launched, restarts
 from ...registry import usable_driver
 from ...run.live import LiveProgress
-from ...run.records import Record, record_of
+from ...run.records import record_of
 from ...run.run_folder import (
     Earlier,
     check_folder,
@@ -34,7 +34,8 @@ from ...run.run_folder import (
     records_folder,
 )
 from ...run.run_folder_writer import RunFolderWriter, configuration, result_record
-from ...run.watch import Sink, Watcher, print_json, print_lines
+from ...run.shown_run import Display, ShownRun
+from ...run.watch import print_json, print_lines
 from ...trackers import Tracker
 from ...trainer.fit import Result, fit
 from ...trainer.preemption_notice import passed_to_ranks
@@ -220,7 +221,9 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
     )
     item_name = recipe_file.item_name or ("items" if recipe.count_items else "samples")
     with ExitStack() as stack:
-        watching = _Watching(job, writer, item_name, stream, stack)
+        display = partial(_display, job.request, stream, stack)
+        shown = ShownRun(item_name, display, lambda: writer)
+        watching = _Watching(job, shown, stack)
         others: list[Observer] = [*recipe_file.observers, Deadline(), stopping]
         stopping.begin()
         try:
@@ -240,63 +243,47 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
             if rank() == 0:
                 writer.fail(f"{type(error).__name__}: {error}")
             raise
-        watching.show(result_record(writer, result))
+        shown.show(result_record(writer, result))
     return result
 
 
-def _ignore(record: Record) -> None:
-    """Show nothing; the sink of all ranks but one."""
+def _display(request: TrainRequest, stream: TextIO | None, stack: ExitStack) -> Display:
+    """Return the display: JSON lines in `stream`, a bar on a terminal, else plain lines. `stack`
+    closes it at the end."""
+    if stream is not None:
+        return print_json(stream), None
+    if not request.plain and (console := Console()).is_terminal:
+        live = stack.enter_context(LiveProgress(console))
+        return live.sink, live.step
+    return print_lines, None
 
 
 @dataclass
 class _Watching:
-    """The observers that show and record a run. Rank 0 does both, and another rank from the time on
-    when it has become rank 0. `stream`: for JSON lines. `stack`: closes them at the end."""
+    """The observers that show and record a run, and those that write files of their own. A rank
+    gets others when it has become rank 0. `stack` closes them at the end."""
 
     job: _Job
-    writer: RunFolderWriter
-    item_name: str
-    stream: TextIO | None
+    shown: ShownRun
     stack: ExitStack
-    show: Sink = _ignore
-    _made: list[Observer] = field(default_factory=list)
-    _watcher: Watcher | None = None
-    _is_first: bool = False
+    _made: list[Tracker | Profiler] | None = None
 
     def observers(self) -> list[Observer]:
         """Return the observers of this process by its present rank."""
-        if self._watcher is None or self._is_first != (rank() == 0):
-            self._is_first = rank() == 0
-            self._watcher = self._watcher or Watcher((), self.item_name)
-            if self._is_first:
-                self._show(self._watcher)
-            self._made = [self._watcher, *self._file_writers()]
-        return self._made
-
-    def _show(self, watcher: Watcher) -> None:
-        """Let the watcher show and record the run."""
-        if self.stream is not None:
-            self.show = print_json(self.stream)
-        elif not self.job.request.plain and (console := Console()).is_terminal:
-            live = self.stack.enter_context(LiveProgress(console))
-            self.show, watcher.on_step = live.sink, live.step
-        else:
-            self.show = print_lines
-        watcher.sinks = (self.writer.sink, self.show)
-        self.writer.files.report = self._warn
-
-    def _warn(self, message: str) -> None:
-        self.show(record_of(Warned(message)))
+        if self.shown.begin_if_first() or self._made is None:
+            self._made = self._file_writers()
+        return [self.shown.watcher, *self._made]
 
     def _file_writers(self) -> list[Tracker | Profiler]:
         """Return the observers that write files of their own."""
         folder, names = records_folder(self.job.out), self.job.track if rank() == 0 else ()
+        shown = self.shown
         observers: list[Tracker | Profiler] = [
-            Tracker(name, folder=folder, warn=self._warn) for name in names
+            Tracker(name, folder=folder, warn=shown.warn) for name in names
         ]
         if self.job.request.profile is not None:
-            steps, report = self.job.request.profile, lambda found: self.show(record_of(found))
-            observers.append(Profiler(*steps, folder / "profile", report=report, warn=self._warn))
+            steps, report = self.job.request.profile, lambda found: shown.show(record_of(found))
+            observers.append(Profiler(*steps, folder / "profile", report=report, warn=shown.warn))
         for observer in observers:
             self.stack.callback(observer.close)
         return observers
