@@ -34,6 +34,12 @@ __all__ = ["BENCHMARKS"]
 
 DEATHS, STEPS = 10, 40
 """Deaths in a round, and steps of a run."""
+RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "4": ("ddp", 4, {}),
+    "2": ("ddp", 2, {}),
+    "2x2": ("fsdp", 4, {"shard_size": 2}),
+}
+"""Backend, ranks and options of each candidate."""
 SETTINGS = Settings(
     steps=STEPS,
     global_batch=16,
@@ -88,15 +94,17 @@ class Killer:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train(out: Path, ranks: int, killer: Killer | None = None) -> dict[str, Tensor]:
+def train(out: Path, candidate: str, killer: Killer | None = None) -> dict[str, Tensor]:
     """Train a run; return the weights and moments of its last checkpoint."""
     settings = SETTINGS if killer else replace(SETTINGS, recover="restart")
     observers = [killer] if killer else []
+    backend, ranks, options = RUNS[candidate]
     drivetrain.fit(
         recipe(),
         settings,
         nproc=ranks,
-        backend="ddp",
+        backend=backend,
+        backend_options=options,
         out=out,
         observers=observers,
         progress=False,
@@ -113,16 +121,17 @@ def train(out: Path, ranks: int, killer: Killer | None = None) -> dict[str, Tens
 
 def measure(candidate: str, quick: bool) -> Measured:
     """Seconds from each kill to the next update, and deaths after which the result was another."""
-    ranks, dice = int(candidate), random.Random(f"{candidate} {time.time()}")
+    ranks, dice = RUNS[candidate][1], random.Random(f"{candidate} {time.time()}")
     seconds, different, survived = [], 0, 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        whole = train(folder / "whole", ranks)
+        whole = train(folder / "whole", candidate)
         for number in range(2 if quick else DEATHS):
             own = folder / str(number)
             own.mkdir()
             victim, step = dice.randrange(ranks), dice.randrange(2, STEPS - 4)
-            found = train(own / "run", ranks, Killer(own, victim, step, dice.uniform(0, 0.02)))
+            killer = Killer(own, victim, step, dice.uniform(0, 0.02))
+            found = train(own / "run", candidate, killer)
             survived += 1
             different += not all(
                 torch.allclose(found[name], tensor, rtol=1e-4, atol=1e-6)
@@ -143,13 +152,17 @@ BENCHMARKS = [
     Benchmark(
         "recover",
         "The death of a rank",
-        f"Ranks of backend ddp on the CPU (gloo) with `recover=in_place`, a model of 0.3 million "
-        f"parameters; {DEATHS} runs in a round, in each of which one rank is killed at a random "
-        "moment of a step, an evaluation or a save. Seconds from the kill until the last of the "
-        "others has done its next update; of each round the median and the longest. A result is "
-        "another one if weights or moments differ from those of an undisturbed run by more than "
+        "Ranks of backends ddp and fsdp on the CPU (gloo) with `recover=in_place`, a model of 0.3 "
+        f"million parameters; {DEATHS} runs in a round, in each of which one rank is killed at a "
+        "random moment of a step, an evaluation or a save. Seconds from the kill until the last of "
+        "the others has done its next update; of each round the median and the longest. A result "
+        "is another one if weights or moments differ from those of an undisturbed run by more than "
         "rounding.",
-        {"4": "one of four ranks", "2": "one of two ranks"},
+        {
+            "4": "one of four ranks (ddp)",
+            "2": "one of two ranks (ddp)",
+            "2x2": "one of four ranks that hold two copies of two parts (fsdp)",
+        },
         measure,
         (
             Column("seconds, median", "median", digits=2),

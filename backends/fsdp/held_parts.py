@@ -1,4 +1,4 @@
-"""What the ranks of `fsdp` hold, for a run that continues without those that died."""
+"""The parts of the state that ranks of `fsdp` hold, for a run that continues without some."""
 
 from __future__ import annotations
 

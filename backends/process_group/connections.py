@@ -64,7 +64,7 @@ class Connections(AbstractContextManager["Connections"]):
 
 
 _present: list[Connections] = []
-"""Those of the session of this process."""
+"""The connections of the session of this process."""
 
 
 @contextmanager

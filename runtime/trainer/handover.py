@@ -36,7 +36,7 @@ class Handover:
 
     path: Path
     newest: Position
-    """That of a rank which has the state."""
+    """The position of a rank that has the state."""
     notes: Sequence[str]
     """Notes on what it lacks."""
 

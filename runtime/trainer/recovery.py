@@ -134,8 +134,8 @@ class Recovery:
             raise CapabilityRefused(
                 "recover=in_place",
                 run.driver.name,
-                "its ranks cannot continue in their processes: take backend ddp or fsdp, or leave "
-                "it out, and start the run again with --resume auto when a rank has died",
+                "its ranks cannot continue in their processes: take a backend whose ranks can, or "
+                "leave it out, and start the run again with --resume auto when a rank has died",
             )
         if self._lost:
             gc.collect()  # the run before, with its model, and the threads of its process group
@@ -269,7 +269,7 @@ class Recovery:
 
 
 _Source = str | os.PathLike[str] | Url | None
-"""What `resume` may be."""
+"""The values that `resume` may have."""
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from command_line import Drive, when_it_trains
 
+from drivetrain.cli.process.launch import Launch, run_ranks
 from drivetrain.kernel.errors import EXIT_PREEMPTED
 
 
@@ -244,3 +246,18 @@ def test_a_run_is_tracked_and_its_resumed_one_goes_on(
     wrong = drive("train", recipe, "--track", "tensorbord", "--out", "other")
     assert wrong.code == 2 and "known" in wrong.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_each_rank_gets_its_share_of_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's parser gives each of several ranks one thread, unless they have a number."""
+    seen = []
+
+    def run(command: Any) -> None:
+        seen.append(os.environ["OMP_NUM_THREADS"])
+
+    monkeypatch.setattr("torch.distributed.run.run", run)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    with patch.dict(os.environ):
+        del os.environ["OMP_NUM_THREADS"]
+        run_ranks(Launch(nproc=2), ["train", "no_file.py"])
+    assert seen == ["4"]

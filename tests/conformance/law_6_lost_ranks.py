@@ -21,6 +21,7 @@ from ..checkpoint import CheckpointReader
 from ..kernel.errors import CapabilityRefused
 from ..kernel.events import StepEnded
 from ..kernel.optional import HoldsParts, LeavesRanks
+from ..ranks.fit import fit
 from ..trainer.setting_values import override
 from ..trainer.settings import Settings
 from .bench import Bench
@@ -77,8 +78,6 @@ def train(
 ) -> dict[str, Any]:
     """Job that trains on ranks of its own, some of which die. Returns the events by name, and the
     checkpoint; or the words of a refusal."""
-    import drivetrain  # the whole package, which starts ranks
-
     for name in LAUNCHED:
         os.environ.pop(name, None)
     dying = Dying(deaths)
@@ -86,7 +85,7 @@ def train(
         loss=partial(dying.loss, problem), train_data=Samples(problem, 30)
     )
     try:
-        result = drivetrain.fit(
+        result = fit(
             recipe,
             override(Settings(), {**SETTINGS, **settings}),
             nproc=ranks,

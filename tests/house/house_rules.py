@@ -146,7 +146,7 @@ ROOMS = {
     "conformance": Room(
         "conformance",
         "tests/conformance",
-        siblings=_TRAINED | FRONT_DOOR,
+        siblings=_TRAINED | {"ranks"} | FRONT_DOOR,
         absolute=True,  # pytest may import these modules by the folder's name
         secrets=DRIVER_NAMES,
     ),

@@ -124,11 +124,12 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
             "recover=in_place works on one machine, and its ranks are not started by torchrun: "
             f"leave --{option} out"
         )
+    # torchrun's parser would give each rank one thread; a fair share of the CPUs is faster
+    share = max(1, (os.cpu_count() or 1) // launch.nproc)
+    os.environ.setdefault("OMP_NUM_THREADS", str(share))
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         command: Namespace | None = None
-        if in_place:  # one thread for each rank, which torchrun's parser sets for others
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
-        else:
+        if not in_place:
             command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
         pass_on()
@@ -136,9 +137,6 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
             os.environ[RESTARTS] = "1"
             # each start of the ranks gets its own store: entries of the start before would mislead
             os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-        # torchrun would give each rank one thread; a rank's fair share of the CPUs is faster
-        share = max(1, (os.cpu_count() or 1) // launch.nproc)
-        os.environ.setdefault("OMP_NUM_THREADS", str(share))
         # a rank that is stopped finishes its step and saves: give it the time
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
         if launch.nnodes is None:  # for one node, we report the same in one line
