@@ -103,8 +103,8 @@ def is_sharded_once(tensor: Tensor) -> bool:
 
 def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's part, in place: all of a tensor that is not sharded."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # in this order: `detach` of a DTensor asks how its parts are placed, which takes much longer
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def own_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -294,7 +294,7 @@ class FsdpEngine:
     def tensors(self) -> Mapping[Kind, Mapping[str, Tensor]]:
         """Return all that is saved but for buffers and extra state, by kind and name."""
         return {
-            "weights": model_state.named_parameters(self.module),
+            "weights": dict(self.module.named_parameters()),
             "optimizer": self.state.tensors(),
             "state": model_state.scale_tensors(self.loss_scale),
         }

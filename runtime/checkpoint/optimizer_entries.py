@@ -91,7 +91,8 @@ def flat(key: str, value: Any, like: torch.dtype | None = None) -> Iterator[tupl
     the dtype that a tensor has if its name says none; None: the dtype in which it is stored."""
     if isinstance(value, Tensor):
         narrow = value.is_floating_point() and value.element_size() < 4
-        stored = value.detach().float() if narrow else value.detach()
+        own = value.detach() if value.requires_grad else value  # it takes long for a DTensor
+        stored = own.float() if narrow else own
         mark = f":{str(value.dtype).removeprefix('torch.')}"
         plain = mark not in _DTYPES or key == "step" or value.dtype == (like or stored.dtype)
         yield key if plain else key + mark, stored

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["survivors_frozen"]
+__all__ = ["freeze", "survivors_frozen"]
 
 _OLDEST = 2
+_frozen: list[Callable[[], None]] = []
+"""The functions that undo `freeze`. To ask Python takes long if many objects are frozen."""
+
+
+def freeze() -> Callable[[], None]:
+    """Freeze all objects, so that those which come later are collected in no time, until the
+    returned function is called. What was frozen before stays so."""
+    is_first = not gc.get_freeze_count()
+    gc.collect()
+    gc.freeze()
+
+    def unfreeze() -> None:
+        _frozen.remove(unfreeze)
+        if is_first:
+            gc.unfreeze()
+
+    _frozen.append(unfreeze)
+    return unfreeze
 
 
 @contextmanager
@@ -20,7 +38,7 @@ def survivors_frozen() -> Iterator[None]:
     Without this each full collection scans all of them, which stops training for a noticeable part
     of a step. What is frozen already stays so: a forked rank has frozen its parent's objects.
     """
-    if gc.get_freeze_count():
+    if _frozen or gc.get_freeze_count():
         yield
         return
     froze = False

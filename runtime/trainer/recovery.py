@@ -13,7 +13,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from ..kernel.loop import TrainLoop
 from ..kernel.optional import HoldsParts, LeavesRanks
 from ..kernel.paths import Url, place
 from ..kernel.recipe import Recipe
+from .gc_frozen import freeze
 from .handover import Handover, hand_over, newest_held, positions
 from .losses_kept import continue_window, note, note_begun_steps
 from .saves import stored_metrics
@@ -105,9 +106,11 @@ class Recovery:
         self._kept_step = -1
         self._random: dict[str, Tensor] = {}
         self._notes: Sequence[str] = ()
+        self._returned: _Returned | None = None
+        """The state that the ranks are returning to."""
         self._reached = 0
         """Steps that the ranks had done when one died."""
-        self._freezes = False
+        self._unfreeze: Callable[[], None] = lambda: None
         self._lost: tuple[int, ...] = ()
         """The ranks that have died since the last step."""
         self._since, self._parts = 0.0, dict[str, float]()
@@ -115,9 +118,7 @@ class Recovery:
         """The seconds of each part of the steps since the last log."""
         if self.is_on:
             _check(recipe)
-            self._freezes = not gc.get_freeze_count()
-            gc.collect()
-            gc.freeze()  # so that a run which is replaced is collected in no time
+            self._unfreeze = freeze()  # a run that is replaced is collected in no time
         elif settings.max_lost is not None:
             raise SettingError(
                 f"max_lost is {settings.max_lost}, and recover is {settings.recover!r}: set "
@@ -128,7 +129,7 @@ class Recovery:
         """Note that `run` has its state from now on, and holds it after each step."""
         if not self.is_on:
             return
-        self._run, self._members = run, lost_ranks.members()
+        self._run, self._members, self._returned = run, lost_ranks.members(), None
         engine = run.loop.engine
         if not (isinstance(engine, HoldsParts) and isinstance(run.session, LeavesRanks)):
             raise CapabilityRefused(
@@ -155,9 +156,8 @@ class Recovery:
 
     def close(self) -> None:
         """Hold nothing any more, at the end of `fit`."""
-        self._run = None
-        if self._freezes:
-            gc.unfreeze()
+        self.drop()
+        self._unfreeze()
 
     def drop(self) -> None:
         """Hold no state any more: the run starts again from a checkpoint of its own."""
@@ -208,15 +208,17 @@ class Recovery:
         known = positions(session, self._run)
         begun = [each for each in known if each is not None]
         if not begun:
-            return None
+            return self._returned  # another rank died before the others had returned
         self._reached = max(each.step for each in begun)
         if holders := newest_held(known):
             handed = hand_over(session, self._run, known, holders, self._members)
             self._spent("passing the state on")
             return handed
         self._run = None
-        last = max(begun, key=lambda each: each.num_saved).checkpoint
-        return _Returned(place(last) if last else resume)
+        last = max(begun, key=lambda each: each.num_saved)
+        source = place(last.checkpoint) if last.checkpoint else resume
+        self._returned = _Returned(source, last.num_saved)
+        return self._returned
 
     def restore(self, run: Run, shared: Handover | _Returned) -> None:
         """Give the state to a run that was built again. Called by all ranks."""
@@ -226,6 +228,8 @@ class Recovery:
             self._notes = [f"the ranks that are left lack a part of the state: back to {where}"]
             if shared.source is not None:
                 run.resume(shared.source)
+            if run.policy.saves is not None:
+                run.policy.saves.num_saved = shared.num_saved
             self._spent("restoring")
             return
         before = self._run
@@ -277,6 +281,7 @@ class _Returned:
     """The state that all ranks return to: that of a checkpoint, or of the beginning."""
 
     source: _Source
+    num_saved: int
 
 
 def _check(recipe: Recipe) -> None:

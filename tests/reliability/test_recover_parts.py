@@ -95,6 +95,14 @@ def test_an_update_that_failed_midway_is_not_taken_over(
     check_same_course(out, tmp_path / "whole", ranks)
 
 
+def test_a_further_death_while_the_others_return(tmp_path: Path, whole: Path) -> None:
+    out, deaths = tmp_path / "run", [Death("forward", 15, 0), Death("building", 14, 1)]
+    assert train(out, *deaths, nproc=3, on=("fsdp", {})).step == 24
+    (reformed,) = records(out, "reformed")
+    assert (reformed["step"], reformed["world_size"], reformed["steps_back"]) == (12, 1, 2)
+    check_same_course(out, whole, [0, 1])
+
+
 def test_without_a_checkpoint_the_run_begins_again(tmp_path: Path) -> None:
     settings = replace(SETTINGS, checkpoint=CheckpointSettings(every=100), steps=8)
     train(tmp_path / "whole", settings=replace(settings, recover="restart"))
