@@ -36,6 +36,10 @@ SETTINGS = Settings(
 UNDISTURBED = replace(SETTINGS, recover="restart")
 
 
+HYBRID = ("fsdp", {"shard_size": 2})
+"""Backend and options: four ranks are two copies of two parts."""
+
+
 @dataclass(frozen=True)
 class Death:
     """A point of the run at which a rank dies, by the number that it was launched with."""

@@ -16,6 +16,7 @@ import torch
 from drivetrain import AverageSettings, CheckpointSettings
 
 from .dying_ranks import (
+    HYBRID,
     POINTS,
     SETTINGS,
     UNDISTURBED,
@@ -27,8 +28,8 @@ from .dying_ranks import (
     train,
 )
 
-HYBRID = {"shard_size": 2}
-"""Options of fsdp: four ranks are two copies of two parts."""
+QUICK = ("forward", "update", "evaluation")
+"""Points that each change is tested at."""
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +40,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS],
+)
 def test_copies_continue_as_if_nothing_had_happened(
     tmp_path: Path, whole: Path, point: str
 ) -> None:
     death = Death(point, 8, POINTS.index(point) % 4)  # a step with a log, evaluation and save
     out = tmp_path / "run"
-    assert train(out, death, nproc=4, on=("fsdp", HYBRID)).step == 24
+    assert train(out, death, nproc=4, on=HYBRID).step == 24
     check_same_course(out, whole, [death.rank])
     (reformed,) = records(out, "reformed")
     assert (reformed["world_size"], reformed["steps_back"]) == (3, 0)
@@ -54,7 +58,7 @@ def test_copies_continue_as_if_nothing_had_happened(
 def test_a_part_that_is_lost_comes_from_the_newest_checkpoint(tmp_path: Path, whole: Path) -> None:
     out = tmp_path / "run"
     deaths = [Death("forward", 6, 0), Death("backward", 15, 2)]  # the second holds one part of 3
-    assert train(out, *deaths, nproc=4, on=("fsdp", HYBRID)).step == 24
+    assert train(out, *deaths, nproc=4, on=HYBRID).step == 24
     first, second = records(out, "reformed")
     assert (first["step"], first["world_size"], first["steps_back"]) == (5, 3, 0)
     assert (second["step"], second["world_size"], second["steps_back"]) == (12, 2, 2)
@@ -88,7 +92,7 @@ def test_an_update_that_failed_midway_is_not_taken_over(
     out, deaths, where = (
         tmp_path / "run",
         [Death(point, 8, rank) for rank in ranks],
-        ("fsdp", HYBRID),
+        HYBRID,
     )
     assert train(out, *deaths, nproc=4, on=where, settings=settings, kind=ByTensor).step == 24
     assert sum(record["steps_back"] for record in records(out, "reformed")) == steps_back
