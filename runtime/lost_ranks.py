@@ -48,6 +48,8 @@ __all__ = [
 
 CHANNEL = "DRIVETRAIN_LOST_RANKS"
 """Environment: the descriptors of the pipe and of the board, and a folder in memory."""
+_REPORTED_SECONDS = 1.0
+"""Time within which the launcher reports a rank whose death has made a call fail."""
 _AGAIN_SECONDS = 0.01
 """Time between two attempts to wake the main thread."""
 _NOTE, _SUM = struct.Struct("<Qqqdd"), struct.Struct("<I")
@@ -185,13 +187,14 @@ def is_new() -> bool:
     return here is not None and here.is_new
 
 
-def await_new(seconds: float) -> bool:
-    """Return True once a rank has died since the ranks met; False if none does within that time."""
+def await_new() -> bool:
+    """Return True once a rank has died since the ranks met; False if none is reported within the
+    time that a report takes."""
     here = _listener()
     if here is None:
         return False
     with here.changed:
-        return here.changed.wait_for(lambda: here.is_new, seconds)
+        return here.changed.wait_for(lambda: here.is_new, _REPORTED_SECONDS)
 
 
 def generation() -> int:

@@ -32,6 +32,11 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach() for name, b in module.named_buffers() if name in persistent}
 
 
+def copied_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the persistent buffers by FQN."""
+    return {name: buffer.clone() for name, buffer in named_buffers(module).items()}
+
+
 def scale_tensors(loss_scale: LossScale | None) -> dict[str, Tensor]:
     """The loss scaler's state by name; none without a scaler."""
     if loss_scale is None:

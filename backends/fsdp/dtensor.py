@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -215,17 +215,7 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
 def pieces(state: Mapping[Kind, Mapping[str, Tensor]], rank: int, size: int) -> Iterator[Piece]:
     """Yield the pieces that this rank writes: its parts of sharded tensors, of which the replicas
     write one part each in turn, and its share of all other tensors, which ranks partition."""
-    replicated: dict[Kind, dict[str, Tensor]] = {}
-    for kind, tensors in state.items():
-        for turn, (name, tensor) in enumerate(tensors.items()):
-            if not is_sharded(tensor):
-                replicated.setdefault(kind, {})[name] = own_part(tensor)
-                continue
-            assert isinstance(tensor, DTensor)
-            part = own_part(tensor)
-            if part.numel() and _writes(tensor, turn, rank, size):
-                yield Piece(kind, name, part, tuple(tensor.shape), own_box(tensor))
-    yield from model_state.partitioned_pieces(replicated, rank, size)
+    return _pieces(state, lambda tensor, turn: _writes(tensor, turn, rank, size), rank, size)
 
 
 def held_pieces(
@@ -233,14 +223,26 @@ def held_pieces(
 ) -> Iterator[Piece]:
     """Yield the pieces of one part of the state, which ranks hold in so many parts: this rank's
     parts of sharded tensors, whether or not it writes them, and a share of all other tensors."""
+    return _pieces(state, lambda tensor, turn: True, part, num_parts)
+
+
+def _pieces(
+    state: Mapping[Kind, Mapping[str, Tensor]],
+    takes: Callable[[DTensor, int], bool],
+    part: int,
+    num_parts: int,
+) -> Iterator[Piece]:
+    """Yield this rank's parts of the sharded tensors that `takes(tensor, turn)` accepts, and one
+    of so many shares of all other tensors."""
     replicated: dict[Kind, dict[str, Tensor]] = {}
     for kind, tensors in state.items():
-        for name, tensor in tensors.items():
+        for turn, (name, tensor) in enumerate(tensors.items()):
             own = own_part(tensor)
             if not is_sharded(tensor):
                 replicated.setdefault(kind, {})[name] = own
-            elif own.numel():
-                assert isinstance(tensor, DTensor)
+                continue
+            assert isinstance(tensor, DTensor)
+            if own.numel() and takes(tensor, turn):
                 yield Piece(kind, name, own, tuple(tensor.shape), own_box(tensor))
     yield from model_state.partitioned_pieces(replicated, part, num_parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 from torch import Tensor
@@ -22,6 +23,10 @@ class HoldingEngine(FsdpEngine):
     _kept: Mapping[str, Tensor] = {}  # buffers, as they were before the step
     _is_torn = False
 
+    @functools.cached_property
+    def _may_be_torn(self) -> bool:
+        return step_strategy.gathers(self.stepper)
+
     def part(self) -> tuple[int, int] | None:
         """See `HoldsParts`."""
         size = sharding.shard_size(self.options, self.world.size)
@@ -29,10 +34,10 @@ class HoldingEngine(FsdpEngine):
 
     def begin_step(self) -> None:
         """See `HoldsParts`."""
-        self._kept = {n: b.clone() for n, b in model_state.named_buffers(self.module).items()}
+        self._kept = model_state.copied_buffers(self.module)
 
     def update(self) -> Outcome:
-        self._is_torn = step_strategy.gathers(self.stepper)
+        self._is_torn = self._may_be_torn
         outcome = super().update()
         self._is_torn = False
         return outcome

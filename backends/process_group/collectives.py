@@ -109,7 +109,7 @@ def _is_of_a_collective(error: BaseException) -> bool:
 def _collective_failed(call: str, rank: int, error: BaseException) -> CollectiveFailed:
     """Return the error that names the rank and the call, and the ranks to blame."""
     stall_watch.broken.append(call)
-    if lost_ranks.await_new(_REPORTED_SECONDS):
+    if lost_ranks.await_new():
         names = _listed(lost_ranks.newly_lost())
         return CollectiveFailed(f"rank {rank}: {call} failed: ranks that died: {names}")
     blamed, missing = stall_watch.verdict()
@@ -148,8 +148,6 @@ def _flight_records() -> str:
     return json.dumps(found, indent=1) if found else ""
 
 
-_REPORTED_SECONDS = 1.0
-"""Time within which a launcher that continues without a dead rank reports it."""
 _TOGETHER_SECONDS = 3.0
 """Time within which all ranks notice that a call has failed."""
 _ANSWER_LIMIT = timedelta(seconds=10)

@@ -209,7 +209,7 @@ class DdpEngine(PlainEngine):
 
     def begin_step(self) -> None:
         """See `HoldsParts`."""
-        self._kept = {n: b.clone() for n, b in model_state.named_buffers(self.own).items()}
+        self._kept = model_state.copied_buffers(self.own)
 
     def held(self) -> Iterator[Piece]:
         """See `HoldsParts`. The module's other state is as it is."""

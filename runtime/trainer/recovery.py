@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 __all__ = ["RankLost", "Recovery", "Reformed"]
 
 IN_PLACE = "in_place"
-_REPORTED_SECONDS = 1.0
-"""Time within which the launcher reports a rank whose death has made a call fail."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ class Recovery:
     def continues_after(self, error: Exception) -> bool:
         """Return True if `error` was caused by the death of other ranks: train again then, with the
         state that is held. This process has its new rank from then on."""
-        if not self.is_on or not lost_ranks.await_new(_REPORTED_SECONDS):
+        if not self.is_on or not lost_ranks.await_new():
             return False
         if not self._lost:
             self._since, self._parts = time.perf_counter(), {}

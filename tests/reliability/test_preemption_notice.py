@@ -264,6 +264,9 @@ def test_a_run_that_raises_leaves_no_command(tmp_path: Path) -> None:
             fit(replace(recipe(), loss=lossy), settings, backend="cpu")
         with pytest.raises(ProcessLookupError):
             os.kill(int(begun.read_text()), 0)
+        deadline = time.monotonic() + 30  # its `sleep` is killed, and ends a little later
+        while alive(int(begun.read_text())) and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert not alive(int(begun.read_text()))
     assert len(os.listdir("/proc/self/fd")) <= files[-1]
 

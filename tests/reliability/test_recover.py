@@ -55,14 +55,6 @@ from .dying_ranks import (
 RECOVERIES = int(os.environ.get("DRIVETRAIN_RECOVERIES", "60"))
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(out, settings=UNDISTURBED)
-    return out
-
-
 @pytest.mark.parametrize("point", POINTS)
 def test_the_others_continue_as_if_nothing_had_happened(
     tmp_path: Path, whole: Path, point: str

@@ -19,7 +19,6 @@ from .dying_ranks import (
     HYBRID,
     POINTS,
     SETTINGS,
-    UNDISTURBED,
     Death,
     Dying,
     check_same_course,
@@ -30,14 +29,6 @@ from .dying_ranks import (
 
 QUICK = ("forward", "update", "evaluation")
 """Points that each change is tested at."""
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an undisturbed run."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    train(out, settings=UNDISTURBED)
-    return out
 
 
 @pytest.mark.parametrize(
