@@ -46,6 +46,8 @@ class Request(IntEnum):
     """Stop, and exit with `EXIT_PREEMPTED`."""
     WRITTEN = 5
     """The loop's own: this rank has written its share of the checkpoint under way."""
+    JOIN = 6
+    """The loop's own: processes wait to join the ranks."""
 
 
 class Requests:
@@ -224,7 +226,7 @@ class RunEnded(Event):
     """`finished`, `stopped` (an observer asked) or `preempted` (a signal asked)."""
     seconds: float
     lost_ranks: int = 0
-    """Number of ranks that died, and without which the others continued."""
+    """Number of ranks that died while the others continued."""
 
 
 Observer = Callable[[Any], "Request | None"]

@@ -84,8 +84,7 @@ class TrainLoop:
     # --- saving and resuming --------------------------------------------------------------
 
     def restore(self, reader: Reader, progress: Progress, window: Window) -> None:
-        """Continue from a checkpoint, of any driver, or raise before anything is changed. Random
-        state is the caller's matter."""
+        """Restore all but random state from a checkpoint of any driver, or change nothing."""
         self.engine.restore(reader)
         self._pending_outcome, self._skipped_in_a_row = None, 0
         self.progress, self.window = progress, window

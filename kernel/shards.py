@@ -40,9 +40,8 @@ class Piece:
     `name`: an FQN (weights), `<fqn>/<state>` (optimizer) or a free name (state; a loss scaler has
     `loss_scale` and `loss_scale_good_steps`). `checkpoint.optimizer_entries` says how numbers,
     lists and what an optimizer counts in its groups are named, `checkpoint.extra_state` how the
-    state of modules is. `tensor`: the part, on any device; a
-    box keeps its sizes, a flat range is one-dimensional. `shape`: of the whole tensor. `region`:
-    which part; None is all of it."""
+    state of modules is. `tensor`: the part, on any device; a box keeps its sizes, a flat range is
+    one-dimensional. `shape`: of the whole tensor. `region`: which part; None is all of it."""
 
     kind: Kind
     name: str

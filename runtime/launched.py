@@ -7,9 +7,11 @@ import subprocess
 from collections.abc import Mapping, MutableMapping
 
 from .kernel.errors import SettingError
+from .lost_ranks import CHANNEL
 
 __all__ = [
     "adopt_slurm",
+    "is_first_of_machine",
     "is_first_rank",
     "is_launched",
     "local_rank",
@@ -33,6 +35,12 @@ def is_first_rank() -> bool:
 def local_rank() -> int:
     """Return this process's rank on its machine; 0 without a launcher."""
     return _number("LOCAL_RANK", 0)
+
+
+def is_first_of_machine() -> bool:
+    """True on one rank of each machine."""
+    # where ranks die and join, on one machine, local rank 0 may be any of them
+    return is_first_rank() or (local_rank() == 0 and CHANNEL not in os.environ)
 
 
 def world_size() -> int:

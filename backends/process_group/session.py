@@ -158,7 +158,7 @@ def _open_store(timeout: timedelta, seconds: float) -> tuple[Any, int, int]:
     _num_sessions[met] += 1
     prefix = f"session {_num_sessions[met]}"
     if generation():  # ranks may have opened different numbers of sessions when one died
-        prefix = f"without {generation()} ranks/{prefix}"
+        prefix = f"after {generation()} changes/{prefix}"
     return dist.PrefixStore(prefix, store), launched_rank(), world_size()  # type: ignore[attr-defined]
 
 

@@ -61,7 +61,7 @@ def await_ranks(store: Any, place: str, rank: int, size: int, seconds: float) ->
     deadline, pause = time.monotonic() + seconds, 0.01
     while not store.check(keys):
         if lost_ranks.is_new():
-            raise RuntimeError("a rank has died, and the others meet without it")
+            raise RuntimeError("a rank has died or joined, and the ranks meet again")
         if time.monotonic() > deadline:
             absent = [str(n) for n, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(f"ranks that have not come in {seconds:g} s: {', '.join(absent)}")

@@ -20,6 +20,7 @@ from ..run.record_channel import RecordChannel
 from ..run.recorded_fit import fit_recorded, refuse_used
 from ..run.where_shown import in_notebook
 from ..trainer.preemption_notice import passed_to_ranks
+from ..trainer.recovery import launcher_for
 from ..trainer.result import Result
 from ..trainer.settings import Settings
 
@@ -82,13 +83,13 @@ def fit(
     from .start import run_on_ranks  # torch's elastic agent is slow to import
 
     given = settings or Settings()
-    passed, in_place = passed_to_ranks(given.preemption_notice), given.recover == "in_place"
+    passed, launcher = passed_to_ranks(given.preemption_notice), launcher_for(given, nproc)
     if progress is not True or not in_notebook():
         with passed:
-            return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep, in_place)
+            return run_on_ranks(nproc, partial(_result_of_rank, act), time.sleep, launcher)
     with passed, NotebookProgress() as table, RecordChannel() as channel:
         act = partial(_result_of_rank, partial(act, display=channel))
-        return run_on_ranks(nproc, act, partial(channel.receive, table), in_place)
+        return run_on_ranks(nproc, act, partial(channel.receive, table), launcher)
 
 
 def _result_of_rank(act: Callable[[], Result]) -> Result:

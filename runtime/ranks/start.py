@@ -56,7 +56,10 @@ _LOGGERS = ("torch.distributed.elastic", "torch.multiprocessing.spawn")
 
 
 def run_on_ranks(
-    nproc: int, act: Callable[[], T], meanwhile: Callable[[float], None], in_place: bool = False
+    nproc: int,
+    act: Callable[[], T],
+    meanwhile: Callable[[float], None],
+    launcher: RankLauncher | None = None,
 ) -> T:
     """Call `act` on `nproc` ranks, and return the result of rank 0. Raises the error of the first
     rank that failed, if it is an error of drivetrain's, else `RecipeFailed`.
@@ -64,15 +67,16 @@ def run_on_ranks(
     `meanwhile(seconds)` is called repeatedly until the ranks have ended, and may take that long. A
     signal that asks to save and stop is passed on to the ranks, whose result is returned. Raises
     `KeyboardInterrupt` for an interrupt before the ranks have connected, and for a second
-    interrupt. `in_place`: the others continue without ranks that die.
+    interrupt. `launcher`: starts the ranks of a run that continues without ranks that die; None:
+    the run ends with the first of them.
     """
     _check(nproc)
     keep_socket_paths_short()
     leave_the_parents_garbage()  # such as the agent of earlier ranks
     with TemporaryDirectory(prefix="drivetrain-") as log_dir:
         folder = Path(log_dir)
-        if in_place:
-            return _run(lambda: _launch_in_place(nproc, act, folder), folder, meanwhile)
+        if launcher is not None:
+            return _run(lambda: _launch_in_place(launcher, act, folder), folder, meanwhile)
         config = _configuration(nproc, log_dir)
         launch = cast(Callable[..., dict[int, T]], elastic_launch(config, _rank))
         return _run(lambda: launch(act, folder)[0], folder, meanwhile)
@@ -93,7 +97,7 @@ def _configuration(nproc: int, log_dir: str) -> LaunchConfig:
     )
 
 
-def _launch_in_place(nproc: int, act: Callable[[], T], folder: Path) -> T:
+def _launch_in_place(launcher: RankLauncher, act: Callable[[], T], folder: Path) -> T:
     """Fork the ranks, and continue without those that die. Raises `ChildFailedError` as torch's
     agent does."""
     forks: list[_Fork[T]] = []
@@ -103,7 +107,7 @@ def _launch_in_place(nproc: int, act: Callable[[], T], folder: Path) -> T:
         forks.append(_Fork(act, folder, int(environment["RANK"])))
         return forks[-1]
 
-    ended = RankLauncher(nproc).run(start)
+    ended = launcher.run(start)
     if ended.exit_code:
         failed = forks[ended.failed_rank]
         details = ended.failed_rank, failed.number, ended.exit_code, str(failed.error_file)

@@ -42,6 +42,7 @@ def describe(record: Mapping[str, Any]) -> str | None:
         "profiled": _profiled,
         "rank_late": _rank_late,
         "rank_lost": _rank_lost,
+        "rejoined": _rejoined,
         "reformed": _reformed,
         "time_spent": _time_spent,
         "warned": lambda record: f"warning: {record['message']}",
@@ -125,6 +126,12 @@ def _rank_lost(record: Mapping[str, Any]) -> str:
     return f"{which} died after step {record['step']}: {others} with the same batch"
 
 
+def _rejoined(record: Mapping[str, Any]) -> str:
+    spares = record["ranks"]
+    joined = "a spare has joined" if len(spares) == 1 else f"{len(spares)} spares have joined"
+    return f"{joined} after step {record['step']}: {record['world_size']} ranks share the batch"
+
+
 def _reformed(record: Mapping[str, Any]) -> str:
     still, back = f"training stood still for {record['seconds']:.2f} s", record["steps_back"]
     if not back:
@@ -152,10 +159,8 @@ def _time_spent(record: Mapping[str, Any]) -> str | None:
 
 def _run_ended(record: Mapping[str, Any]) -> str:
     lost = record["lost_ranks"]
-    without = f", without {lost} {'rank' if lost == 1 else 'ranks'} that died" if lost else ""
-    return (
-        f"{record['reason']} at step {record['step']} after {duration(record['seconds'])}{without}"
-    )
+    died = f", in which {lost} {'rank' if lost == 1 else 'ranks'} died" if lost else ""
+    return f"{record['reason']} at step {record['step']} after {duration(record['seconds'])}{died}"
 
 
 def _result(record: Mapping[str, Any]) -> str:

@@ -99,6 +99,7 @@ _STYLES = {
     "step_skipped": "yellow",
     "rank_late": "yellow",
     "rank_lost": "yellow",
+    "rejoined": "yellow",
     "evaluated": "cyan",
 }
 

@@ -56,8 +56,8 @@ class LostTime:
         """Seconds of evaluations and saves since the last log."""
         self._counted_to: float | None = None
         """The time up to which all seconds are counted."""
-        self._lost_rank = False
-        """True if ranks have died, and the others have not started again yet."""
+        self._ranks_changed = False
+        """True if ranks have died or joined, and have not started again yet."""
         self._seen: float | None = None
         """The time of the last record."""
 
@@ -71,12 +71,12 @@ class LostTime:
             self._add_logs(own)
             return
         for record in own.records:
-            if event == "run_started" and self._lost_rank:
-                self._lost_rank = False  # the run continues, and so do its figures
+            if event == "run_started" and self._ranks_changed:
+                self._ranks_changed = False  # the run continues, and so do its figures
             elif event == "run_started":
                 self._started(record)
-            elif event == "rank_lost":
-                self._lost_rank = True
+            elif event in ("rank_lost", "rejoined"):
+                self._ranks_changed = True
             elif event == "reformed":
                 self._fixed[STANDING] += _sound(record.get("seconds"))
                 if record.get("steps_back"):

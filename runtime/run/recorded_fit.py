@@ -46,6 +46,7 @@ _TROUBLE = (
     "rolled_back",
     "rank_late",
     "rank_lost",
+    "rejoined",
     "reformed",
 )
 """Events that a run without progress logs. It also logs failed saves, and what a resume changed."""

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from ..kernel.errors import printable
 from ..kernel.events import Logged, RunStarted, StepEnded, Warned
-from ..trainer.recovery import RankLost
+from ..trainer.recovery import RankLost, Rejoined
 from ..trainer.settings import PRECISIONS
 from .format import describe
 from .output import write_now
@@ -51,7 +51,7 @@ class Watcher:
             if self.on_step is not None:
                 self.on_step(event.step)
             return
-        if isinstance(event, RankLost):
+        if isinstance(event, RankLost | Rejoined):
             self._made, self._began = time.perf_counter(), time.time()
         extra: Record = {}
         if isinstance(event, RunStarted):

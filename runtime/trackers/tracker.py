@@ -13,7 +13,7 @@ from ..checkpoint import read_small, storage_of
 from ..kernel import events
 from ..kernel.errors import OutputError, SettingError, UsageError
 from ..kernel.paths import Place
-from ..trainer.recovery import RankLost, Reformed
+from ..trainer.recovery import RankLost, Reformed, Rejoined
 from ..trainer.run_lock import NO_ROOM
 from ..trainer.start_checks import json_types
 from ..trainer.statistics import Stats
@@ -61,7 +61,7 @@ class Tracker:
         self._resumed = self._open = self._takes_stats = False
 
     def __call__(self, event: events.Event) -> None:
-        if isinstance(event, events.Resumed | RankLost):
+        if isinstance(event, events.Resumed | RankLost | Rejoined):
             self._resumed = True
         elif isinstance(event, events.RunStarted):
             if self._open:  # it starts once more in this process

@@ -104,7 +104,8 @@ def fit(
             with nullcontext() if lost_ranks.generation() else stopping_before_start(requests):
                 session = opened.enter_context(driver.open(plan))
             opened.enter_context(propagate_errors(session, driver.capabilities(plan)))
-            notices, again = settings.preemption_notice, bool(starts)
+            notices = settings.preemption_notice
+            again = bool(starts or lost_ranks.generation())
             starts.append(settings)
             opened.enter_context(preempt_on_notice(notices, requests, saves, again))
             if settings.detect_anomaly:
@@ -132,6 +133,7 @@ def fit(
             return Path(stack.enter_context(TemporaryDirectory(prefix="drivetrain-")))
 
         with flight_records_kept(folder), background_finished():
+            recovery.await_place()
             settings = with_remembered(settings, folder)
             outcome = attempt(settings, resume)
             while not isinstance(outcome, Result):

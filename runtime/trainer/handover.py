@@ -21,8 +21,8 @@ from ..kernel.errors import SaveFailed
 from ..kernel.optional import HoldsParts
 from ..kernel.paths import place
 from ..kernel.shards import Piece
+from .due import Due
 from .losses_kept import losses_of_all
-from .policy import Due
 
 if TYPE_CHECKING:
     from .run import Run
@@ -70,9 +70,15 @@ class Position:
     num_saved: int
     error: str
     """Why the last save failed."""
+    loss: float
+    metrics: dict[str, dict[str, float]]
+    """The last logged loss, and the latest metrics of each data set."""
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+    """The ranks that have died, and joined, since the last step."""
 
     @classmethod
-    def of(cls, run: Run) -> Position:
+    def of(cls, run: Run, lost: tuple[int, ...], joined: tuple[int, ...]) -> Position:
         loop, due = run.loop, run.policy.take_due(run.loop)
         saves, checkpoint = run.policy.saves, run.policy.checkpoint
         in_progress = saves is not None and saves.in_progress
@@ -93,6 +99,10 @@ class Position:
             "" if checkpoint is None else str(checkpoint),
             0 if saves is None else saves.num_saved,
             "" if saves is None else saves.error,
+            run.state.loss,
+            run.state.evaluations.metrics,
+            lost,
+            joined,
         )
 
     def give_to(self, run: Run) -> None:
@@ -102,17 +112,18 @@ class Position:
         if (saves := run.policy.saves) is not None:
             saves.mark_saved(self.step if self.saved else -1)
             saves.num_saved, saves.error = self.num_saved, self.error
+        run.state.loss, run.state.evaluations.metrics = self.loss, self.metrics
 
     def to_json(self) -> list[Any]:
         """Return the fields (JSON types)."""
         return list(dataclasses.astuple(self))
 
 
-def positions(session: Session, run: Run | None) -> list[Position | None]:
+def positions(session: Session, own: Position | None) -> list[Position | None]:
     """Return how far each rank has come; None for one whose run has not begun. Called by all
     ranks."""
-    mine = None if run is None else Position.of(run).to_json()
-    return [each and Position(*each) for each in session.exchange(mine)]
+    known = session.exchange(None if own is None else own.to_json())
+    return [each and Position(*each) for each in known]
 
 
 def newest_held(known: Sequence[Position | None]) -> dict[int, int]:

@@ -24,15 +24,15 @@ __all__ = ["continue_window", "losses_of_all", "note", "note_begun_steps"]
 
 def note(loop: TrainLoop, begun: float = 0.0) -> None:
     """Note the losses of this rank since the last log. `begun`: those of the step that has begun.
-    On an accelerator nothing is noted: the host would have to wait for it."""
+    On an accelerator only the step is noted: the host would have to wait for losses."""
     found = lost_ranks.board()
-    if found is not None and loop.session.world.device.type == "cpu":
-        board, number = found
-        window = loop.window
-        losses = float(window.loss_sum)
-        board.write(
-            number, Noted(os.getpid(), loop.progress.step, window.first_step, losses, begun)
-        )
+    if found is None:
+        return
+    (board, number), noted = found, Noted(os.getpid(), loop.progress.step, -1)
+    if loop.session.world.device.type == "cpu":
+        losses = float(loop.window.loss_sum)
+        noted = replace(noted, first_step=loop.window.first_step, losses=losses, begun=begun)
+    board.write(number, noted)
 
 
 def note_begun_steps(loop: TrainLoop) -> None:
@@ -72,12 +72,13 @@ def losses_of_all(
     return [found[number] for number in sorted(found)], ", ".join(map(str, missing))
 
 
-def continue_window(loop: TrainLoop, before: TrainLoop, grad_norm: float) -> None:
+def continue_window(loop: TrainLoop, before: TrainLoop | None, grad_norm: float) -> None:
     """Continue the steps since the last log in a loop that was restored. `before`, the loop until
-    then, has their times, and the restored one the losses of all ranks."""
-    window, losses = before.window, loop.window.loss_sum
-    first = loop.window.first_step
-    if window.first_step + window.empty_steps != first:
+    then, has their times, and the restored one the losses of all ranks; None on a rank that has
+    joined."""
+    losses, first = loop.window.loss_sum, loop.window.first_step
+    window = None if before is None else before.window
+    if window is None or window.first_step + window.empty_steps != first:
         # this rank has logged them already, and another has not: it has no times of them any more
         window = Window(replace(loop.progress, step=first))
     dtype = getattr(window.loss_sum, "dtype", torch.float32)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -19,6 +18,7 @@ from ..kernel.paths import Place, place
 from ..kernel.step import StepResult
 from .announce import Announcer, log_of, never_finite, unused_note
 from .digests import Digester
+from .due import Due
 from .memory_account import MemoryAccount
 from .run_lock import RunLock
 from .run_state import RunState
@@ -28,16 +28,7 @@ from .start_checks import on_rank_0
 from .step_clock import COMPUTE, EVALUATION, SAVING, STARTING, UPDATE
 from .time_accounting import TimeAccounting
 
-__all__ = ["Due", "SettingsPolicy"]
-
-
-@dataclass
-class Due:
-    """Actions that are due after a step, and not done yet."""
-
-    log: bool = False
-    evaluate: bool = False
-    save: bool = False
+__all__ = ["SettingsPolicy"]
 
 
 class OutlivesRanks(Protocol):
@@ -48,6 +39,10 @@ class OutlivesRanks(Protocol):
 
     def begin(self, loop: TrainLoop, /) -> None:
         """See `SettingsPolicy.begin`."""
+
+    def admit(self, loop: TrainLoop, /) -> NoReturn:
+        """Let other ranks join, which ends this call of `loop.run`. Called by all ranks, at the end
+        of a step."""
 
 
 class SettingsPolicy:
@@ -171,7 +166,11 @@ class SettingsPolicy:
             return NextAction.PREEMPTED
         if requests[events.Request.STOP] or stops:
             return NextAction.STOPPED
-        return NextAction.ROLLED_BACK if rolled_back else NextAction.CONTINUE
+        if rolled_back:
+            return NextAction.ROLLED_BACK
+        if requests[events.Request.JOIN] and self.outlives is not None and not last:
+            self.outlives.admit(loop)
+        return NextAction.CONTINUE
 
     def act(self, loop: TrainLoop, due: Due, requests: Sequence[float]) -> bool:
         """Do what is due after the last step. Return True if an observer ends the run by the

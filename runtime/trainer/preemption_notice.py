@@ -20,7 +20,7 @@ from typing import Any
 from ..data.stop_signals import STOP_SIGNALS
 from ..kernel.errors import SettingError, printable
 from ..kernel.events import Request, Requests
-from ..launched import local_rank, rank
+from ..launched import is_first_of_machine, rank
 
 __all__ = ["check_notices", "passed_to_ranks", "preempt_on_notice", "refuse_present_files"]
 
@@ -116,11 +116,11 @@ def preempt_on_notice(
 ) -> Iterator[None]:
     """Request preemption on the first of `notices` that comes in the block. All ranks call it.
 
-    On each machine, one thread of local rank 0 looks for files and runs commands. Each rank handles
+    On each machine, a thread of one rank looks for files and runs commands. Each rank handles
     signals. The rank that receives a notice prints it on stderr; of a signal, only rank 0 does.
 
     Raises `SettingError` if a file exists already, or if this process cannot handle a signal.
-    `again`: the run has started before, in this process, and the file is a notice.
+    `again`: the run has started before, in this process or in others, and the file is a notice.
     """
     if not notices:
         yield
@@ -136,7 +136,7 @@ def preempt_on_notice(
                 line = "" if label else f"{notice.name}: {does}\n"
                 stack.enter_context(_handled(notice, requests, line))
         watched = [notice for notice in parsed if notice.kind != "signal"]
-        if watched and local_rank() == 0:
+        if watched and is_first_of_machine():
             stack.enter_context(_Watch(watched, requests, label, does).running())
         yield
 

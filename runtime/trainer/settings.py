@@ -348,8 +348,10 @@ class Settings:
     fsdp the other ranks must hold each part of the state (`backend.shard_size`), or else return to
     the newest checkpoint, in their processes."""
     max_lost: Annotated[int, Range(0, unit="ranks")] | None = None
-    """When more ranks than this have died, a run that recovers in place saves, and stops with exit
-    code 75. None: it continues as long as one rank is left."""
+    """When more ranks than this are missing, a run that recovers in place saves, and stops with
+    exit code 75. None: it continues as long as one rank is left."""
+    spares: Annotated[int, Range(0, unit="processes")] = 0
+    """Processes kept ready, with `recover=in_place`, to take the places of ranks that die."""
     preemption_notice: tuple[str, ...] = ()
     """Notices after which the run saves and stops, besides signals: `file:/path` (the path exists),
     `command:...` (run every 5 seconds, its exit code is 0) and `signal:SIGUSR2`. `--set` separates

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import drivetrain
-from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, Settings
+from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, Settings, lost_ranks
 from drivetrain.checkpoint import checkpoints_of, newest
-from drivetrain.kernel.events import Logged, Saved, StepEnded
+from drivetrain.kernel.events import Logged, RunStarted, Saved, StepEnded
 from drivetrain.trainer.result import Result
 
 from .runs import everything
@@ -65,6 +65,8 @@ class Dying:
             self.act()
 
     def __call__(self, event: Any) -> None:
+        if isinstance(event, RunStarted):
+            self.step = event.first_step
         if isinstance(event, StepEnded):
             self.step = event.step
             self.at("between", self.step)
@@ -75,7 +77,8 @@ class Dying:
 
     def model(self) -> nn.Module:
         if self.launched < 0:
-            self.launched = int(os.environ["RANK"])
+            knows = lost_ranks.is_reported()
+            self.launched = lost_ranks.own_number() if knows else int(os.environ["RANK"])
         self.at("building", self.step)
         return Net(self)
 

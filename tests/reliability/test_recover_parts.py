@@ -6,6 +6,9 @@ newest checkpoint, in their processes.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from drivetrain import AverageSettings, CheckpointSettings
+from drivetrain import AverageSettings, CheckpointSettings, lost_ranks
 
 from .dying_ranks import (
     HYBRID,
@@ -70,22 +73,33 @@ class ByTensor(Dying):
 
 
 @pytest.mark.parametrize(
-    ("point", "ranks", "steps_back"),
-    [("update", [2], 0), ("update", [1, 2], 3), ("evaluation", [2], 0)],
+    ("point", "step", "ranks", "steps_back"),
+    [("update", 10, [2], 0), ("update", 8, [1, 2], 3), ("evaluation", 8, [2], 0)],
 )
 def test_an_update_that_failed_midway_is_not_taken_over(
-    tmp_path: Path, point: str, ranks: list[int], steps_back: int
+    tmp_path: Path, point: str, step: int, ranks: list[int], steps_back: int
 ) -> None:
     """With averages of weights, which the evaluation shows. A rank that has updated some tensors
     and waits for a dead one has no state; the other copy of the model may have."""
+
+    def die_after_the_other_copy() -> None:
+        """Die once the ranks of the other copy have made the update."""
+        board, _ = lost_ranks.board() or (None, 0)
+        deadline = time.monotonic() + 60
+        while (
+            board is not None and (point, ranks) == ("update", [2]) and time.monotonic() < deadline
+        ):
+            notes = [board.read(number) for number in (0, 1)]
+            if all(note is not None and note.step >= step for note in notes):
+                break
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     settings = replace(SETTINGS, average=AverageSettings(decay=0.9))
     train(tmp_path / "whole", settings=replace(settings, recover="restart"), kind=ByTensor)
-    out, deaths, where = (
-        tmp_path / "run",
-        [Death(point, 8, rank) for rank in ranks],
-        HYBRID,
-    )
-    assert train(out, *deaths, nproc=4, on=where, settings=settings, kind=ByTensor).step == 24
+    out, deaths = tmp_path / "run", [Death(point, step, rank) for rank in ranks]
+    how: Any = {"kind": ByTensor, "act": die_after_the_other_copy}
+    assert train(out, *deaths, nproc=4, on=HYBRID, settings=settings, **how).step == 24
     assert sum(record["steps_back"] for record in records(out, "reformed")) == steps_back
     check_same_course(out, tmp_path / "whole", ranks)
 

@@ -108,17 +108,19 @@ def check_ranks(nproc: int, driver: Driver) -> None:
         )
 
 
-def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) -> int:
+def run_ranks(
+    launch: Launch, arguments: Sequence[str], launcher: RankLauncher | None = None
+) -> int:
     """Run `drivetrain ARGUMENTS` on every rank of this node; return the exit code of the run.
 
-    The message of the rank that failed first is printed once, with its rank. `in_place`: the run
-    continues without ranks that die.
+    The message of the rank that failed first is printed once, with its rank. `launcher`: starts the
+    ranks of a run that continues without ranks that die; None: torchrun starts them.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
 
-    if in_place and (launch.nnodes is not None or launch.torchrun):
+    if launcher is not None and (launch.nnodes is not None or launch.torchrun):
         option = "nnodes" if launch.torchrun is None else next(iter(launch.torchrun))
         raise SettingError(
             "recover=in_place works on one machine, and its ranks are not started by torchrun: "
@@ -129,7 +131,7 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
     os.environ.setdefault("OMP_NUM_THREADS", str(share))
     with tempfile.TemporaryDirectory(prefix="drivetrain-") as folder:
         command: Namespace | None = None
-        if not in_place:
+        if launcher is None:
             command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
         pass_on()
@@ -144,8 +146,8 @@ def run_ranks(launch: Launch, arguments: Sequence[str], in_place: bool = False) 
         try:
             # ranks are started with signals blocked, until they handle them (`early_signals`)
             with _handlers_kept(), blocked_in_children():
-                if command is None:
-                    return _run_in_place(launch.nproc, arguments, folder)
+                if launcher is not None:
+                    return _run_in_place(launcher, arguments, folder)
                 run(command)  # type: ignore[no-untyped-call]
             return 0 if launch.may_restart else _report_end(folder, 0, 0, launch.nproc)
         except ChildFailedError as error:
@@ -203,9 +205,9 @@ def _report_signal(folder: str, number: int, nproc: int) -> int:
     return _report_end(folder, 0, 128 + number, nproc)
 
 
-def _run_in_place(nproc: int, arguments: Sequence[str], folder: str) -> int:
+def _run_in_place(launcher: RankLauncher, arguments: Sequence[str], folder: str) -> int:
     """Run the ranks, and continue without those that die; report how the others ended."""
-    launcher, signals = RankLauncher(nproc), list[int]()
+    signals = list[int]()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         signals.append(number)
@@ -222,7 +224,10 @@ def _run_in_place(nproc: int, arguments: Sequence[str], folder: str) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     ended = launcher.run(start)
-    left = nproc - len(ended.lost)
+    left = launcher.nproc - ended.num_missing
+    for path in Path(folder).glob("*.json"):
+        if json.loads(path.read_text())["rank"] >= launcher.nproc:
+            path.unlink()  # of a spare that could not start, which ends nothing
     if signals and not ended.exit_code:
         return _report_signal(folder, signals[0], left)
     return _report_end(folder, ended.failed_rank, ended.exit_code, left)

@@ -40,6 +40,7 @@ from ...trackers import Tracker
 from ...trainer.fit import Result, fit
 from ...trainer.preemption_notice import passed_to_ranks
 from ...trainer.profiler import Profiler
+from ...trainer.recovery import launcher_for
 from ...trainer.setting_values import override
 from ...trainer.settings import Settings
 from ...trainer.signals import StoppedBeforeStart
@@ -125,13 +126,13 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
         arguments[1:1] = ["--resume", "auto"]
     given = _known_settings(job.layers(driver))
     with passed_to_ranks(given.preemption_notice):
-        return run_ranks(request.launch, arguments, given.recover == "in_place")
+        return run_ranks(request.launch, arguments, launcher_for(given, request.launch.nproc))
 
 
 def _known_settings(layers: Sequence[Layer]) -> Settings:
     """Return the settings that the launcher follows, as far as they are known without the
     recipe."""
-    followed = ("preemption_notice", "recover")
+    followed = ("preemption_notice", "recover", "spares")
     return override(Settings(), {k: v for k, v in merge(layers).items() if k in followed})
 
 
