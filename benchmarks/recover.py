@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import drivetrain
-from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, Settings
+from drivetrain import CheckpointSettings, EvaluateSettings, Recipe, Settings, lost_ranks
 from drivetrain.checkpoint import CheckpointReader, checkpoints_of, newest
 from drivetrain.kernel.events import StepEnded
 from drivetrain.trainer.recovery import Reformed
@@ -34,12 +34,14 @@ __all__ = ["BENCHMARKS"]
 
 DEATHS, STEPS = 10, 40
 """Deaths in a round, and steps of a run."""
-RUNS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "4": ("ddp", 4, {}),
-    "2": ("ddp", 2, {}),
-    "2x2": ("fsdp", 4, {"shard_size": 2}),
+RUNS: dict[str, tuple[str, int, dict[str, Any], int]] = {
+    "4": ("ddp", 4, {}, 0),
+    "2": ("ddp", 2, {}, 0),
+    "2x2": ("fsdp", 4, {"shard_size": 2}, 0),
+    "4 and a spare": ("ddp", 4, {}, 1),
+    "2x2 and a spare": ("fsdp", 4, {"shard_size": 2}, 1),
 }
-"""Backend, ranks and options of each candidate."""
+"""Backend, ranks, options and spares of each candidate."""
 SETTINGS = Settings(
     steps=STEPS,
     global_batch=16,
@@ -76,7 +78,8 @@ class Killer:
 
     def __call__(self, event: Any) -> None:
         if self._launched < 0:
-            self._launched = int(os.environ["RANK"])
+            knows = lost_ranks.is_reported()
+            self._launched = lost_ranks.own_number() if knows else int(os.environ["RANK"])
         if isinstance(event, Reformed):
             self._reformed = True
         elif isinstance(event, StepEnded) and self._reformed:
@@ -96,9 +99,9 @@ class Killer:
 
 def train(out: Path, candidate: str, killer: Killer | None = None) -> dict[str, Tensor]:
     """Train a run; return the weights and moments of its last checkpoint."""
-    settings = SETTINGS if killer else replace(SETTINGS, recover="restart")
+    backend, ranks, options, spares = RUNS[candidate]
+    settings = replace(SETTINGS, spares=spares) if killer else replace(SETTINGS, recover="restart")
     observers = [killer] if killer else []
-    backend, ranks, options = RUNS[candidate]
     drivetrain.fit(
         recipe(),
         settings,
@@ -154,14 +157,16 @@ BENCHMARKS = [
         "The death of a rank",
         "Ranks of backends ddp and fsdp on the CPU (gloo) with `recover=in_place`, a model of 0.3 "
         f"million parameters; {DEATHS} runs in a round, in each of which one rank is killed at a "
-        "random moment of a step, an evaluation or a save. Seconds from the kill until the last of "
-        "the others has done its next update; of each round the median and the longest. A result "
-        "is another one if weights or moments differ from those of an undisturbed run by more than "
-        "rounding.",
+        "random moment of a step, an evaluation or a save; a spare, where there is one, takes its "
+        "place. Seconds from the kill until the last of the ranks has done its next update; of "
+        "each round the median and the longest. A result is another one if weights or moments "
+        "differ from those of an undisturbed run by more than rounding.",
         {
             "4": "one of four ranks (ddp)",
             "2": "one of two ranks (ddp)",
             "2x2": "one of four ranks that hold two copies of two parts (fsdp)",
+            "4 and a spare": "one of four ranks, with a spare (ddp)",
+            "2x2 and a spare": "the same of fsdp, with a spare",
         },
         measure,
         (

@@ -1,4 +1,5 @@
-"""Law 6, lost ranks. Ranks that continue without one that died compute what all would have.
+"""Law 6, lost ranks. Ranks that continue without one that died compute what all would have, and so
+do ranks with a spare that has taken its place.
 
 What each of them holds is the state of the last step, and nothing of the step that was abandoned.
 """
@@ -9,6 +10,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import lost_ranks
 from ..checkpoint import CheckpointReader
 from ..kernel.errors import CapabilityRefused
-from ..kernel.events import StepEnded
+from ..kernel.events import RunStarted, StepEnded
 from ..kernel.optional import HoldsParts, LeavesRanks
 from ..ranks.fit import fit
 from ..trainer.setting_values import override
@@ -48,22 +51,35 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 class Dying:
-    """Ends its rank in the forward of a step."""
+    """Ends its rank in the forward of a step. In step `awaited_in` ranks wait for a spare. In the
+    last step each rank notes a random number in the file `drawn`."""
 
-    def __init__(self, deaths: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, deaths: Sequence[Sequence[int]], drawn: Path, awaited_in: int | None
+    ) -> None:
         self.deaths = {tuple(death) for death in deaths}
+        self.drawn, self.awaited_in = drawn, awaited_in
         self.step, self.launched = 0, -1
 
     def __call__(self, event: object) -> None:
-        if isinstance(event, StepEnded):
+        if isinstance(event, RunStarted):
+            self.step = event.first_step
+        elif isinstance(event, StepEnded):
             self.step = event.step
 
     def loss(self, problem: str, module: nn.Module, batch: Sample) -> Tensor:
         if self.launched < 0:
-            self.launched = int(os.environ["RANK"])
+            knows = lost_ranks.is_reported()
+            self.launched = lost_ranks.own_number() if knows else int(os.environ["RANK"])
+        if self.step + 1 == self.awaited_in:
+            while lost_ranks.num_missing() and not lost_ranks.spare_waits():
+                time.sleep(0.01)  # a spare that waits joins at the end of the next step
         loss = PROBLEMS[problem].loss(module, batch)
         if (self.step + 1, self.launched) in self.deaths:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.step + 1 == STEPS:
+            with self.drawn.open("a") as file:
+                file.write(f"{float(torch.rand(()))}\n")
         return loss
 
 
@@ -75,12 +91,14 @@ def train(
     out: str,
     settings: dict[str, Any],
     deaths: Sequence[Sequence[int]] = (),
+    awaited_in: int | None = None,
 ) -> dict[str, Any]:
-    """Job that trains on ranks of its own, some of which die. Returns the events by name, and the
-    checkpoint; or the words of a refusal."""
+    """Job that trains on ranks of its own, some of which die. Returns the events by name, the
+    numbers that ranks have drawn, and the checkpoint; or the words of a refusal."""
     for name in LAUNCHED:
         os.environ.pop(name, None)
-    dying = Dying(deaths)
+    drawn = Path(f"{out} drawn")
+    dying = Dying(deaths, drawn, awaited_in)
     recipe = PROBLEMS[problem].recipe(
         loss=partial(dying.loss, problem), train_data=Samples(problem, 30)
     )
@@ -101,7 +119,8 @@ def train(
     for line in Path(out, "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         events.setdefault(record["event"], []).append(record)
-    return {**events, "checkpoint": str(result.checkpoint)}
+    numbers = [float(line) for line in drawn.read_text().split()]
+    return {**events, "drawn": numbers, "checkpoint": str(result.checkpoint)}
 
 
 @check()
@@ -110,27 +129,56 @@ def a_death_changes_no_number(subject: Subject) -> Refused | None:
     state must be those of the undisturbed run, up to the rounding of other sums."""
     if not subject.can("multi_process"):
         return Refused(f"{subject.facts.name} has one rank")
+    ranks = subject.world if subject.world > 2 else 2 * subject.world
+    disturbed = same_course(subject, ranks, {"recover": "in_place"}, deaths=DEATHS)
+    if isinstance(disturbed, Refused):
+        return disturbed
+    sizes = [record["world_size"] for record in disturbed["reformed"]]
+    expected_sizes = [ranks - 1, ranks - 2]
+    require(sizes == expected_sizes, f"ranks that continued: {sizes}, not {expected_sizes}")
+    return None
+
+
+@check()
+def a_spare_changes_no_number(subject: Subject) -> Refused | None:
+    """Kill a rank in a forward, and let a spare take its place. Each log and the last state must be
+    those of the undisturbed run, and each rank must draw random numbers of its own."""
+    if not subject.can("multi_process"):
+        return Refused(f"{subject.facts.name} has one rank")
+    settings = {"recover": "in_place", "spares": 1}
+    disturbed = same_course(
+        subject, subject.world, settings, deaths=DEATHS[:1], awaited_in=DEATHS[0][0] + 1
+    )
+    if isinstance(disturbed, Refused):
+        return disturbed
+    size, drawn = disturbed["reformed"][-1]["world_size"], disturbed["drawn"]
+    require(size == subject.world, f"ranks with the spare: {size}, not {subject.world}")
+    require(len(drawn) >= size, f"random numbers drawn in the last step: {drawn}")
+    require(len(set(drawn)) == len(drawn), f"ranks have drawn the same random numbers: {drawn}")
+    return None
+
+
+def same_course(
+    subject: Subject, ranks: int, settings: dict[str, Any], **disturbance: Any
+) -> dict[str, Any] | Refused:
+    """Require a run that is disturbed, and one that is not, to have the same logs and the same last
+    state. Return what `train` does of the first."""
     problem = problem_for(subject, "regression")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = subject.world if subject.world > 2 else 2 * subject.world
         run = partial(subject.run, train, world=1, alone=True, problem=problem, ranks=ranks)
-        settings: dict[str, Any] = {"recover": "in_place"}
-        (disturbed,) = run(out=f"{folder}/a", settings=settings, deaths=DEATHS)
+        (disturbed,) = run(out=f"{folder}/a", settings=settings, **disturbance)
         if "refused" in disturbed:
             require("recover=in_place" in disturbed["refused"], disturbed["refused"])
             return Refused(disturbed["refused"])
         (whole,) = run(out=f"{folder}/b", settings={})
         states = [read_all(CheckpointReader(each["checkpoint"])) for each in (disturbed, whole)]
-    sizes = [record["world_size"] for record in disturbed["reformed"]]
-    expected_sizes = [ranks - 1, ranks - 2]
-    require(sizes == expected_sizes, f"ranks that continued: {sizes}, not {expected_sizes}")
     for name in ("loss", "grad_norm"):
         last = {record["step"]: record[name] for record in disturbed["logged"]}
         expected = {record["step"]: record[name] for record in whole["logged"]}
         require(last.keys() == expected.keys(), f"steps logged: {sorted(last)}")
         require_close(name, list(last.values()), list(expected.values()), 1e-4)
     require_alike(*states)
-    return None
+    return dict(disturbed)
 
 
 def require_alike(actual: State, expected: State) -> None:

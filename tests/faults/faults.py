@@ -896,6 +896,35 @@ class WrapperOfMoreRanks(WrappedEngine):
         self.inner.backward(loss, weight * size / (size + lost_ranks.generation()))
 
 
+def has_joined() -> bool:
+    """True on a spare that has taken the place of a dead rank."""
+    return lost_ranks.own_number() in lost_ranks.joined()
+
+
+class SpareKeepsItsWeights(WrappedEngine):
+    """Restores nothing on a spare, whose weights are those of the beginning."""
+
+    def restore(self, reader: Reader) -> None:
+        if not has_joined():
+            self.inner.restore(reader)
+
+
+class SpareTakesTheFirstShare(WrappedSession):
+    """Gives a spare the samples of rank 0."""
+
+    @property
+    def world(self) -> World:
+        world: World = self.inner.world
+        return dataclasses.replace(world, feeder_index=0) if has_joined() else world
+
+
+class SpareDrawsAsRank0(WrappedSession):
+    """Seeds a spare as rank 0 is seeded at the beginning."""
+
+    def seed(self, value: int) -> None:
+        self.inner.seed(self.plan.seed + 1 if has_joined() else value)
+
+
 # --- law 7 and the session ---------------------------------------------------------------------
 
 
@@ -1082,6 +1111,7 @@ BUFFERS = "6_buffers-each_forward_begins_with_those_of_rank_0-micro_batch=2"
 
 HELD = "6_lost_ranks-what_ranks_hold_is_the_state"
 DEATH = "6_lost_ranks-a_death_changes_no_number"
+SPARE = "6_lost_ranks-a_spare_changes_no_number"
 
 DAMAGED_RANDOM_STATE = "session-a_damaged_random_state"
 
@@ -1189,6 +1219,9 @@ FAULTS: dict[str, Fault] = {
     "never leaves": Fault(HELD, session=NeverLeaves),
     "share counted twice": Fault(DEATH, session=ShareCountedTwice),
     "wrapper of more ranks": Fault(DEATH, WrapperOfMoreRanks),
+    "a spare keeps its weights": Fault(SPARE, SpareKeepsItsWeights),
+    "a spare takes the first share": Fault(SPARE, session=SpareTakesTheFirstShare),
+    "a spare draws as rank 0": Fault(SPARE, session=SpareDrawsAsRank0),
     "exactness not declared": Fault(RESUMED, capabilities=inexact),
     "refuses all": Fault("1_gradient-experts_equal_one_process", session=RefusesAll),
     "refuses without a reason": Fault(SGD + "-regression", session=RefusesWithoutAReason),

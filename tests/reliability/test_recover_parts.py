@@ -84,12 +84,10 @@ def test_an_update_that_failed_midway_is_not_taken_over(
 
     def die_after_the_other_copy() -> None:
         """Die once the ranks of the other copy have made the update."""
-        board, _ = lost_ranks.board() or (None, 0)
-        deadline = time.monotonic() + 60
-        while (
-            board is not None and (point, ranks) == ("update", [2]) and time.monotonic() < deadline
-        ):
-            notes = [board.read(number) for number in (0, 1)]
+        found, deadline = lost_ranks.board(), time.monotonic() + 60
+        assert found is not None
+        while (point, ranks) == ("update", [2]) and time.monotonic() < deadline:
+            notes = [found[0].read(number) for number in (0, 1)]
             if all(note is not None and note.step >= step for note in notes):
                 break
             time.sleep(0.005)
