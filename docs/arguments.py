@@ -49,7 +49,7 @@ def answer(driver: Driver, key: str, value: Any) -> str:
 
 HOLD_PARTS = {"ddp", "fsdp", "xpu"}
 """Drivers whose ranks say which part of the state they hold (`HoldsParts`)."""
-FOR_HOLDERS = ("recover", "max_lost")
+FOR_HOLDERS = ("recover", "max_lost", "spares")
 
 
 def for_holders(driver: Driver) -> str:

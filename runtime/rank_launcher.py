@@ -47,6 +47,9 @@ class Process(Protocol):
     def send_signal(self, number: int, /) -> None:
         """Send it a signal. Raises `ProcessLookupError`."""
 
+    def error(self) -> str:
+        """Return the message of its error, once it has ended; empty if it left none."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -202,8 +205,8 @@ class RankLauncher:
     def _note_end(self, number: int, code: int) -> None:
         """Note that a process has ended."""
         os.close(self._pipes.pop(number))
-        if self._waiting.pop(number, None) is not None:
-            self._lose_spare(number, code)
+        if (spare := self._waiting.pop(number, None)) is not None:
+            self._lose_spare(number, code, spare.error())
             return
         del self._running[number]
         if code == 0:
@@ -221,18 +224,18 @@ class RankLauncher:
             self._deadline = time.monotonic() + float(grace)
             self.signal_all(signal.SIGTERM)
 
-    def _lose_spare(self, number: int, code: int) -> None:
+    def _lose_spare(self, number: int, code: int, error: str) -> None:
         """Continue without spares: one that cannot start would be started for ever."""
         if self._is_ending:
             return
         self.spares = 0
         was_ready = number in self._ready
         self._ready = [each for each in self._ready if each != number]
-        why = "while it waited" if was_ready else "before it was ready"
+        when = "while it waited" if was_ready else "before it was ready"
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         sys.stderr.write(
-            f"warning: a spare ended with {how} {why}: no further spare is started, and the ranks "
-            "that are left continue alone when one dies\n"
+            f"warning: a spare ended with {how} {when}: {error or 'it left no message'}\n"
+            "no further spare is started\n"
         )
 
     @property

@@ -157,6 +157,18 @@ class _Fork(Generic[T]):
         """See `Process`."""
         os.kill(self.number, number)
 
+    def error(self) -> str:
+        """See `Process`."""
+        with suppress(OSError, ValueError, KeyError):
+            return str(_fields_of(json.loads(self.error_file.read_text())["message"])["message"])
+        return ""
+
+
+def _fields_of(details: Any) -> dict[str, Any]:
+    """Return what `_describe_failure` wrote, of what torch's agent passes on."""
+    text = details["message"].removeprefix(f"{_RankFailure.__name__}: ")
+    return cast(dict[str, Any], json.loads(text))
+
 
 def _run(launch: Callable[[], T], folder: Path, meanwhile: Callable[[float], None]) -> T:
     """Launch ranks in a thread, from which they are forked. This thread shows records and passes on
@@ -244,8 +256,7 @@ def _error_of(error: ChildFailedError, signals: Sequence[int]) -> BaseException:
             return _stopped(number, 128 + number)  # each rank has ended itself on a second signal
     rank, failure = error.get_first_failure()
     try:
-        details: Any = failure.message
-        fields = json.loads(details["message"].removeprefix(f"{_RankFailure.__name__}: "))
+        fields = _fields_of(failure.message)
         if fields["kind"] == StoppedBeforeStart.__name__:
             return _stopped(signals[0] if signals else signal.SIGTERM, EXIT_PREEMPTED)
         kind: type[DrivetrainError] = getattr(errors, fields["kind"], DrivetrainError)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .. import lost_ranks
 from ..checkpoint import CheckpointReader
-from ..kernel.errors import CapabilityRefused
+from ..kernel.errors import CapabilityRefused, DrivetrainError
 from ..kernel.events import RunStarted, StepEnded
 from ..kernel.optional import HoldsParts, LeavesRanks
 from ..ranks.fit import fit
@@ -94,7 +94,7 @@ def train(
     awaited_in: int | None = None,
 ) -> dict[str, Any]:
     """Job that trains on ranks of its own, some of which die. Returns the events by name, the
-    numbers that ranks have drawn, and the checkpoint; or the words of a refusal."""
+    numbers that ranks have drawn, and the checkpoint; or the words of a refusal or an error."""
     for name in LAUNCHED:
         os.environ.pop(name, None)
     drawn = Path(f"{out} drawn")
@@ -115,6 +115,8 @@ def train(
         )
     except CapabilityRefused as refusal:
         return {"refused": str(refusal)}
+    except DrivetrainError as error:
+        return {"failed": str(error)}
     events: dict[str, Any] = {"logged": [], "reformed": []}
     for line in Path(out, "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -170,7 +172,9 @@ def same_course(
         if "refused" in disturbed:
             require("recover=in_place" in disturbed["refused"], disturbed["refused"])
             return Refused(disturbed["refused"])
+        require("failed" not in disturbed, f"the run ended: {disturbed.get('failed')}")
         (whole,) = run(out=f"{folder}/b", settings={})
+        require("failed" not in whole, f"the undisturbed run ended: {whole.get('failed')}")
         states = [read_all(CheckpointReader(each["checkpoint"])) for each in (disturbed, whole)]
     for name in ("loss", "grad_norm"):
         last = {record["step"]: record[name] for record in disturbed["logged"]}

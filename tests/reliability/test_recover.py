@@ -12,13 +12,9 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +34,7 @@ from drivetrain.checkpoint import checkpoints_of, list_checkpoints, newest
 from drivetrain.kernel.errors import CapabilityRefused, RecipeFailed, SettingError
 from drivetrain.kernel.events import StepEnded
 
+from .dying_commands import Command, is_running
 from .dying_ranks import (
     HYBRID,
     POINTS,
@@ -177,8 +174,9 @@ def test_nothing_is_left_after_many_deaths(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(14))
 def test_at_any_moment(tmp_path: Path, seed: int) -> None:
-    """Ranks die at random moments, of runs with accumulation and saves in the background. With
-    fsdp, the others return to a checkpoint after the second death."""
+    """Ranks die at random moments, of runs with accumulation and saves in the background, every
+    other one with a spare. With fsdp and no spare, the others return to a checkpoint after the
+    second death."""
     dice = random.Random(f"recover {seed}")
     settings = replace(
         SETTINGS,
@@ -187,8 +185,9 @@ def test_at_any_moment(tmp_path: Path, seed: int) -> None:
         log_every=dice.choice([1, 4]),
         data=DataSettings(workers=dice.choice([0, 1])),
         checkpoint=replace(SETTINGS.checkpoint, background=dice.random() < 0.5, keep_last=99),
+        spares=seed % 2,
     )
-    train(tmp_path / "whole", settings=replace(settings, recover="restart"))
+    train(tmp_path / "whole", settings=replace(settings, recover="restart", spares=0))
     for number in range(max(1, RECOVERIES // 20)):
         ranks = dice.sample(range(4), 2)
         steps = sorted(dice.sample(range(1, 58), 2))
@@ -235,64 +234,6 @@ def test_loaders_that_give_each_rank_its_own_samples_are_refused(tmp_path: Path)
 
 # --- the command line ------------------------------------------------------------------------
 
-SOURCE = """
-import os, time, torch
-from torch import nn
-from torch.utils.data import TensorDataset
-from drivetrain import Recipe
-
-x = torch.randn(203, 8, generator=torch.Generator().manual_seed(3))
-
-def loss(module, batch):
-    time.sleep(0.01)
-    return (module(batch[0]) - batch[1]).square().sum()
-
-recipe = Recipe(
-    model=lambda: nn.Linear(8, 1),
-    loss=loss,
-    train_data=TensorDataset(x, x.sum(1, keepdim=True)),
-)
-"""
-
-
-class Command:
-    """`drivetrain train` on three ranks, which continues without those that die."""
-
-    def __init__(self, folder: Path, *more: str) -> None:
-        (folder / "recipe.py").write_text(SOURCE)
-        command = [sys.executable, "-m", "drivetrain.cli", "train", "recipe.py", "--nproc", "3"]
-        command += ["--backend", "ddp", "--out", "run", "--plain", "--set", "recover=in_place"]
-        command += ["--set", "log_every=1", "--set", "global_batch=12", *more]
-        self.lines: list[str] = []
-        self.process = subprocess.Popen(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in [*self.ranks(), self.process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
-        self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-    def ranks(self) -> list[int]:
-        """Return the process numbers of the ranks, in the order in which they were started."""
-        found = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return sorted(int(word) for each in found for word in each.read_text().split())
-
-    def until(self, pattern: str) -> str:
-        """Read lines up to one that matches."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if re.search(pattern, line):
-                return line
-        raise AssertionError(f"no {pattern!r} in {''.join(self.lines)}")
-
 
 def test_the_command_continues_and_says_so(tmp_path: Path) -> None:
     with Command(tmp_path, "--set", "steps=60") as command:
@@ -335,14 +276,6 @@ def test_ranks_end_with_their_launcher(tmp_path: Path) -> None:
         while any(map(is_running, ranks)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(map(is_running, ranks))
-
-
-def is_running(process: int) -> bool:
-    try:
-        status = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def test_options_of_torchrun_are_refused(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ place of each, and the run ends as if nothing had happened."""
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import drivetrain
 from drivetrain import lost_ranks
 from drivetrain.kernel.errors import CollectiveFailed, SettingError
 from drivetrain.kernel.events import StepEnded
 from drivetrain.trainer.recovery import Reformed, Rejoined
 
+from .dying_commands import SOURCE, Command, is_running
 from .dying_ranks import (
     HYBRID,
     POINTS,
@@ -26,6 +29,7 @@ from .dying_ranks import (
     Death,
     Dying,
     check_same_course,
+    recipe,
     records,
     train,
 )
@@ -167,6 +171,77 @@ def test_no_process_is_left(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not children() - before
     assert len(os.listdir("/proc/self/fd")) <= files + 2  # what the first run has opened stays
+
+
+class Broken(list[Any]):
+    """Observers that a spare of three ranks cannot have. It writes its process number."""
+
+    def __init__(self, process: Path) -> None:
+        super().__init__()
+        self.process = process
+
+    def __iter__(self) -> Any:
+        if int(os.environ.get("RANK", "0")) > 2:
+            self.process.write_text(f"{os.getpid()}\n")
+            raise ValueError("no licence is left")
+        return super().__iter__()
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """A loss that can be computed once the spare has ended."""
+        while not self.process.exists() or not self.process.read_text().endswith("\n"):
+            time.sleep(0.005)
+        while is_running(int(self.process.read_text())):
+            time.sleep(0.005)
+        return (module(batch[0]) - batch[1]).square().sum()
+
+
+def test_a_forked_spare_that_cannot_start_disturbs_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = Broken(tmp_path / "process")
+    result = drivetrain.fit(
+        replace(recipe(Dying(())), loss=broken.loss),
+        replace(SPARE, steps=200),
+        nproc=3,
+        backend="ddp",
+        observers=broken,
+        progress=False,
+    )
+    assert result.step == 200
+    printed = capfd.readouterr().err
+    assert "a spare ended with exit code 1 before it was ready: ValueError: no licence" in printed
+
+
+# --- the command line ------------------------------------------------------------------------
+
+
+def test_the_command_shows_that_a_spare_has_joined(tmp_path: Path) -> None:
+    with Command(tmp_path, "--set", "steps=4000", "--set", "spares=1") as command:
+        command.until(r"^step 5/4000")
+        os.kill(command.ranks()[1], signal.SIGKILL)
+        command.until(r"rank 1 has died after step \d+: 2 ranks continue with the same batch")
+        command.until(r"a spare has joined after step \d+: 3 ranks share the batch")
+        command.until(r"training stood still for \d+\.\d\d s, and nothing of it is lost")
+        command.until(r"^step ")
+        command.process.send_signal(signal.SIGTERM)
+        command.until(r"^preempted at step \d+ after .*, in which 1 rank died")
+        ranks = command.ranks()
+        command.process.communicate()
+    assert command.process.returncode == 75
+    assert not any(map(is_running, ranks))
+
+
+def test_a_spare_that_cannot_start_disturbs_nothing(tmp_path: Path) -> None:
+    broken = "if int(os.environ.get('RANK', 0)) > 2: raise ValueError('no licence is left')"
+    source = SOURCE.replace("x = torch", f"{broken}\nx = torch")
+    with Command(tmp_path, "--set", "spares=1", "--set", "steps=4000", source=source) as command:
+        command.until(r"warning: a spare ended with exit code \d+ before it was ready: ")
+        command.until(r"no licence is left")
+        command.until(r"^step ")
+        command.process.send_signal(signal.SIGTERM)
+        command.process.communicate()
+    assert command.process.returncode == 75
+    assert len(command.ranks()) == 0
 
 
 def test_spares_without_recovery_are_refused(tmp_path: Path) -> None:

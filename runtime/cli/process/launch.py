@@ -14,7 +14,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -205,6 +205,18 @@ def _report_signal(folder: str, number: int, nproc: int) -> int:
     return _report_end(folder, 0, 128 + number, nproc)
 
 
+class _Rank(subprocess.Popen[bytes]):
+    """The process of a rank, which writes how it ends to a file."""
+
+    outcome = Path()
+
+    def error(self) -> str:
+        """See `Process`."""
+        with suppress(OSError, ValueError, KeyError):
+            return str(json.loads(self.outcome.read_text())["message"])
+        return ""
+
+
 def _run_in_place(launcher: RankLauncher, arguments: Sequence[str], folder: str) -> int:
     """Run the ranks, and continue without those that die; report how the others ended."""
     signals = list[int]()
@@ -214,12 +226,14 @@ def _run_in_place(launcher: RankLauncher, arguments: Sequence[str], folder: str)
         launcher.signal_all(number)
 
     def start(environment: Mapping[str, str], descriptors: tuple[int, ...]) -> Process:
-        return subprocess.Popen(
+        rank = _Rank(
             [sys.executable, "-u", "-m", "drivetrain.cli", *arguments],
             env={**os.environ, **environment},
             pass_fds=descriptors,
             start_new_session=True,
         )
+        rank.outcome = Path(folder, f"{environment['RANK']}.json")
+        return rank
 
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
