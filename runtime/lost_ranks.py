@@ -79,7 +79,7 @@ again, and are the same."""
 
 @dataclass(frozen=True)
 class News:
-    """What the launcher tells the ranks: a line of the pipe."""
+    """A line of the pipe: the changes of the ranks, and whether a spare waits."""
 
     changes: tuple[Change, ...] = ()
     """All since the launch."""

@@ -81,6 +81,20 @@ def test_steps_that_a_restart_repeats_are_work_done_twice_and_the_pause_is_stand
     assert sum(found.values()) == pytest.approx(168.0 - 98.0 + 1.0)
 
 
+@pytest.mark.parametrize("change", ["rank_lost", "rejoined"])
+def test_ranks_that_die_or_join_are_no_start_of_the_run(change: str) -> None:
+    """The run stands still for as long as it says, and starts once."""
+    assert lost(
+        started(100.0),
+        logged(10, 110.0, compute=10.0),
+        {"event": change, "time": 112.0, "step": 12},
+        started(112.2, first_step=12),
+        {"event": "reformed", "time": 112.3, "step": 12, "seconds": 0.5, "steps_back": 0},
+        logged(20, 120.5, compute=10.0),
+        spent(20, 120.5),
+    ) == {"training": 20.0, "starting": 2.0, "standing still": 0.5}
+
+
 def test_a_rollback_is_work_done_twice() -> None:
     found = lost(
         started(0.0, starting=0.0),
