@@ -33,6 +33,7 @@ from typing import Literal
 
 __all__ = [
     "CHANNEL",
+    "SPARES",
     "Board",
     "Change",
     "News",
@@ -64,6 +65,8 @@ __all__ = [
 CHANNEL = "DRIVETRAIN_LOST_RANKS"
 """Environment: the descriptors of the pipe from the launcher, of the pipe to it, and of the board,
 and a folder in memory."""
+SPARES = "DRIVETRAIN_SPARES"
+"""Environment: the number of spares that the launcher keeps ready."""
 _REPORTED_SECONDS = 1.0
 """Time within which the launcher reports a rank whose death has made a call fail."""
 _AGAIN_SECONDS = 0.01

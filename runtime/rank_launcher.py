@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .kernel.errors import SettingError
-from .lost_ranks import CHANNEL, Board, Change, News, channel
+from .lost_ranks import CHANNEL, SPARES, Board, Change, News, channel
 
 __all__ = ["Ended", "Process", "RankLauncher"]
 
@@ -134,6 +134,7 @@ class RankLauncher:
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+            SPARES: str(self.spares),
         }
         folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
         shared = Board.create(_MOST_STARTED)
@@ -237,11 +238,14 @@ class RankLauncher:
             f"warning: a spare ended with {how} {when}: {error or 'it left no message'}\n"
             "no further spare is started\n"
         )
+        if was_ready:
+            self._report()
 
     @property
     def _num_missing(self) -> int:
-        kinds = [kind for kind, _ in self._changes]
-        return kinds.count("lost") - kinds.count("joined")
+        lost = {number for kind, number in self._changes if kind == "lost"}
+        joined = [number for kind, number in self._changes if kind == "joined"]
+        return len(lost.difference(self._finished)) - len(joined)
 
     @property
     def _has_place(self) -> bool:

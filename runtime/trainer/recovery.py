@@ -140,7 +140,7 @@ class Recovery:
         self._unlogged: Mapping[str, float] = {}
         """The seconds of each part of the steps since the last log."""
         if self.is_on:
-            _check(recipe)
+            _check(recipe, settings)
             self._unfreeze = freeze()  # a run that is replaced is collected in no time
         elif settings.max_lost is not None or settings.spares:
             name = "spares" if settings.spares else "max_lost"
@@ -353,13 +353,19 @@ def launcher_for(settings: Settings, nproc: int) -> RankLauncher | None:
     return RankLauncher(nproc, settings.spares) if settings.recover == IN_PLACE else None
 
 
-def _check(recipe: Recipe) -> None:
+def _check(recipe: Recipe, settings: Settings) -> None:
     """Raise an error if this run cannot continue without a rank."""
     if not lost_ranks.is_reported():
         raise SettingError(
             "recover=in_place needs a launcher that reports dead ranks: start several ranks on one "
             "machine by `drivetrain train RECIPE.py --nproc N --set recover=in_place`, or leave it "
             "out, and start the run again with --resume auto when a rank has died"
+        )
+    spares = int(os.environ.get(lost_ranks.SPARES, "0"))
+    if settings.spares != spares:
+        raise SettingError(
+            f"spares is {settings.spares}, and the launcher keeps {spares} processes ready: it "
+            "does not read the recipe file, so give --set spares=N on the command line"
         )
     if isinstance(recipe.train_data, Batches):
         raise SettingError(

@@ -244,6 +244,14 @@ def test_a_spare_that_cannot_start_disturbs_nothing(tmp_path: Path) -> None:
     assert len(command.ranks()) == 0
 
 
+def test_spares_that_the_launcher_does_not_know_are_refused(tmp_path: Path) -> None:
+    source = f"{SOURCE}\nfrom drivetrain import Settings\nsettings = Settings(spares=1)\n"
+    with Command(tmp_path, source=source) as command:
+        command.until(r"spares is 1, and the launcher keeps 0 processes ready")
+        command.process.communicate()
+    assert command.process.returncode == 2
+
+
 def test_spares_without_recovery_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"spares is 1, and recover is 'restart': set recover="):
         train(tmp_path / "run", settings=replace(UNDISTURBED, spares=1), nproc=1)
