@@ -68,8 +68,10 @@ def forget_meshes() -> None:
     """
     from torch.distributed.tensor import debug  # which imports torch's compiler
 
-    if forget := getattr(debug, "_clear_sharding_prop_cache", None):  # not yet in torch 2.8
-        forget()
+    forget = getattr(debug, "_clear_sharding_prop_cache", None)
+    if forget is None:  # torch 2.8
+        forget = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    forget()
     while _meshes:
         getattr(_meshes.pop(), "_pg_registry", {}).clear()  # torch 2.8 keeps no groups in a mesh
     gc.collect()
