@@ -50,8 +50,8 @@ class ChecksModels(Protocol):
 
 @runtime_checkable
 class EstimatesLayout(Protocol):
-    """A driver that predicts the memory that a model needs. `drivetrain explain` asks it, and
-    shows whether the model fits. Without it, that stays unknown."""
+    """A driver that predicts the memory that a model needs. `drivetrain explain` asks it if the
+    driver's own step cannot run without memory. Without it, the memory stays unknown then."""
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int

@@ -27,7 +27,7 @@ from ..fsdp import sharding
 from ..fsdp.driver import FsdpDriver
 from ..fsdp.engine import FsdpEngine
 from ..fsdp.partition import Partition
-from ..process_group.collectives import naming_collectives
+from ..process_group.collectives import naming_collectives, ranks_exist
 from ..process_group.session import ProcessGroupSession
 from .audit import gradient_audit
 from .context import ContextPartition
@@ -184,6 +184,12 @@ def parallelize(
         partitions.append(context := ContextPartition(parallel, mesh.context))
     if shape.pipeline > 1:
         refuse_turns(recipe)
+        if not ranks_exist():
+            raise CapabilityRefused(
+                "a pipeline whose other ranks do not exist",
+                "mesh",
+                "a stage learns from the one before what it receives",
+            )
         partitions.append(pipeline := PipelinePartition(parallel, plan, world, mesh))
     engine = FsdpEngine(recipe, plan, world, "mesh", partitions, mesh.sharded, mesh.stage)
     if pipeline is not None and recipe.step is None:

@@ -23,7 +23,7 @@ from ..common import models
 from ..fsdp import dtensor
 from ..fsdp.engine import FsdpEngine
 from ..fsdp.partition import Partition
-from ..process_group.collectives import keep_for_a_while, naming_collectives
+from ..process_group.collectives import keep_for_a_while, naming_collectives, ranks_exist
 from .layers import Fused, ReorderedReader, partition_layers, sequence_modules, split, used_on_parts
 from .logits import VocabParallelLoss, refuse_partitioned_loss
 from .parts_in_loss import PartsInLoss
@@ -122,7 +122,8 @@ class TensorPartition(Partition):
 
     def complete_gradients(self) -> None:
         self._add_up_parts()
-        self._compare_replicas_when_due()
+        if ranks_exist():
+            self._compare_replicas_when_due()
 
     def _add_up_parts(self) -> None:
         """Add up the gradients of weights that ranks use on parts of heads or positions."""

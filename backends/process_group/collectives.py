@@ -207,6 +207,12 @@ def refusing_together(rank: int, size: int) -> Iterator[None]:
     raise getattr(errors, name)(f"rank {int(first)}: {message}")
 
 
+def ranks_exist() -> bool:
+    """Return False if the other ranks of the process group exist in name alone, as with torch's
+    backend `fake`: there is nobody to watch, and nothing to compare."""
+    return bool(dist.get_backend() != "fake")
+
+
 def default_store() -> Any:
     """Return the store of the default process group."""
     return dist.distributed_c10d._get_default_store()

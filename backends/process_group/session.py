@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from .collectives import (
     keep_for_a_while,
     naming_call,
     naming_collectives,
+    ranks_exist,
 )
 from .connections import Connections
 from .start import (
@@ -56,13 +57,26 @@ def process_group(
     fork_gc.leave_the_parents_garbage()
     if dist.is_initialized():  # with the time limit of its creator
         _set_limit(_limit(plan))
-    with nullcontext() if dist.is_initialized() else _joined_ranks(plan, device, destroy):
+    exists = dist.is_initialized()
+    with _given_ranks(destroy) if exists else _joined_ranks(plan, device, destroy):
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         watched = stall_watch.watching(store, rank, size, plan.stall_seconds, plan.timeout_seconds)
         with ExitStack() as stack:
-            with naming_call("connecting to the store", rank):
-                stack.enter_context(watched)
+            if ranks_exist():
+                with naming_call("connecting to the store", rank):
+                    stack.enter_context(watched)
             yield World(rank, size, device, feeder_index=rank, num_feeders=size)
+
+
+@contextmanager
+def _given_ranks(destroy: Callable[[], None]) -> Iterator[None]:
+    """Take the process group that exists, and leave it, unless its ranks do not exist."""
+    in_name_alone = not ranks_exist()
+    try:
+        yield
+    finally:
+        if in_name_alone:
+            destroy()
 
 
 @contextmanager

@@ -309,11 +309,11 @@ def test_laws(case: Case) -> None:
     [
         each
         for each in cases("fsdp", num_processes=2, python=python_of_all())
-        if "1_absent" in str(each)
+        if "1_absent" in str(each) or "a_spare" in str(each)
     ],
     ids=str,
 )
-def test_layers_that_wait_for_their_first_use_on_the_oldest_torch(case: Case) -> None:
+def test_what_differs_on_the_oldest_torch(case: Case) -> None:
     case.check()
 
 

@@ -56,7 +56,7 @@ def test_the_estimate_holds_on_two_ranks(tmp_path: Path, backend: str, stage: in
     path.write_text(RECIPE)
     given = {} if stage is None else {"backend.stage": str(stage)}
     (record,) = explain(path, [backend], [("command line", given)], 2)
-    estimate = record["layout"]["total_bytes"]
+    estimate = record["total_bytes"]
     # a rank that waits for a delayed one frees gathered weights late, and then reports too much;
     # layers are partitioned evenly
     measured = (figure for _ in range(3) for figure in measure(path, backend, stage))

@@ -135,11 +135,18 @@ ROOMS = {
     "ranks": Room(
         "ranks", "runtime/ranks", siblings=_TRAINED | {"run"}, outside=frozenset({"torch"})
     ),
+    "symbolic": Room(
+        "symbolic",
+        "runtime/symbolic",
+        siblings=_TRAINED,
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+    ),
     "trackers": Room("trackers", "runtime/trackers", siblings=_TRAINED),
     "cli": Room(
         "cli",
         "runtime/cli",
-        siblings=_TRAINED | {"conformance", "run", "trackers"},
+        siblings=_TRAINED | {"conformance", "run", "symbolic", "trackers"},
         templates=frozenset({"runtime/cli/gpt.py"}),
     ),
     "compat": Room("compat", "compat", siblings=_TRAINED | {"run"}),

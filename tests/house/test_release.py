@@ -35,6 +35,7 @@ TYPED = (
     "drivetrain.kernel.recipe",
     "drivetrain.kernel.shards",
     "drivetrain.registry",
+    "drivetrain.symbolic",
     "drivetrain.trackers",
 )
 """Modules whose public names users import."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,15 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from ...data.open_dataset import by_sample
-from ...data.prebatched import Batches
-from ...kernel.batches import Position
 from ...kernel.contract import Driver
 from ...kernel.errors import DrivetrainError
 from ...kernel.optional import EstimatesLayout
-from ...kernel.plan import Layout
-from ...kernel.recipe import Batch, Recipe
+from ...kernel.recipe import Recipe
 from ...registry import find_driver, known_backends, refuse_unpromised, usable_driver
 from ...run.quoted import quoted
 from ...run.tables import table
+from ...symbolic.first_batch import first_batch
+from ...symbolic.step import NotSymbolic, step_bytes
 from ...trainer.loss_parts import with_parts
 from ...trainer.memory_parts import size_of
 from ...trainer.sanity import check_sanity_alone
@@ -35,7 +31,6 @@ from .resolve_settings import Layer, resolve, without_backend
 __all__ = [
     "activation_bytes",
     "explain",
-    "first_batch",
     "show_explanation",
     "state_bytes",
 ]
@@ -51,9 +46,12 @@ def explain(
     layers: Sequence[Layer],
     num_ranks: int,
 ) -> list[Record]:
-    """Return one record for each backend (None: all known ones): values, layout, and whether it
-    fits. `layers`: see `resolve`.
+    """Return one record for each backend (None: all known ones): values, layout, memory, and
+    whether it fits. `layers`: see `resolve`.
 
+    `step`: the bytes of the first rank at the fullest moment of a step, by kind, found by running
+    the driver's own step without memory (`symbolic.step`). Where that cannot be done,
+    `not_symbolic` says why, and `layout` has an estimate by formulas.
     The model is built once, on the host, and checked as at the start of a run. Raises `UsageError`
     for settings that cannot be resolved, and the errors of that check. A backend that refuses the
     plan, or cannot be used here, has the reason in its record.
@@ -68,7 +66,7 @@ def explain(
     states = state_bytes(recipe, first.settings.optimizer, model)
     if first.settings.average.decay is not None:
         states = _with_averages(states, model)
-    activations = activation_bytes(recipe, first.settings, model, num_ranks)
+    activations = cache(partial(activation_bytes, recipe, first.settings, model, num_ranks))
     check_sanity_alone(with_parts(recipe), first.settings, model)
     records = []
     for name in names:
@@ -96,7 +94,7 @@ def explain(
                 }
             )
             record |= _outlook(
-                driver, resolved.settings, options, model, states, activations, num_ranks
+                driver, recipe, resolved.settings, options, model, states, activations, num_ranks
             )
         except DrivetrainError as error:
             record["refused"] = str(error)
@@ -106,33 +104,60 @@ def explain(
 
 def _outlook(
     driver: Driver,
+    recipe: Recipe,
     settings: Settings,
     options: Any,
     model: nn.Module,
     states: Mapping[str, int],
-    activations: int,
+    activations: Callable[[], int],
     num_ranks: int,
 ) -> Record:
     plan = settings.plan(options)
     refuse_unpromised(driver, plan, num_ranks)
     probe = driver.probe()
     memory = probe.memory_bytes // num_ranks if probe.usable else 0
-    record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
-    if not isinstance(driver, EstimatesLayout):
-        return {**record, "layout": None, "fits": None}
-    layout = driver.layout(plan, model, states, num_ranks)
-    needed = _total(layout) + activations
-    shown = {**asdict(layout), "activation_bytes": activations, "total_bytes": needed}
-    return {**record, "layout": shown, "fits": needed <= memory if memory else None}
+    record: Record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
+    record |= {"layout": None, "step": None, "not_symbolic": probe.reason, "fits": None}
+    if isinstance(driver, EstimatesLayout):
+        record["layout"] = asdict(driver.layout(plan, model, states, num_ranks))
+    if probe.usable:
+        batch_of = partial(first_batch, recipe, settings)
+        try:
+            step = step_bytes(recipe, driver, plan, settings, num_ranks, batch_of)
+            record |= {"step": step, "not_symbolic": ""}
+        except NotSymbolic as error:
+            record["not_symbolic"] = str(error)
+    if record["step"] is None and record["layout"] is not None:
+        record["layout"]["activation_bytes"] = activations()
+    needed = _needed(record)
+    if needed and memory:
+        record["fits"] = needed <= memory
+    return {**record, "total_bytes": needed}
 
 
-def _total(layout: Layout) -> int:
-    return (
-        layout.parameter_bytes
-        + layout.gradient_bytes
-        + layout.optimizer_bytes
-        + layout.transient_bytes
-    )
+_COLUMNS = {
+    "weights": ("weights", "frozen", "buffers"),
+    "grads": ("gradients",),
+    "optim.": ("optimizer",),
+    "at times": ("communication", "temporary"),
+    "activ.": ("activations",),
+}
+"""Columns of the table, and the kinds of memory in each."""
+_OF_LAYOUT = ("parameter", "gradient", "optimizer", "transient", "activation")
+"""The figures of a layout in these columns."""
+
+
+def _columns(record: Record) -> list[int]:
+    """Return the bytes of each column; none if they are not known."""
+    step, layout = record["step"], record["layout"]
+    if step is not None:
+        return [sum(step.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()]
+    return [] if layout is None else [layout[f"{part}_bytes"] for part in _OF_LAYOUT]
+
+
+def _needed(record: Record) -> int:
+    """Return the bytes that the first rank needs; 0 if they are not known."""
+    return sum(_columns(record))
 
 
 def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) -> dict[str, int]:
@@ -190,29 +215,13 @@ def activation_bytes(recipe: Recipe, settings: Settings, model: nn.Module, num_r
     return sum(kept.values())
 
 
-def first_batch(recipe: Recipe, settings: Settings, num_ranks: int) -> Batch:
-    """Return the first microbatch of training data on one of so many ranks."""
-    if isinstance(recipe.train_data, Batches):
-        return next(iter(recipe.train_data.loader))
-    part = math.ceil(settings.global_batch / num_ranks)
-    loader = by_sample(
-        recipe.train_data,
-        global_batch=max(settings.global_batch, num_ranks),
-        micro_batch=min(settings.micro_batch or part, part),
-        collate=recipe.collate,
-        num_readers=num_ranks,
-    )
-    with closing(loader.groups(Position(), 1)) as groups:
-        return next(next(groups).microbatches).batch
-
-
 def show_explanation(records: Sequence[Record], console: Console) -> None:
     """Print a table of the values, if there is one backend, and a table of all layouts."""
     if len(records) == 1:
         _show_values(records[0], console)
     if len(records[0]["batches"]) > 1:
         console.print(quoted(_batches_of(records[0])))
-    sizes = ("weights", "grads", "optim.", "at times", "activ.", "total", "of", "fits")
+    sizes = (*_COLUMNS, "total", "of", "fits")
     shown = table("backend", *sizes, figures=sizes)
     remarks = []
     for record in records:
@@ -222,24 +231,34 @@ def show_explanation(records: Sequence[Record], console: Console) -> None:
             continue
         if not record["usable"]:
             remarks.append(f"{name}: not usable here: {record['reason']}")
-        layout = record["layout"]
-        if layout is None:
+        columns = _columns(record)
+        if not columns:
             remarks.append(f"{name}: this driver does not estimate memory")
             continue
-        parts = [
-            size_of(layout[f"{part}_bytes"])
-            for part in ("parameter", "gradient", "optimizer", "transient", "activation", "total")
-        ]
+        parts = [size_of(size) for size in (*columns, record["total_bytes"])]
         fits = {True: "yes", False: "NO", None: "?"}[record["fits"]]
         memory = size_of(record["memory_bytes"]) if record["memory_bytes"] else "?"
         shown.add_row(name, *parts, memory, fits)
-        remarks += [f"{name}: {note}" for note in layout["notes"]]
-        if layout["units"]:
-            remarks.append(f"{name}: wraps {', '.join(layout['units'])}")
-    console.print(f"Memory of one of {records[0]['ranks']} ranks, estimated:")
+        remarks += _remarks(record)
+    console.print(f"Memory of one of {records[0]['ranks']} ranks, at the fullest moment of a step:")
     console.print(shown)
     for remark in remarks:
         console.print(quoted(remark))
+
+
+def _remarks(record: Record) -> list[str]:
+    name, layout = record["backend"], record["layout"]
+    found = []
+    if record["step"] is None and record["usable"]:
+        found.append(
+            f"{name}: estimated by formulas, since its step does not run without memory: "
+            f"{record['not_symbolic']}"
+        )
+    if layout is not None:
+        found += [f"{name}: {note}" for note in layout["notes"]]
+        if layout["units"]:
+            found.append(f"{name}: wraps {', '.join(layout['units'])}")
+    return found
 
 
 def _show_values(record: Record, console: Console) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ...kernel.recipe import Batch, Recipe
 from ...run.quoted import quoted
 from ...run.tables import table
+from ...symbolic.first_batch import first_batch
 from ...trainer.memory_parts import size_of
-from .explain import first_batch
 
 __all__ = ["Row", "show_summary", "summarise"]
 

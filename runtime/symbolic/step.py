@@ -1,0 +1,204 @@
+"""Runs a driver's own preparation and step without their memory, to learn what they would take."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.gc_paused import gc_paused
+from ..data.nested import map_tensors, tensors_of
+from ..kernel.contract import Driver, Engine, Session, World
+from ..kernel.errors import DrivetrainError, SettingError
+from ..kernel.optional import AveragesWeights
+from ..kernel.plan import Plan
+from ..kernel.recipe import Batch, Recipe
+from ..kernel.step import Stepper, StepPlace
+from ..trainer.loss_parts import with_parts
+from ..trainer.settings import Settings
+from .fake_world import fake_tensors, fake_world
+from .live_bytes import LiveBytes
+
+__all__ = ["KINDS", "NotSymbolic", "step_bytes"]
+
+KINDS = (
+    *("weights", "frozen", "buffers", "gradients", "optimizer", "activations"),
+    *("communication", "temporary"),
+)
+"""The kinds of memory. `communication`: gathered weights, and buffers of what is sent. `temporary`:
+results that nothing keeps."""
+
+_FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "update"
+_UNTRACKED_STEPS = 2
+"""The first makes the optimizer's state, and some buffers of drivers live from the second on."""
+
+
+class NotSymbolic(Exception):
+    """The step cannot be run without memory."""
+
+
+def step_bytes(
+    recipe: Recipe,
+    driver: Driver,
+    plan: Plan,
+    settings: Settings,
+    num_ranks: int,
+    batch_of: Callable[[int], Batch],
+) -> dict[str, int]:
+    """Return the bytes of rank 0, in the memory of its device, at the fullest moment of a step, by
+    kind (see `KINDS`).
+
+    The driver prepares the recipe and makes a few updates of at most two microbatches each, as if
+    there were `num_ranks` ranks; nothing is compiled. Bytes are those of tensors, without what an
+    allocator adds. `batch_of(n)`: the first microbatch of one of n readers.
+
+    Raises `SettingError` for options that do not fit that number of ranks, and `NotSymbolic` for
+    all else that keeps the step from running, with the reason.
+    """
+    if not dist.is_available():
+        raise NotSymbolic("this build of torch has no torch.distributed")
+    if dist.is_initialized():
+        raise NotSymbolic("this process has joined a process group")
+    # the other ranks do not exist: nobody watches them
+    plan = dataclasses.replace(plan, stall_seconds=None, compile=False)
+    try:
+        with _undisturbed(), fake_world(num_ranks), driver.open(plan) as session:
+            step = _SymbolicStep(recipe, plan, settings, session)
+            return step.run(batch_of(session.world.num_readers))
+    except SettingError:
+        raise
+    except Exception as error:
+        first, *_ = str(error).strip().splitlines() or [""]
+        kind = "" if isinstance(error, DrivetrainError) else f"{type(error).__name__}: "
+        raise NotSymbolic(kind + first) from error
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Suppress warnings, such as of tensors whose memory has no address, and restore the state of
+    random numbers."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+
+
+class _SymbolicStep:
+    """A step of one rank."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, settings: Settings, session: Session) -> None:
+        self.plan, self.settings, self.session = plan, settings, session
+        self.live = LiveBytes(session.world.device.type)
+        self._build = recipe.optimizer or settings.optimizer.build
+        self._optimizers: list[torch.optim.Optimizer] = []
+        # there are no numbers that could be compared
+        parallel = recipe.parallel and dataclasses.replace(recipe.parallel, compare=False)
+        self.recipe = dataclasses.replace(
+            with_parts(recipe), optimizer=self._optimizer, parallel=parallel
+        )
+
+    def _optimizer(self, named: Iterable[tuple[str, Any]]) -> torch.optim.Optimizer:
+        self._optimizers.append(self._build(named))
+        return self._optimizers[-1]
+
+    def run(self, batch: Batch) -> dict[str, int]:
+        """Return the bytes at the fullest moment, by kind. `batch`: a microbatch."""
+        live, world = self.live, self.session.world
+        num_turns = len(getattr(self.recipe.loss, "order", [None]))  # of `Turns`
+        untracked = max(_UNTRACKED_STEPS, num_turns)
+        with gc_paused(), fake_tensors() as mode, _exchanging_alone(self.session), live:
+            engine = self.session.prepare(self.recipe)
+            engine.module.train()
+            stepper = _PhasedStepper(self.recipe, engine, self.session, live)
+            part = -(-self.settings.global_batch // world.num_readers)
+            count = min(2, -(-part // (self.plan.micro_batch or part)))
+            for step in range(1, untracked + num_turns + 1):
+                if step == untracked + 1:
+                    self._name_what_stays(engine)
+                    live.start()
+                gc.collect()
+                live.phase = _FORWARD
+
+                def batches() -> Iterator[Batch]:
+                    for _ in range(count):
+                        yield map_tensors(lambda tensor: mode.from_tensor(tensor).clone(), batch)
+
+                result = stepper(
+                    ((each, 1.0) for each in self.session.feed(batches())),
+                    count,
+                    1.0,
+                    lambda: self._before_update(engine),
+                    (),
+                    StepPlace(step),
+                )
+                if not result.outcome.applied():
+                    raise NotSymbolic("the driver has skipped the update")
+                if self.settings.average.decay is not None and isinstance(engine, AveragesWeights):
+                    engine.average(1.0)
+        return live.peak()
+
+    def _before_update(self, engine: Engine) -> None:
+        weights = engine.module.parameters()
+        self.live.name("gradients", (each.grad for each in weights if each.grad is not None))
+        self.live.phase = _UPDATE
+
+    def _name_what_stays(self, engine: Engine) -> None:
+        """Name the memory that lives from step to step."""
+        weights = [*engine.module.parameters()]
+        self.live.name("weights", (each for each in weights if each.requires_grad))
+        self.live.name("frozen", (each for each in weights if not each.requires_grad))
+        self.live.name("buffers", engine.module.buffers())
+        for optimizer in self._optimizers:
+            masters = (each for group in optimizer.param_groups for each in group["params"])
+            self.live.name("optimizer", masters)
+            self.live.name("optimizer", tensors_of([*optimizer.state.values()]))
+
+
+class _PhasedStepper(Stepper):
+    """A `Stepper` that says what it does."""
+
+    def __init__(self, recipe: Recipe, engine: Engine, session: Session, live: LiveBytes) -> None:
+        agreeing: Any = _Agreeing(session.world)
+        super().__init__(recipe, engine, agreeing)
+        self.live = live
+
+    def backward(self, loss: Tensor, weight: float) -> Tensor:
+        self.live.name_kept("activations", _FORWARD)
+        self.live.phase = _BACKWARD
+        value = super().backward(loss, weight)
+        self.live.phase = _FORWARD
+        return value
+
+
+class _Agreeing:
+    """The part of a session that a step uses, of ranks that all have the same numbers."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """See `Session`."""
+        return lambda: [value * self.world.size for value in values]
+
+
+@contextmanager
+def _exchanging_alone(session: Any) -> Iterator[None]:
+    """Within the block, all ranks answer what this one does."""
+    exchange, size = session.exchange, session.world.size
+    session.exchange = lambda value: [value] * size
+    try:
+        yield
+    finally:
+        session.exchange = exchange

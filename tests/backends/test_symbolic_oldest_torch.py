@@ -1,0 +1,25 @@
+"""The memory of a step with the oldest torch, which lacks some operations without elements."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from environments import python_of_all
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("environment_of_all")
+def test_all_of_it_holds_with_the_oldest_torch() -> None:
+    tests = Path(__file__).parents[1]
+    command = [python_of_all(), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "-m", "slow or not slow", str(tests / "symbolic" / "test_step_bytes.py")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tests)},
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
