@@ -138,6 +138,14 @@ def launch() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ranks_can_be_forked() -> None:
+    """Let no test that uses torch's fake tensors by itself decide whether later ones can fork."""
+    from drivetrain.data.fork_gc import stay_forkable
+
+    stay_forkable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_with_their_file() -> Iterator[None]:
     """Close the pools at the end of a file, since ranks hold memory, and the next file of this

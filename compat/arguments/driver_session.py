@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 
+from ...data.fork_gc import stay_forkable
 from ...data.parent import end_with_launcher
 from ...kernel.contract import Driver, Engine, Session, World
 from ...kernel.optional import GivesBack, WatchesRanks
@@ -130,6 +131,7 @@ class DriverSession:
     def open_session(self, plan: Plan) -> Session:
         """Return a session with a plan. All sessions share the process group of the first one."""
         end_with_launcher()
+        stay_forkable()
         if self._session is None or not _same(plan, self._plan):
             self._session = self._open.enter_context(self.driver.open(plan))
             if self._session.world.size > 1 and self.driver.capabilities(plan).stall_seconds:

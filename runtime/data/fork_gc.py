@@ -7,6 +7,8 @@ import os
 import threading
 from functools import cache
 
+import torch
+
 
 @cache
 def leave_the_parents_garbage() -> None:
@@ -37,3 +39,13 @@ def leave_the_parents_garbage() -> None:
         after()
 
     os.register_at_fork(before=before, after_in_parent=after, after_in_child=after_in_child)
+
+
+@cache
+def stay_forkable() -> None:
+    """Let autograd count the devices now, on a machine that has none. It counts once, and starts a
+    thread for each, after which a fork of this process can compute no gradients. `torch.compile`
+    and tensors without elements pretend that there is a GPU, from their first use on.
+    """
+    if not torch.accelerator.is_available():
+        torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -46,9 +46,6 @@ def fake_world(size: int) -> Iterator[None]:
 @contextmanager
 def fake_tensors() -> Iterator[Any]:
     """Within the block, tensors have no elements. Yield the mode that makes one of a tensor."""
-    # autograd counts the devices once: the mode pretends that there is a GPU, for which a thread
-    # would start, and a process with such a thread cannot fork ranks
-    torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
     mode = fake_mode()
     with mode, HealthyValues(), _mended_torch(), many_known_numbers(), fake_replicas():
         yield mode

@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+from ..data.fork_gc import stay_forkable
+
 __all__ = ["Mode", "fake_mode", "is_fake", "many_known_numbers", "without_modes"]
 
 _MOST_KNOWN = 4096
@@ -56,6 +58,7 @@ def _fake_tensors() -> Any:
 
 def fake_mode() -> Any:
     """Return a mode in which tensors have no elements (`FakeTensorMode`)."""
+    stay_forkable()
     return _fake_tensors().FakeTensorMode(allow_non_fake_inputs=True)
 
 

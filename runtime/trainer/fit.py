@@ -17,6 +17,7 @@ from .. import lost_ranks
 from ..checkpoint import storage_of
 from ..checkpoint.background import background_finished
 from ..data.first_samples import on_first_samples
+from ..data.fork_gc import stay_forkable
 from ..data.parent import end_with_launcher
 from ..kernel.errors import SaveFailed
 from ..kernel.events import Observer
@@ -71,6 +72,7 @@ def fit(
     refuse_no_average(settings)
     end_with_launcher()
     driver = usable_driver(backend)
+    stay_forkable()
     options = override(driver.options_type(), backend_options or {}, "backend.")
     recovery = Recovery(settings, recipe)
     requests, saves = recovery.requests, out is not None

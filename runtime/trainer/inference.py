@@ -14,6 +14,7 @@ from torch import nn
 
 from ..checkpoint import CheckpointReader, WithoutOptimizer
 from ..checkpoint.averages import averaged_reader, has_averages
+from ..data.fork_gc import stay_forkable
 from ..data.open_dataset import once, open_dataset
 from ..kernel.batches import Group
 from ..kernel.contract import Engine, Session
@@ -97,6 +98,7 @@ def prepared(
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
     able = driver.capabilities(plan)
+    stay_forkable()
     with driver.open(plan) as session, propagate_errors(session, able):
         engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
         yield Inference(recipe, settings, session, engine, able.static_shapes)

@@ -122,6 +122,25 @@ def test_cells_train_on_two_ranks(tmp_path: Path) -> None:
     assert figures["as it was"]
 
 
+COMPILED = """
+import torch
+from torch import nn
+from drivetrain import Recipe, Settings, fit
+
+rows = torch.ones(8, 4)
+recipe = Recipe(lambda: nn.Linear(4, 1), lambda module, batch: module(batch).sum(), rows)
+fit(recipe, Settings(steps=1, compile=True, compile_options={"backend": "eager"}), backend="cpu")
+print("steps", fit(recipe, Settings(steps=2), nproc=2, progress=False).step)
+"""
+
+
+def test_ranks_train_after_compiled_steps_in_this_process() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert "steps 2" in ran.stdout, ran.stderr[-3000:]
+
+
 RECIPE = Recipe(lambda: nn.Linear(1, 1), lambda module, batch: module(batch).sum(), [1.0])
 
 
