@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.optimizer_entries import beside_state
 from ...data.nested import tensors_of
-from ...data.private_names import private_name
+from ...data.operations import replacing_operations
 from ...kernel.errors import CapabilityRefused
 from ..common import models
 from ..common.optimizer_step import draws_nothing
@@ -57,22 +57,16 @@ def _constant_draws(sizes: set[int]) -> AbstractContextManager[Any]:
     """Give a constant in place of each random number that torch draws within the block. `sizes`
     receives the numbers of elements that are drawn at once. Raises `LibraryUnsupported` if this
     torch cannot show its operations."""
-    base = private_name(
-        "torch.utils._python_dispatch",
-        "TorchDispatchMode",
-        purpose="trying an optimizer that draws random numbers",
-    )
 
-    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+    def run(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             for drawn in tensors_of(made):
                 sizes.add(drawn.numel())
                 drawn.fill_(0.3 if drawn.is_floating_point() else 1)
         return made
 
-    mode: AbstractContextManager[Any] = type("Draws", (base,), {"__torch_dispatch__": run})()
-    return mode
+    return replacing_operations(run, "trying an optimizer that draws random numbers")
 
 
 _NUMBERS = torch.linspace(-1.0, 2.0, 24)

@@ -57,8 +57,10 @@ def process_group(
     fork_gc.leave_the_parents_garbage()
     if dist.is_initialized():  # with the time limit of its creator
         _set_limit(_limit(plan))
-    exists = dist.is_initialized()
-    with _given_ranks(destroy) if exists else _joined_ranks(plan, device, destroy):
+        ranks = _given_ranks(destroy)
+    else:
+        ranks = _joined_ranks(plan, device, destroy)
+    with ranks:
         rank, size, store = dist.get_rank(), dist.get_world_size(), default_store()
         watched = stall_watch.watching(store, rank, size, plan.stall_seconds, plan.timeout_seconds)
         with ExitStack() as stack:

@@ -131,9 +131,9 @@ class DriverSession:
     def open_session(self, plan: Plan) -> Session:
         """Return a session with a plan. All sessions share the process group of the first one."""
         end_with_launcher()
-        stay_forkable()
         if self._session is None or not _same(plan, self._plan):
             self._session = self._open.enter_context(self.driver.open(plan))
+            stay_forkable()
             if self._session.world.size > 1 and self.driver.capabilities(plan).stall_seconds:
                 cast(WatchesRanks, self._session).watch(_warn_of_late)
             self._plan = plan

@@ -46,6 +46,8 @@ def stay_forkable() -> None:
     """Let autograd count the devices now, on a machine that has none. It counts once, and starts a
     thread for each, after which a fork of this process can compute no gradients. `torch.compile`
     and tensors without elements pretend that there is a GPU, from their first use on.
+
+    Called after a driver's `open`, which may bring devices in.
     """
     if not torch.accelerator.is_available():
         torch.zeros((), requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import torch
 
 from ..data.fork_gc import stay_forkable
+from ..data.operations import replacing_operations
 
 __all__ = ["Mode", "fake_mode", "is_fake", "many_known_numbers", "without_modes"]
 
@@ -21,19 +22,11 @@ class Mode:
     """A context in which `run` is called in place of each operation."""
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of `func(*args, **kwargs)`, or `NotImplemented`: then a subclass of
-        tensors among `types` runs it, by operations that come here, too."""
+        """See `replacing_operations`."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        from torch.utils._python_dispatch import TorchDispatchMode
-
-        def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return self.run(func, types, args, kwargs or {})
-
-        self._mode: Any = type(
-            type(self).__name__, (TorchDispatchMode,), {"__torch_dispatch__": run}
-        )()
+        self._mode: Any = replacing_operations(self.run, "running a step without memory")
         self._mode.__enter__()
         return self
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ..kernel.optional import AveragesWeights
 from ..kernel.plan import Plan
 from ..kernel.recipe import Batch, Recipe
 from ..kernel.step import Stepper, StepPlace
+from ..trainer.gc_frozen import survivors_frozen
 from ..trainer.loss_parts import with_parts
 from ..trainer.settings import Settings
 from .fake_world import fake_tensors, fake_world
@@ -118,7 +120,9 @@ class _SymbolicStep:
         live, world = self.live, self.session.world
         num_turns = len(getattr(self.recipe.loss, "order", [None]))  # of `Turns`
         untracked = max(_UNTRACKED_STEPS, num_turns)
-        with gc_paused(), fake_tensors() as mode, _exchanging_alone(self.session), live:
+        # all ranks answer what this one does
+        exchanging = patch.object(self.session, "exchange", lambda value: [value] * world.size)
+        with survivors_frozen(), gc_paused(), fake_tensors() as mode, exchanging, live:
             engine = self.session.prepare(self.recipe)
             engine.module.train()
             stepper = _PhasedStepper(self.recipe, engine, self.session, live)
@@ -191,14 +195,3 @@ class _Agreeing:
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """See `Session`."""
         return lambda: [value * self.world.size for value in values]
-
-
-@contextmanager
-def _exchanging_alone(session: Any) -> Iterator[None]:
-    """Within the block, all ranks answer what this one does."""
-    exchange, size = session.exchange, session.world.size
-    session.exchange = lambda value: [value] * size
-    try:
-        yield
-    finally:
-        session.exchange = exchange

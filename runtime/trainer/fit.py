@@ -72,7 +72,6 @@ def fit(
     refuse_no_average(settings)
     end_with_launcher()
     driver = usable_driver(backend)
-    stay_forkable()
     options = override(driver.options_type(), backend_options or {}, "backend.")
     recovery = Recovery(settings, recipe)
     requests, saves = recovery.requests, out is not None
@@ -105,6 +104,7 @@ def fit(
         with ExitStack() as opened:
             with nullcontext() if lost_ranks.generation() else stopping_before_start(requests):
                 session = opened.enter_context(driver.open(plan))
+                stay_forkable()
             opened.enter_context(propagate_errors(session, driver.capabilities(plan)))
             notices = settings.preemption_notice
             again = bool(starts or lost_ranks.generation())

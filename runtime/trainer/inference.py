@@ -98,8 +98,8 @@ def prepared(
     plan = settings.plan(override(driver.options_type(), backend_options or {}, "backend."))
     refuse_unpromised(driver, plan)
     able = driver.capabilities(plan)
-    stay_forkable()
     with driver.open(plan) as session, propagate_errors(session, able):
+        stay_forkable()
         engine = session.prepare(dataclasses.replace(recipe, optimizer=_nothing_to_keep))
         yield Inference(recipe, settings, session, engine, able.static_shapes)
 

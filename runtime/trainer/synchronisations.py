@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.private_names import private_name
+from ..data.operations import replacing_operations
 from ..data.user_frames import user_line
 from .time_verdicts import Synchronisation
 
@@ -30,24 +30,18 @@ class SynchronisationFinder:
         self._mode: Any = None
 
     def __enter__(self) -> None:
-        base = private_name(
-            "torch.utils._python_dispatch", "TorchDispatchMode", purpose="find_synchronisations"
-        )
-        dispatch = {"__torch_dispatch__": lambda mode, *called: self._run(*called)}
-        self._mode = type("FindSynchronisations", (base,), dispatch)()
+        self._mode = replacing_operations(self._run, "find_synchronisations")
         self._mode.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
 
-    def _run(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         name = func.overloadpacket.__name__
         if name not in _WAITING and not (name == "_to_copy" and _leaves_a_device(args, kwargs)):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
         began = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         # drivetrain's own code waits of its own accord
         if place := user_line(sys._getframe(2)):
             self._counts[place] += 1
@@ -67,8 +61,8 @@ class SynchronisationFinder:
         ]
 
 
-def _leaves_a_device(args: Any, kwargs: dict[str, Any] | None) -> bool:
-    target = (kwargs or {}).get("device")
+def _leaves_a_device(args: Any, kwargs: Any) -> bool:
+    target = kwargs.get("device")
     source = args[0] if args else None
     return (
         isinstance(source, Tensor)

@@ -4,6 +4,7 @@ peculiarities.
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -43,6 +44,23 @@ def test_laws(case: Case) -> None:
 )
 def test_laws_on_two_devices(case: Case) -> None:
     case.check()
+
+
+FRESH = """
+import torch
+from torch import nn
+from drivetrain import Recipe, Settings, fit
+
+rows = torch.ones(8, 4)
+recipe = Recipe(lambda: nn.Linear(4, 1), lambda module, batch: module(batch).sum(), rows)
+print("steps", fit(recipe, Settings(steps=1), backend="xla", progress=False).step)
+"""
+
+
+def test_a_process_that_has_not_imported_it_trains() -> None:
+    """autograd must not run before XLA's devices are known."""
+    run = subprocess.run([PYTHON, "-c", FRESH], capture_output=True, text=True, check=False)
+    assert "steps 1" in run.stdout, run.stderr[-3000:]
 
 
 # --- jobs, run in the worker ------------------------------------------------------------------

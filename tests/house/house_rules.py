@@ -92,7 +92,7 @@ ROOMS = {
         | _LAUNCHED
         | {"checkpoint.extra_state", "checkpoint.gc_paused", "checkpoint.optimizer_entries"}
         | {"data.fork_gc", "data.nested", "data.parallel", "data.random_state", "data.ranges"}
-        | {"data.parent", "data.private_names", "data.small_files"},
+        | {"data.operations", "data.parent", "data.private_names", "data.small_files"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/common/float8.py": frozenset({"torchao"}),

@@ -129,7 +129,7 @@ def _outlook(
             record["not_symbolic"] = str(error)
     if record["step"] is None and record["layout"] is not None:
         record["layout"]["activation_bytes"] = activations()
-    needed = _needed(record)
+    needed = sum(_columns(record))
     if needed and memory:
         record["fits"] = needed <= memory
     return {**record, "total_bytes": needed}
@@ -153,11 +153,6 @@ def _columns(record: Record) -> list[int]:
     if step is not None:
         return [sum(step.get(kind, 0) for kind in kinds) for kinds in _COLUMNS.values()]
     return [] if layout is None else [layout[f"{part}_bytes"] for part in _OF_LAYOUT]
-
-
-def _needed(record: Record) -> int:
-    """Return the bytes that the first rank needs; 0 if they are not known."""
-    return sum(_columns(record))
 
 
 def state_bytes(recipe: Recipe, optimizer: OptimizerSettings, model: nn.Module) -> dict[str, int]:
