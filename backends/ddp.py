@@ -5,14 +5,15 @@ NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..kernel.plan import Capabilities, Plan, Probe
+from ..kernel.recipe import Recipe
 from ..launched import world_size
 from .common import float8, layouts
 from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
@@ -58,6 +59,10 @@ class DdpDriver:
             feeds_ahead=_device(plan).type != "cpu",
             saves_memory=SAVES_MEMORY,
         )
+
+    def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
+        """See `ListsOptions`: there is one way."""
+        return iter([{}])
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:

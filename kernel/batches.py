@@ -74,8 +74,7 @@ class Groups(Protocol):
 
     def groups(self, start: Position, num_steps: int) -> Iterator[Group]:
         """Yield at most the next `num_steps` groups. May end earlier, at the end of an epoch: the
-        caller then calls it again from the new position, until a call yields no group. The caller
-        closes the generator after use."""
+        caller calls it again from the new position, until a call yields none, and closes each."""
 
 
 def items_of(part: Microbatch, count: Callable[[Batch], int] | None) -> float:

@@ -77,8 +77,7 @@ class Session(Protocol):
     def feed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches with their tensors on the device, in order, none lost; to a module that
         trains, this feeder's part of their sequences. May pull one batch ahead where
-        `Capabilities.feeds_ahead` says so, to overlap copying with computing. An error of `batches`
-        comes through unchanged."""
+        `Capabilities.feeds_ahead` is true, while the device computes. Errors of `batches` pass."""
 
     def tally(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start to add up a few numbers over all ranks; the returned function waits for the sums.
@@ -90,8 +89,7 @@ class Session(Protocol):
         """Everyone's `value` (JSON types), in rank order, on every rank. Waits."""
 
     def reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-        """The same shape and dtype, reduced over feeders, each counted once however many ranks it
-        is; the input is left alone."""
+        """A new tensor of this shape and dtype, reduced over feeders, each counted once."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """All feeders' tensors one after the other along dimension 0, on the host, on every rank;

@@ -211,8 +211,7 @@ class TrainLoop:
             mark("copy")
 
     def resolve_pending_outcome(self) -> None:
-        """Learn whether the last update was applied, as late as possible: the next one is queued
-        up to its own update by now."""
+        """Learn if the last update was applied, with the next one queued up to its own by now."""
         if self._pending_outcome is None:
             return
         (outcome, loss, group), self._pending_outcome = self._pending_outcome, None

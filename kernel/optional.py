@@ -28,6 +28,7 @@ __all__ = [
     "HoldsParts",
     "KeepsWrites",
     "LeavesRanks",
+    "ListsOptions",
     "NumbersUpdates",
     "RunsBackwardAgain",
     "ShowsUpdates",
@@ -44,8 +45,7 @@ class ChecksModels(Protocol):
 
     def check_model(self, model: nn.Module, recipe: Recipe, plan: Plan) -> None:
         """Raise `RecipeError` for a model that cannot be trained under this plan, and
-        `CapabilityRefused` for what the driver can do with no model. `model` is the recipe's, on
-        the meta device; nothing is changed."""
+        `CapabilityRefused` for what the driver can do with no model. `model` is on meta."""
 
 
 @runtime_checkable
@@ -58,6 +58,14 @@ class EstimatesLayout(Protocol):
     ) -> Layout:
         """Return the memory that the fullest rank needs. Pure. `model`: the recipe's, or on meta
         tensors. `state_bytes`: the optimizer's, for each whole parameter, by FQN."""
+
+
+@runtime_checkable
+class ListsOptions(Protocol):
+    """A driver that lists ways to place a model. `drivetrain plan` compares them."""
+
+    def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
+        """Yield options by name, those for an accelerator. `check_model` may refuse some."""
 
 
 @runtime_checkable
@@ -185,14 +193,12 @@ class UpdateObserver(Protocol):
 
     def gradients(self, parts: Mapping[str, Tensor]) -> None:
         """Receive the same elements of gradients: averaged over ranks, divided by the loss scale,
-        not clipped yet. Called once or more, each time with other parameters. A parameter that no
-        rank has a gradient of is left out."""
+        not clipped yet. Called once or more, each time for others that have one on any rank."""
 
 
 @runtime_checkable
 class ShowsUpdates(Protocol):
-    """An engine that shows what an update computes with, for the setting `stats.every`. Without it
-    the setting is refused."""
+    """An engine that shows what an update computes with, for `stats.every`, else refused."""
 
     @property
     def runs_all_modules(self) -> bool:
@@ -218,5 +224,4 @@ class GivesBack(Protocol):
 
     def give_back(self) -> bool:
         """Restore the user's module, with plain whole parameters of the trained values in host
-        memory; the engine is then of no use. Return False where that cannot be done, and nothing
-        has changed. Called by all ranks."""
+        memory, and end the engine; or change nothing and return False. Called by all ranks."""

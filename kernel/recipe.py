@@ -95,8 +95,7 @@ class Microstep:
     num_microbatches: int
     """Number of microbatches of this update; the same on every feeder."""
     num_feeders: int
-    """Number of feeders that `backward` averages over: of a SUM it takes `num_feeders * sum /
-    num_items()`."""
+    """`backward` averages over so many feeders: of a SUM it takes num_feeders * sum / num_items."""
     num_items: Callable[[], float]
     """Items of the global batch. The first call of an update waits for the other ranks."""
     autocast: Callable[[], AbstractContextManager[Any]]

@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 # the conformance suite, which lies below this folder, needs no xdist
-pytest_plugins = ["second_look", "load_limit"] if importlib.util.find_spec("xdist") else []
+pytest_plugins = (
+    ["second_look", "load_limit", "hang_stacks"] if importlib.util.find_spec("xdist") else []
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -37,12 +37,7 @@ from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
 from ..process_group.copies import Copies, Held
 from ..process_group.peers import Peers
-from ..process_group.session import (
-    ProcessGroupSession,
-    choose_device,
-    probe_devices,
-    process_group,
-)
+from ..process_group.session import ProcessGroupSession, choose_device, probe_devices, process_group
 from ..process_group.used_layers import UsedLayers
 from . import (
     initialize,
@@ -64,7 +59,6 @@ from .zero_averages import ZeroAverages
 from .zero_writes import WeightWrites
 
 __all__ = ["driver"]
-
 
 _LOG = logging.getLogger(__name__)
 
@@ -98,6 +92,10 @@ class DeepspeedDriver:
             'offload_optimizer in backend.config, {"zero_optimization": {"offload_optimizer": '
             '{"device": "cpu"}}}, which keeps the optimizer\'s state in host memory',
         )
+
+    def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
+        """See `ListsOptions`."""
+        return iter([{"stage": stage} for stage in (1, 2, 3)])
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int

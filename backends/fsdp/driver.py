@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from ...kernel.plan import Capabilities, Layout, Plan, Probe
+from ...kernel.recipe import Recipe
 from ...launched import world_size
 from ..common import float8
 from ..process_group.session import (
@@ -29,6 +30,10 @@ from .sharding import FsdpOptions
 __all__ = ["FsdpOptions", "driver"]
 
 _LOG = logging.getLogger(__name__)
+
+
+FOR_ACCELERATORS = {"gather_dtype": "compute"}
+"""Options that are chosen on accelerators, and not on the CPU."""
 
 
 class FsdpDriver:
@@ -57,6 +62,18 @@ class FsdpDriver:
             saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
             "and the optimizer's state in host memory",
         )
+
+    def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
+        """See `ListsOptions`: sizes of groups that shard, and what they keep. Gradients that are
+        summed at each microbatch matter where memory is scarce."""
+        for size in (None, *sharding.divisors(world_size)[1:-1]):
+            for freed, summed in ((True, True), (True, False), (False, False)):
+                yield {
+                    **FOR_ACCELERATORS,
+                    "shard_size": size,
+                    "reshard_after_forward": freed,
+                    "sync_each_microbatch": summed,
+                }
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int

@@ -92,6 +92,11 @@ class FsdpOptions(ShardingOptions):
     divides the number of ranks. By default all ranks are one group."""
 
 
+def divisors(number: int) -> list[int]:
+    """Return all divisors, the smallest first."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def gathered_dtype(plan: Plan) -> torch.dtype:
     """The dtype that weights travel in."""
     options = options_of(plan)

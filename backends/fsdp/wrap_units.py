@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from ...data.repeated_blocks import is_callable, repeated_blocks
 from ...kernel.errors import RecipeError
 from ...kernel.plan import Layout, Plan
 from ..common import models
@@ -32,7 +33,7 @@ def choose_units(
     elif min_params is not None:
         chosen = _large(root, min_params)
     else:
-        chosen = repeated(root) or _large(root, DEFAULT_MIN_PARAMS)
+        chosen = repeated_blocks(root) or _large(root, DEFAULT_MIN_PARAMS)
     while shared := _shared(root, chosen):
         if patterns:
             weights = "; ".join(
@@ -48,11 +49,6 @@ def choose_units(
     return sorted(chosen, key=order.index, reverse=True)
 
 
-def _callable(part: nn.Module) -> bool:
-    """Lists and dicts of modules are never called, so nothing would gather their weights."""
-    return type(part).forward is not nn.Module.forward
-
-
 def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.Module]:
     chosen: list[nn.Module] = []
     for pattern in patterns:
@@ -60,7 +56,7 @@ def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.M
             part
             for part, name in names.items()
             if name
-            and _callable(part)
+            and is_callable(part)
             and (type(part).__name__ == pattern or fnmatch.fnmatchcase(name, pattern))
         ]
         if not found:
@@ -73,20 +69,6 @@ def _matching(names: dict[nn.Module, str], patterns: Sequence[str]) -> list[nn.M
     return chosen
 
 
-def repeated(part: nn.Module) -> list[nn.Module]:
-    """Outermost children of one class, themselves made of modules, in a list of modules."""
-    if isinstance(part, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        classes = Counter(type(child) for child in part.children())
-        blocks = [
-            child
-            for child in part.children()
-            if classes[type(child)] > 1 and _callable(child) and [*child.children()]
-        ]
-        if blocks:
-            return [block for block in blocks if any(True for _ in block.parameters())]
-    return [unit for child in part.children() for unit in repeated(child)]
-
-
 def _large(root: nn.Module, min_params: int) -> list[nn.Module]:
     chosen: list[nn.Module] = []
 
@@ -95,7 +77,7 @@ def _large(root: nn.Module, min_params: int) -> list[nn.Module]:
         # attention reads its projection's weights without calling it
         inside = not isinstance(part, nn.MultiheadAttention)
         left += sum(left_over(child, is_unit and inside) for child in part.children())
-        if not (is_unit and part is not root and _callable(part) and left >= max(min_params, 1)):
+        if not (is_unit and part is not root and is_callable(part) and left >= max(min_params, 1)):
             return left
         if part not in chosen:
             chosen.append(part)

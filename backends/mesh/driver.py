@@ -24,7 +24,7 @@ from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Batch, Recipe
 from ...launched import world_size
 from ..fsdp import sharding
-from ..fsdp.driver import FsdpDriver
+from ..fsdp.driver import FOR_ACCELERATORS, FsdpDriver
 from ..fsdp.engine import FsdpEngine
 from ..fsdp.partition import Partition
 from ..process_group.collectives import naming_collectives, ranks_exist
@@ -33,6 +33,7 @@ from .audit import gradient_audit
 from .context import ContextPartition
 from .experts import ExpertPartition, plan_experts
 from .layers import plan_layers
+from .listing import shapes
 from .pipeline import PipelinePartition, refuse_turns
 from .schedule_runner import ScheduleRunner
 from .shape import Mesh, MeshOptions, Shape, options_of
@@ -80,6 +81,12 @@ class MeshDriver(FsdpDriver):
         if sizes.shard is not None:
             return sizes.shard * sizes.context
         return max(1, world_size // ((sizes.replicate or 1) * sizes.tensor * sizes.pipeline))
+
+    def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
+        """See `ListsOptions`: meshes with other dimensions than those of `fsdp`. Gradients are
+        summed at each microbatch, since a mesh is for models that need its memory."""
+        for sizes in shapes(recipe.parallel or Parallel(), world_size):
+            yield {**FOR_ACCELERATORS, **sizes, "sync_each_microbatch": True}
 
     def layout(
         self, plan: Plan, model: nn.Module, state_bytes: Mapping[str, int], world_size: int

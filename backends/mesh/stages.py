@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...data.repeated_blocks import repeated_blocks
 from ...kernel.errors import RecipeError
 from ..common.buffers import write_unseen
-from ..fsdp import wrap_units
 from .matching import matching
 
 __all__ = ["StageExit", "StageForward", "Stages", "original_forward", "placeholder"]
@@ -107,7 +107,7 @@ def _blocks(module: nn.Module, patterns: Sequence[str], number: int) -> list[str
         found = [name for name in names.values() if name in matched - inner]
         reason = f"Parallel.stages={list(patterns)} names {len(found)}"
     else:
-        found = [names[part] for part in wrap_units.repeated(module)]
+        found = [names[part] for part in repeated_blocks(module)]
         reason = f"the model has {len(found) or 'no'} repeated ones"
     if len(found) >= number:
         return found

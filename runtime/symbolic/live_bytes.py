@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +21,9 @@ _COMMUNICATING = ("c10d", torch.ops.fsdp.name)
 """Parts of the namespaces of operators that send, and that copy from and to what is sent."""
 _HIDING = frozenset({"mkldnn_rnn_layer"})
 """Operators whose workspace has no size until they run."""
+
+
+Observe = Callable[[str, Any, Any, Any, Any], object]
 
 
 class UnknownMemory(Exception):
@@ -41,10 +44,11 @@ class LiveBytes(Mode):
     until they are freed.
 
     Each has a kind, which the caller names. Without one it is `temporary`, or, if an operator that
-    communicates has used it, `communication`."""
+    communicates has used it, `communication`. `observe(phase, func, args, kwargs, result)` is
+    called after each operation."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    def __init__(self, device_type: str, observe: Observe = lambda *operation: None) -> None:
+        self.device_type, self._observe = device_type, observe
         self.phase = ""
         """The present activity: a name of the caller's."""
         self._total, self._peak = 0, -1
@@ -109,6 +113,7 @@ class LiveBytes(Mode):
                 if plain.device.type == self.device_type:
                     self._count(plain.untyped_storage(), "communication" if sends else "")
         self._look()
+        self._observe(self.phase, func, args, kwargs, result)
         return result
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:

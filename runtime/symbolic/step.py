@@ -6,8 +6,9 @@ import dataclasses
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +29,9 @@ from ..trainer.loss_parts import with_parts
 from ..trainer.settings import Settings
 from .fake_world import fake_tensors, fake_world
 from .live_bytes import LiveBytes
+from .work import Message, Operation, Work
 
-__all__ = ["KINDS", "NotSymbolic", "step_bytes"]
+__all__ = ["KINDS", "NotSymbolic", "SymbolicStep", "symbolic_step"]
 
 KINDS = (
     *("weights", "frozen", "buffers", "gradients", "optimizer", "activations"),
@@ -38,7 +40,7 @@ KINDS = (
 """The kinds of memory. `communication`: gathered weights, and buffers of what is sent. `temporary`:
 results that nothing keeps."""
 
-_FORWARD, _BACKWARD, _UPDATE = "forward", "backward", "update"
+FORWARD, _BACKWARD, UPDATE = "forward", "backward", "update"
 _UNTRACKED_STEPS = 2
 """The first makes the optimizer's state, and some buffers of drivers live from the second on."""
 
@@ -47,16 +49,30 @@ class NotSymbolic(Exception):
     """The step cannot be run without memory."""
 
 
-def step_bytes(
+@dataclass(frozen=True)
+class SymbolicStep:
+    """Memory and work of rank 0 for one update."""
+
+    bytes: Mapping[str, int]
+    """Bytes at the fullest moment in the memory of the rank's device, by kind (see `KINDS`)."""
+    num_microbatches: int
+    """The number of microbatches of one reader."""
+    samples_of_reader: int
+    """At most so many samples of a global batch are one reader's."""
+    operations: Sequence[Operation]
+    """The work of an update with two microbatches, or one if there is only one. See `FORWARD`."""
+    messages: Sequence[Message]
+
+
+def symbolic_step(
     recipe: Recipe,
     driver: Driver,
     plan: Plan,
     settings: Settings,
     num_ranks: int,
     batch_of: Callable[[int], Batch],
-) -> dict[str, int]:
-    """Return the bytes of rank 0, in the memory of its device, at the fullest moment of a step, by
-    kind (see `KINDS`).
+) -> SymbolicStep:
+    """Return what rank 0 needs for a step.
 
     The driver prepares the recipe and makes a few updates of at most two microbatches each, as if
     there were `num_ranks` ranks; nothing is compiled. Bytes are those of tensors, without what an
@@ -73,7 +89,7 @@ def step_bytes(
     plan = dataclasses.replace(plan, stall_seconds=None, compile=False)
     try:
         with _undisturbed(), fake_world(num_ranks), driver.open(plan) as session:
-            step = _SymbolicStep(recipe, plan, settings, session)
+            step = _Run(recipe, plan, settings, session)
             return step.run(batch_of(session.world.num_readers))
     except SettingError:
         raise
@@ -97,12 +113,13 @@ def _undisturbed() -> Iterator[None]:
         logging.disable(level)
 
 
-class _SymbolicStep:
-    """A step of one rank."""
+class _Run:
+    """Steps of one rank."""
 
     def __init__(self, recipe: Recipe, plan: Plan, settings: Settings, session: Session) -> None:
         self.plan, self.settings, self.session = plan, settings, session
-        self.live = LiveBytes(session.world.device.type)
+        self.work = Work()
+        self.live = LiveBytes(session.world.device.type, self.work.add)
         self._build = recipe.optimizer or settings.optimizer.build
         self._optimizers: list[torch.optim.Optimizer] = []
         # there are no numbers that could be compared
@@ -115,9 +132,9 @@ class _SymbolicStep:
         self._optimizers.append(self._build(named))
         return self._optimizers[-1]
 
-    def run(self, batch: Batch) -> dict[str, int]:
-        """Return the bytes at the fullest moment, by kind. `batch`: a microbatch."""
-        live, world = self.live, self.session.world
+    def run(self, batch: Batch) -> SymbolicStep:
+        """Return what the last of these steps needs. `batch`: a microbatch."""
+        live, work, world = self.live, self.work, self.session.world
         num_turns = len(getattr(self.recipe.loss, "order", [None]))  # of `Turns`
         untracked = max(_UNTRACKED_STEPS, num_turns)
         # all ranks answer what this one does
@@ -127,20 +144,26 @@ class _SymbolicStep:
             engine.module.train()
             stepper = _PhasedStepper(self.recipe, engine, self.session, live)
             part = -(-self.settings.global_batch // world.num_readers)
-            count = min(2, -(-part // (self.plan.micro_batch or part)))
+            num_microbatches = -(-part // (self.plan.micro_batch or part))
+            count = min(2, num_microbatches)
             for step in range(1, untracked + num_turns + 1):
                 if step == untracked + 1:
                     self._name_what_stays(engine)
                     live.start()
                 gc.collect()
-                live.phase = _FORWARD
+                live.phase, work.counts = FORWARD, step == untracked + num_turns
 
                 def batches() -> Iterator[Batch]:
                     for _ in range(count):
                         yield map_tensors(lambda tensor: mode.from_tensor(tensor).clone(), batch)
 
+                def fed() -> Iterator[tuple[Batch, float]]:
+                    for index, each in enumerate(self.session.feed(batches())):
+                        work.is_last = index == count - 1
+                        yield each, 1.0
+
                 result = stepper(
-                    ((each, 1.0) for each in self.session.feed(batches())),
+                    fed(),
                     count,
                     1.0,
                     lambda: self._before_update(engine),
@@ -151,12 +174,14 @@ class _SymbolicStep:
                     raise NotSymbolic("the driver has skipped the update")
                 if self.settings.average.decay is not None and isinstance(engine, AveragesWeights):
                     engine.average(1.0)
-        return live.peak()
+        return SymbolicStep(
+            live.peak(), num_microbatches, part, tuple(work.operations), tuple(work.messages)
+        )
 
     def _before_update(self, engine: Engine) -> None:
         weights = engine.module.parameters()
         self.live.name("gradients", (each.grad for each in weights if each.grad is not None))
-        self.live.phase = _UPDATE
+        self.live.phase = UPDATE
 
     def _name_what_stays(self, engine: Engine) -> None:
         """Name the memory that lives from step to step."""
@@ -179,10 +204,10 @@ class _PhasedStepper(Stepper):
         self.live = live
 
     def backward(self, loss: Tensor, weight: float) -> Tensor:
-        self.live.name_kept("activations", _FORWARD)
+        self.live.name_kept("activations", FORWARD)
         self.live.phase = _BACKWARD
         value = super().backward(loss, weight)
-        self.live.phase = _FORWARD
+        self.live.phase = FORWARD
         return value
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "in_words",
     "output_is_gone",
     "report_exits",
+    "without_memory",
 ]
 
 _FUNCTIONS = (
@@ -104,7 +105,7 @@ def check_optimization(recipe: Recipe, settings: Settings) -> None:
     if recipe.optimizer is not None:
         return
     settings.optimizer.check()
-    if settings.optimizer.groups and (model := _without_memory(recipe)) is not None:
+    if settings.optimizer.groups and (model := without_memory(recipe)) is not None:
         settings.optimizer.build(list(model.named_parameters()))
 
 
@@ -117,11 +118,11 @@ def deciding_metrics(settings: Settings) -> dict[str, str]:
 def check_model(driver: Any, recipe: Recipe, plan: Plan) -> None:
     """Have a driver that `ChecksModels` check the model, which is built on the meta device for it.
     A model that cannot be built there is checked when the driver prepares it."""
-    if isinstance(driver, ChecksModels) and (model := _without_memory(recipe)) is not None:
+    if isinstance(driver, ChecksModels) and (model := without_memory(recipe)) is not None:
         driver.check_model(model, recipe, plan)
 
 
-def _without_memory(recipe: Recipe) -> nn.Module | None:
+def without_memory(recipe: Recipe) -> nn.Module | None:
     """Build the model on the meta device; None if that fails."""
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

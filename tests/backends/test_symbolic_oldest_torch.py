@@ -1,4 +1,4 @@
-"""The memory of a step with the oldest torch, which lacks some operations without elements."""
+"""Steps without memory with the oldest torch, which lacks some operations without elements."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from environments import python_of_all
 def test_all_of_it_holds_with_the_oldest_torch() -> None:
     tests = Path(__file__).parents[1]
     command = [python_of_all(), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    files = [str(tests / "symbolic" / name) for name in ("test_step_bytes.py", "test_work.py")]
     done = subprocess.run(
-        [*command, "-m", "slow or not slow", str(tests / "symbolic" / "test_step_bytes.py")],
+        [*command, "-m", "slow or not slow", *files],
         capture_output=True,
         text=True,
         check=False,

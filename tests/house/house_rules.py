@@ -92,7 +92,8 @@ ROOMS = {
         | _LAUNCHED
         | {"checkpoint.extra_state", "checkpoint.gc_paused", "checkpoint.optimizer_entries"}
         | {"data.fork_gc", "data.nested", "data.parallel", "data.random_state", "data.ranges"}
-        | {"data.operations", "data.parent", "data.private_names", "data.small_files"},
+        | {"data.operations", "data.parent", "data.private_names", "data.repeated_blocks"}
+        | {"data.small_files"},
         outside=frozenset({"torch"}),
         vendors={
             "backends/common/float8.py": frozenset({"torchao"}),
@@ -142,11 +143,18 @@ ROOMS = {
         outside=frozenset({"torch"}),
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
     ),
+    "planning": Room(
+        "planning",
+        "runtime/planning",
+        siblings=_TRAINED | {"symbolic"},
+        outside=frozenset({"torch"}),
+        secrets=DRIVER_NAMES | HARDWARE_NAMES,
+    ),
     "trackers": Room("trackers", "runtime/trackers", siblings=_TRAINED),
     "cli": Room(
         "cli",
         "runtime/cli",
-        siblings=_TRAINED | {"conformance", "run", "symbolic", "trackers"},
+        siblings=_TRAINED | {"conformance", "planning", "run", "symbolic", "trackers"},
         templates=frozenset({"runtime/cli/gpt.py"}),
     ),
     "compat": Room("compat", "compat", siblings=_TRAINED | {"run"}),

@@ -34,6 +34,7 @@ TYPED = (
     "drivetrain.kernel.plan",
     "drivetrain.kernel.recipe",
     "drivetrain.kernel.shards",
+    "drivetrain.planning",
     "drivetrain.registry",
     "drivetrain.symbolic",
     "drivetrain.trackers",

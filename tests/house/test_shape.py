@@ -25,6 +25,7 @@ MANDATORY = (Driver, Session, Engine)
 OPTIONAL = {
     "ChecksModels": {"check_model"},
     "EstimatesLayout": {"layout"},
+    "ListsOptions": {"list_options"},
     "WatchesRanks": {"watch", "abort"},
     "CountsWaits": set(),
     "LeavesRanks": {"leave"},

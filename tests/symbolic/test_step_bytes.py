@@ -25,7 +25,7 @@ from drivetrain.kernel.errors import SettingError
 from drivetrain.kernel.events import StepEnded
 from drivetrain.registry import find_driver
 from drivetrain.symbolic.first_batch import first_batch
-from drivetrain.symbolic.step import KINDS, NotSymbolic, step_bytes
+from drivetrain.symbolic.step import KINDS, NotSymbolic, symbolic_step
 from drivetrain.trainer.fit import fit
 
 WIDTH = 256
@@ -91,7 +91,7 @@ def found(
     driver = find_driver(backend) if isinstance(backend, str) else backend
     plan = settings.plan(driver.options_type(**options))
     batch_of = partial(first_batch, recipe, settings)
-    return step_bytes(recipe, driver, plan, settings, num_ranks, batch_of)
+    return dict(symbolic_step(recipe, driver, plan, settings, num_ranks, batch_of).bytes)
 
 
 def allocated(recipe: Recipe, settings: Settings) -> int:
@@ -233,13 +233,13 @@ import torch
 from torch import nn
 from drivetrain import Recipe, Settings, fit
 from drivetrain.registry import find_driver
-from drivetrain.symbolic.step import step_bytes
+from drivetrain.symbolic.step import symbolic_step
 
 rows = torch.zeros(64, 8)
 recipe = Recipe(lambda: nn.Linear(8, 8), lambda module, batch: module(batch).sum(), rows)
 settings, driver = Settings(steps=2, global_batch=16), find_driver("cpu")
 plan = settings.plan(driver.options_type())
-step_bytes(recipe, driver, plan, settings, 1, lambda num_readers: rows[:16])
+symbolic_step(recipe, driver, plan, settings, 1, lambda num_readers: rows[:16])
 print("steps", fit(recipe, settings, backend="ddp", nproc=2, progress=False).step)
 """
 

@@ -1,4 +1,4 @@
-"""`drivetrain backends`, `explain`, `summary` and `schema`: before a run."""
+"""`drivetrain backends`, `explain`, `plan`, `summary` and `schema`: before a run."""
 
 from __future__ import annotations
 
@@ -62,6 +62,56 @@ def explain(
         print_json(records)
     else:
         show_explanation(records, open_console())
+
+
+@app.command(
+    epilog="[bold]Examples[/]\n\ndrivetrain plan my.py --world 8\n\n"
+    "drivetrain plan my.py --world 64 --device h100 --memory 80GB --set precision=bf16\n\n"
+    "[bold]From Python[/]: drivetrain.cli.settings.plan.plan"
+)
+@debuggable
+def plan(
+    world: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="A recipe file; by default the small GPT.", show_default=False),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h200, or a file that describes another device.")
+    ] = "h100",
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of one rank, such as 80GB; by default the device's.", show_default=False
+        ),
+    ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            "--backend", "-b", help="The driver; by default all of them.", show_default=False
+        ),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Number of ways to show.")] = 20,
+    config: ConfigFiles = None,
+    set_: Set = None,
+    json: AsJson = False,
+) -> None:
+    """Compare all ways to place a run on ranks: the memory, what is sent, and the time of a step.
+    Settings and options that are given are not varied. Needs no device."""
+    from ...run.tables import open_console
+    from ..report.looking import looking
+    from ..settings.config_files import requested
+    from ..settings.plan import plan, show_plan
+
+    options = requested(recipe, backend, config, set_)
+    with looking("looking at ways to place the run") as progress:
+        found = plan(
+            options.recipe, options.backend, options.layers, world, device, memory, progress
+        )
+    if json:
+        print_json(found)
+    else:
+        show_plan(found, top, open_console())
 
 
 @app.command(

@@ -20,7 +20,7 @@ from ...registry import find_driver, known_backends, refuse_unpromised, usable_d
 from ...run.quoted import quoted
 from ...run.tables import table
 from ...symbolic.first_batch import first_batch
-from ...symbolic.step import NotSymbolic, step_bytes
+from ...symbolic.step import NotSymbolic, symbolic_step
 from ...trainer.loss_parts import with_parts
 from ...trainer.memory_parts import size_of
 from ...trainer.sanity import check_sanity_alone
@@ -123,8 +123,8 @@ def _outlook(
     if probe.usable:
         batch_of = partial(first_batch, recipe, settings)
         try:
-            step = step_bytes(recipe, driver, plan, settings, num_ranks, batch_of)
-            record |= {"step": step, "not_symbolic": ""}
+            step = symbolic_step(recipe, driver, plan, settings, num_ranks, batch_of)
+            record |= {"step": dict(step.bytes), "not_symbolic": ""}
         except NotSymbolic as error:
             record["not_symbolic"] = str(error)
     if record["step"] is None and record["layout"] is not None:
