@@ -25,8 +25,9 @@ def parsed(lines: bytes) -> tuple[list[Any], int]:
     If orjson refuses a line, as it does with NaN, the standard library parses all of them.
     """
     with suppress(ValueError, RecursionError):
-        if not _has_long_integer(lines):
-            values = orjson.loads(b"[%b]" % lines.replace(b"\n", b","))
+        whole = b"[%b]" % lines.replace(b"\n", b",")
+        if not _has_long_integer(whole):
+            values = orjson.loads(whole)
             if len(values) == lines.count(b"\n") + 1:  # JSON text contains no line break
                 return values, len(values)
     with suppress(ValueError, RecursionError):
@@ -38,10 +39,10 @@ def parsed(lines: bytes) -> tuple[list[Any], int]:
     return _one_by_one(lines)
 
 
-def _has_long_integer(lines: bytes) -> bool:
+def _has_long_integer(text: bytes) -> bool:
     """Return True if a number has 16 digits or more before its point: orjson converts integers of
-    more than 64 bits to floats."""
-    codes = np.frombuffer(lines, np.uint8)
+    more than 64 bits to floats. `text` begins with another character."""
+    codes = np.frombuffer(text, np.uint8)
     digits = codes - _DIGIT_0 < 10  # smaller codes wrap around to large numbers
     for width in _DOUBLINGS:
         digits = digits[width:] & digits[:-width]
