@@ -55,6 +55,7 @@ class CpuDriver:
             multi_process=False,
             sharded=False,
             compile=True,
+            even_blocks=True,
             activation_checkpointing=True,
             max_grad_value=True,
             feeds_ahead=False,

@@ -54,6 +54,7 @@ class DdpDriver:
             stall_seconds=True,
             sharded=False,
             compile=True,
+            even_blocks=True,
             activation_checkpointing=True,
             max_grad_value=True,
             feeds_ahead=_device(plan).type != "cpu",

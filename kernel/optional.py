@@ -70,9 +70,8 @@ class ListsOptions(Protocol):
 
 @runtime_checkable
 class WatchesRanks(Session, Protocol):
-    """A session that reports late ranks, and whose ranks abort together. A run of several ranks
-    uses it where the driver promises `Capabilities.stall_seconds`. Without the promise nobody is
-    watched, and another value of the setting than the default is refused."""
+    """A session that reports late ranks, and whose ranks abort together, where the driver promises
+    `Capabilities.stall_seconds`. Otherwise nobody is watched, and only its default is accepted."""
 
     def watch(self, report: Callable[[int, float, str], None], /) -> None:
         """From now on call `report(rank, seconds, what)`, on every rank and in another thread, for
@@ -152,8 +151,7 @@ class AveragesWeights(Protocol):
 
 @runtime_checkable
 class ChangesWeights(Protocol):
-    """An engine whose weights may be changed between updates, for `Recipe.after_update`. Without it
-    a recipe with such a function is refused."""
+    """An engine whose weights change between updates, for `Recipe.after_update`, else refused."""
 
     def change_weights(self, change: Callable[[Parts], None]) -> None:
         """Call `change` once, with all parameters, each tied group once. What it writes in place

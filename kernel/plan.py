@@ -132,6 +132,8 @@ class Capabilities:
     """The driver limits each element of the gradient (`Plan.max_grad_value`)."""
     multiple_of_ranks: int = 1
     """The number of ranks must be a multiple of this."""
+    even_blocks: bool = False
+    """Each of a model's equal blocks, from the third on, adds the same to what a step needs."""
     exact_resume: bool = True
     """Resuming on the same driver and world size is bit-exact."""
     why_not: Mapping[str, str] = field(default_factory=dict)

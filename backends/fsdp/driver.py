@@ -55,6 +55,7 @@ class FsdpDriver:
             stall_seconds=True,
             sharded=True,
             compile=True,
+            even_blocks=True,
             activation_checkpointing=True,
             max_grad_value=True,
             uneven_gradients=False,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..symbolic.step import FORWARD, UPDATE, SymbolicStep
-from ..symbolic.work import Message
+from ..symbolic.trace import Message
 from .devices import Device
 
 __all__ = ["LINKS", "Estimate", "estimate", "sent_bytes"]

@@ -15,6 +15,7 @@ from ..kernel.errors import DrivetrainError
 from ..kernel.optional import ListsOptions
 from ..kernel.recipe import Recipe
 from ..registry import refuse_unpromised
+from ..symbolic.equal_blocks import find_equal_blocks
 from ..symbolic.first_batch import first_batch
 from ..symbolic.step import NotSymbolic, SymbolicStep, symbolic_step
 from ..trainer.memory_parts import size_of
@@ -97,7 +98,8 @@ class Search:
         self.usable_bytes, self.given = _USED * memory_bytes, given
         model = without_memory(recipe)
         blocks = [] if model is None else repeated_blocks(model)
-        self._blocks = tuple(sorted({type(block).__name__ for block in blocks}))
+        self._recomputed = tuple(sorted({type(block).__name__ for block in blocks}))
+        self._equal_blocks = find_equal_blocks(recipe)
 
     def ways(
         self, driver: Driver, settings: Settings, options: Mapping[str, Any]
@@ -125,7 +127,7 @@ class Search:
         """Return what becomes of a way: without recomputation, and with it if fewer samples fit
         otherwise."""
         found: list[Planned | LeftOut] = []
-        recomputed = [(), self._blocks] if self._blocks else [()]
+        recomputed = [(), self._recomputed] if self._recomputed else [()]
         for names in self._values(way.settings, "activation_checkpointing", recomputed):
             way = _with(way, activation_checkpointing=names)
             try:
@@ -163,8 +165,9 @@ class Search:
             steps[size] = self._run(_with(way, micro_batch=size))
             return not self._fits(steps[size])
 
-        number = bisect_left(sizes, True, key=is_too_large)
-        size = sizes[max(0, number - 1)]
+        size = sizes[0]
+        if not is_too_large(size):
+            size = sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
         return self._judged(_with(way, micro_batch=size), steps[size])
 
     def _run(self, way: Way) -> SymbolicStep:
@@ -173,7 +176,9 @@ class Search:
         refuse_unpromised(driver, plan, self.world_size)
         check_model(driver, self.recipe, plan)
         batch_of = partial(first_batch, self.recipe, settings)
-        return symbolic_step(self.recipe, driver, plan, settings, self.world_size, batch_of)
+        return symbolic_step(
+            self.recipe, driver, plan, settings, self.world_size, batch_of, self._equal_blocks
+        )
 
     def _fits(self, step: SymbolicStep) -> bool:
         return _total(step) <= self.usable_bytes

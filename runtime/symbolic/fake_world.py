@@ -6,7 +6,9 @@ Collectives are those of torch's `fake` process group, which return at once.
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from .fake_replicas import fake_replicas
 from .healthy_values import HealthyValues
 from .modes import fake_mode, many_known_numbers, without_modes
 
-__all__ = ["fake_tensors", "fake_world"]
+__all__ = ["fake_tensors", "fake_world", "undisturbed"]
 
 
 @contextmanager
@@ -49,6 +51,20 @@ def fake_tensors() -> Iterator[Any]:
     mode = fake_mode()
     with mode, HealthyValues(), _mended_torch(), many_known_numbers(), fake_replicas():
         yield mode
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Suppress warnings, such as of tensors whose memory has no address, and restore the state of
+    random numbers."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ..data.nested import tensors_of
 from .modes import Mode, is_plain
+from .trace import Message, Operation, Trace
 
 __all__ = ["LiveBytes", "UnknownMemory"]
 
@@ -22,8 +22,7 @@ _COMMUNICATING = ("c10d", torch.ops.fsdp.name)
 _HIDING = frozenset({"mkldnn_rnn_layer"})
 """Operators whose workspace has no size until they run."""
 
-
-Observe = Callable[[str, Any, Any, Any, Any], object]
+Observe = Callable[[str, Any, Any, Any, Any], Operation | Message | None]
 
 
 class UnknownMemory(Exception):
@@ -44,29 +43,38 @@ class LiveBytes(Mode):
     until they are freed.
 
     Each has a kind, which the caller names. Without one it is `temporary`, or, if an operator that
-    communicates has used it, `communication`. `observe(phase, func, args, kwargs, result)` is
-    called after each operation."""
+    communicates has used it, `communication`. `observe(phase, func, args, kwargs, result)` returns
+    the work of an operation that was run, if it is to be counted."""
 
     def __init__(self, device_type: str, observe: Observe = lambda *operation: None) -> None:
         self.device_type, self._observe = device_type, observe
         self.phase = ""
         """The present activity: a name of the caller's."""
-        self._total, self._peak = 0, -1
         self._live: dict[int, _Storage] = {}
-        self._at_peak: list[tuple[_Storage, int]] = []
+        self._names: list[tuple[str, str]] = []
+        self._work: list[Operation | Message | None] = []
+        self._changes: list[tuple[int, _Storage, int]] = []
+        """Moment, storage, and the bytes by which it becomes larger."""
         self._patched = ExitStack()
 
     def start(self) -> None:
-        """Look for the peak from now on."""
-        self._peak = -1
-        self._look()
+        """List operations and memory from now on."""
+        self._names, self._work = [], []
+        self._changes = [(0, each, each.num_bytes) for each in self._live.values()]
+        self._add_moment("", None)
 
-    def peak(self) -> dict[str, int]:
-        """Return the bytes at the peak since `start`, by kind."""
-        found = Counter[str]()
-        for storage, num_bytes in self._at_peak:
-            found[storage.kind or "temporary"] += num_bytes
-        return dict(found)
+    def trace(self, kinds: Sequence[str]) -> Trace:
+        """Return the moments since `start`, of which the first has no operation. Called outside of
+        this mode, and of those in which tensors have no elements."""
+        columns = {kind: column for column, kind in enumerate(kinds)}
+        changes = torch.zeros(len(self._names) + 1, len(kinds), dtype=torch.int64)
+        places = [
+            (moment, columns[storage.kind or "temporary"]) for moment, storage, _ in self._changes
+        ]
+        if places:
+            sizes = torch.tensor([num_bytes for _, _, num_bytes in self._changes])
+            changes.index_put_((*torch.tensor(places).T,), sizes, accumulate=True)
+        return Trace(self._names, self._work, kinds, changes[:-1].cumsum(0))
 
     def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as of this kind, unless they have one."""
@@ -82,14 +90,14 @@ class LiveBytes(Mode):
                 storage.kind = kind
 
     def __enter__(self) -> LiveBytes:
-        resize, look = torch.UntypedStorage.resize_, self._look
+        resize = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             done = resize(storage, size)
             if (known := self._live.get(id(storage))) is not None:
-                self._total += storage.nbytes() - known.num_bytes
+                self._add_moment("resize_", None)
+                self._change(known, storage.nbytes() - known.num_bytes)
                 known.num_bytes = storage.nbytes()
-                look()
             return done
 
         self._patched.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
@@ -107,31 +115,35 @@ class LiveBytes(Mode):
         if func.overloadpacket.__name__ in _HIDING:
             raise UnknownMemory(f"{func} keeps a workspace whose size is not known before it runs")
         result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        self._add_moment(name, self._observe(self.phase, func, args, kwargs, result))
         sends = any(part in func.namespace for part in _COMMUNICATING)
         for value in tensors_of([args, kwargs, result] if sends else result):
             for plain in _plain(value):
                 if plain.device.type == self.device_type:
                     self._count(plain.untyped_storage(), "communication" if sends else "")
-        self._look()
-        self._observe(self.phase, func, args, kwargs, result)
         return result
+
+    def _add_moment(self, name: str, work: Operation | Message | None) -> None:
+        self._names.append((self.phase, name))
+        self._work.append(work)
+
+    def _change(self, storage: _Storage, num_bytes: int, after: int = 0) -> None:
+        """Note that a storage becomes larger at the present moment, or at one after it."""
+        self._changes.append((len(self._names) - 1 + after, storage, num_bytes))
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
         key = id(storage)  # torch keeps the object as long as the memory
         known = self._live.get(key)
         if known is None:
             known = self._live[key] = _Storage(storage.nbytes(), self.phase)
-            self._total += known.num_bytes
+            self._change(known, known.num_bytes)
             weakref.finalize(storage, self._free, key).atexit = False
         known.kind = known.kind or kind
 
     def _free(self, key: int) -> None:
-        self._total -= self._live.pop(key).num_bytes
-
-    def _look(self) -> None:
-        if self._total > self._peak:
-            self._peak = self._total
-            self._at_peak = [(each, each.num_bytes) for each in self._live.values()]
+        storage = self._live.pop(key)
+        self._change(storage, -storage.num_bytes, after=1)
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:

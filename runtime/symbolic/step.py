@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -27,9 +24,11 @@ from ..kernel.step import Stepper, StepPlace
 from ..trainer.gc_frozen import survivors_frozen
 from ..trainer.loss_parts import with_parts
 from ..trainer.settings import Settings
-from .fake_world import fake_tensors, fake_world
+from .equal_blocks import SHORT, EqualBlocks
+from .fake_world import fake_tensors, fake_world, undisturbed
 from .live_bytes import LiveBytes
-from .work import Message, Operation, Work
+from .trace import Message, Operation, Summary, Trace, with_more_blocks
+from .work import Work
 
 __all__ = ["KINDS", "NotSymbolic", "SymbolicStep", "symbolic_step"]
 
@@ -71,12 +70,18 @@ def symbolic_step(
     settings: Settings,
     num_ranks: int,
     batch_of: Callable[[int], Batch],
+    blocks: EqualBlocks | None = None,
 ) -> SymbolicStep:
     """Return what rank 0 needs for a step.
 
     The driver prepares the recipe and makes a few updates of at most two microbatches each, as if
     there were `num_ranks` ranks; nothing is compiled. Bytes are those of tensors, without what an
     allocator adds. `batch_of(n)`: the first microbatch of one of n readers.
+
+    `blocks`: see `find_equal_blocks`. If the driver promises `Capabilities.even_blocks`, it
+    prepares two models with a few of them, in place of the whole one, and one of their blocks
+    stands for those that are left out. If the two steps do not differ by one block alone, or
+    cannot be run, or if settings name single blocks, the whole model is run.
 
     Raises `SettingError` for options that do not fit that number of ranks, and `NotSymbolic` for
     all else that keeps the step from running, with the reason.
@@ -87,10 +92,22 @@ def symbolic_step(
         raise NotSymbolic("this process has joined a process group")
     # the other ranks do not exist: nobody watches them
     plan = dataclasses.replace(plan, stall_seconds=None, compile=False)
-    try:
-        with _undisturbed(), fake_world(num_ranks), driver.open(plan) as session:
+
+    def run(recipe: Recipe) -> _Traced:
+        with undisturbed(), fake_world(num_ranks), driver.open(plan) as session:
             step = _Run(recipe, plan, settings, session)
             return step.run(batch_of(session.world.num_readers))
+
+    try:
+        if (
+            blocks is not None
+            and driver.capabilities(plan).even_blocks
+            and blocks.are_named_alike(plan, settings.optimizer, recipe.parallel)
+            and (found := _of_blocks(blocks, run)) is not None
+        ):
+            return found
+        whole = run(recipe)
+        return whole.step(whole.trace.summary())
     except SettingError:
         raise
     except Exception as error:
@@ -99,18 +116,31 @@ def symbolic_step(
         raise NotSymbolic(kind + first) from error
 
 
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Suppress warnings, such as of tensors whose memory has no address, and restore the state of
-    random numbers."""
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def _of_blocks(blocks: EqualBlocks, run: Callable[[Recipe], _Traced]) -> SymbolicStep | None:
+    """Return the step of the whole model, from those of two with fewer blocks."""
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
+        shorter, longer = (run(blocks.shortened(depth)) for depth in SHORT)
+    except Exception:  # the whole model is to say why it cannot be run
+        return None
+    found = with_more_blocks(shorter.trace, longer.trace, blocks.depth - SHORT[0])
+    return found and shorter.step(found)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The last steps of a run."""
+
+    trace: Trace
+    num_microbatches: int
+    samples_of_reader: int
+
+    def step(self, found: Summary) -> SymbolicStep:
+        """Return the step with this memory and work."""
+        operations = [each for each in found.work if isinstance(each, Operation)]
+        messages = [each for each in found.work if isinstance(each, Message)]
+        return SymbolicStep(
+            found.bytes, self.num_microbatches, self.samples_of_reader, operations, messages
+        )
 
 
 class _Run:
@@ -119,7 +149,7 @@ class _Run:
     def __init__(self, recipe: Recipe, plan: Plan, settings: Settings, session: Session) -> None:
         self.plan, self.settings, self.session = plan, settings, session
         self.work = Work()
-        self.live = LiveBytes(session.world.device.type, self.work.add)
+        self.live = LiveBytes(session.world.device.type, self.work.of)
         self._build = recipe.optimizer or settings.optimizer.build
         self._optimizers: list[torch.optim.Optimizer] = []
         # there are no numbers that could be compared
@@ -132,8 +162,8 @@ class _Run:
         self._optimizers.append(self._build(named))
         return self._optimizers[-1]
 
-    def run(self, batch: Batch) -> SymbolicStep:
-        """Return what the last of these steps needs. `batch`: a microbatch."""
+    def run(self, batch: Batch) -> _Traced:
+        """Return the last of these steps. `batch`: a microbatch."""
         live, work, world = self.live, self.work, self.session.world
         num_turns = len(getattr(self.recipe.loss, "order", [None]))  # of `Turns`
         untracked = max(_UNTRACKED_STEPS, num_turns)
@@ -174,9 +204,7 @@ class _Run:
                     raise NotSymbolic("the driver has skipped the update")
                 if self.settings.average.decay is not None and isinstance(engine, AveragesWeights):
                     engine.average(1.0)
-        return SymbolicStep(
-            live.peak(), num_microbatches, part, tuple(work.operations), tuple(work.messages)
-        )
+        return _Traced(live.trace(KINDS), num_microbatches, part)
 
     def _before_update(self, engine: Engine) -> None:
         weights = engine.module.parameters()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,9 @@ from torch.utils import flop_counter
 
 from ..data.nested import tensors_of
 from ..data.private_names import private_name
+from .trace import Message, Operation
 
-__all__ = ["Message", "Operation", "Work"]
+__all__ = ["Work"]
 
 _COUNTED_AS = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
@@ -22,80 +23,75 @@ _COUNTED_AS = {
     ),
 }
 """Operators without a formula in torch 2.8, and those with the same arguments that have one."""
+_REPLACING = frozenset({"copy_", "fill_", "zero_"})
+"""Operations that do not read the tensor that they change."""
+_VIEWS = frozenset({"_unsafe_view"})
+"""Operations that make views, besides those of which torch says so."""
 _WITH_OTHERS = ("alltoall", "all_to_all", "send", "recv", "broadcast", "barrier")
 """Parts of the names of collectives whose results the next operation needs."""
 
 
-class Operation(NamedTuple):
-    """An operation of a step."""
-
-    phase: str
-    is_last: bool
-    """True in the last microbatch of an update, and in the update itself."""
-    dtype: torch.dtype
-    flops: int
-    num_bytes: int
-    """Bytes that are read and written; none if the result is a view."""
-
-
-class Message(NamedTuple):
-    """A collective of a step."""
-
-    phase: str
-    is_last: bool
-    name: str
-    """The operator's name without its namespace, such as `all_reduce`."""
-    num_bytes: int
-    """Bytes of the whole: of all parts that are gathered or scattered."""
-    ranks: tuple[int, ...]
-    overlaps: bool
-    """True if forward and backward continue meanwhile, as with sums of gradients."""
-
-
 class Work:
-    """Lists the operations and messages of a step, while `counts` is True.
+    """Measures the operations and messages of a step, while `counts` is True.
 
     FLOPs are those of `torch.utils.flop_counter`: of matrix products, convolutions and attention.
     """
 
     def __init__(self) -> None:
         self.counts = self.is_last = False
-        self.operations: list[Operation] = []
-        self.messages: list[Message] = []
 
-    def add(self, phase: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation of torch, which has run."""
-        if self.counts and "c10d" in func.namespace:
-            self._add_message(phase, func, args, result)
-        elif self.counts:
-            self._add_operation(phase, func, args, kwargs, result)
+    def of(
+        self, phase: str, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> Operation | Message | None:
+        """Return the work of an operation of torch, which has run; None if it takes no time."""
+        if not self.counts:
+            return None
+        if "c10d" in func.namespace:
+            return self._message(phase, func, args, result)
+        return self._operation(phase, func, args, kwargs, result)
 
-    def _add_operation(self, phase: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given, made = [*tensors_of([args, kwargs])], [*tensors_of(result)]
-        name = func.overloadpacket.__name__
+    def _operation(
+        self, phase: str, func: Any, args: Any, kwargs: Any, result: Any
+    ) -> Operation | None:
         flops = 0
         formula = flop_counter.flop_registry.get(_counted_as(func.overloadpacket))
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
-        moved = 0 if func.is_view else _distinct_bytes([*given, *made])
-        if flops or (moved and "empty" not in name):
-            dtype = (given or made)[0].dtype
-            self.operations.append(Operation(phase, self.is_last, dtype, flops, moved))
+        moved = _moved_bytes(func, args, kwargs, result)
+        if not flops and not moved:
+            return None
+        first = next(tensors_of([args, kwargs, result]))
+        return Operation(phase, self.is_last, first.dtype, flops, moved)
 
-    def _add_message(self, phase: str, func: Any, args: Any, result: Any) -> None:
+    def _message(self, phase: str, func: Any, args: Any, result: Any) -> Message | None:
         name = func.overloadpacket.__name__
         if name == "wait_tensor":
-            return
+            return None
         num_bytes = max(sum(each.nbytes for each in tensors_of(part)) for part in (*args, result))
         overlaps = func.namespace == "c10d" and not any(part in name for part in _WITH_OTHERS)
-        self.messages.append(
-            Message(phase, self.is_last, name.strip("_"), num_bytes, _ranks_of(args), overlaps)
-        )
+        return Message(phase, self.is_last, name.strip("_"), num_bytes, _ranks_of(args), overlaps)
 
 
 def _counted_as(operator: Any) -> Any:
     same = _COUNTED_AS.get(operator.__name__)
     return operator if same is None else getattr(torch.ops.aten, same)
+
+
+def _moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operation reads, and those that it writes."""
+    name = func.overloadpacket.__name__
+    if func.is_view or name in _VIEWS or "empty" in name:
+        return 0
+    arguments = func._schema.arguments
+    values = [*args, *(kwargs.get(each.name) for each in arguments[len(args) :])]
+    read, written = [], [result]
+    for argument, value in zip(arguments, values, strict=True):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            written.append(value)
+        if not (is_written and (argument.is_out or name in _REPLACING)):
+            read.append(value)
+    return _distinct_bytes(tensors_of(read)) + _distinct_bytes(tensors_of(written))
 
 
 def _distinct_bytes(tensors: Iterable[Tensor]) -> int:

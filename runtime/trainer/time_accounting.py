@@ -19,7 +19,7 @@ from .step_clock import PARTS, UPDATE, StepClock
 from .synchronisations import SynchronisationFinder
 from .time_verdicts import Spent, Verdict, verdicts
 
-__all__ = ["TimeAccounting", "TimeSpent"]
+__all__ = ["TimeAccounting", "TimeSpent", "num_cores"]
 
 _JUDGED_FROM = 4
 """Number of the log from which the run's time is judged; again at each power of two."""
@@ -112,7 +112,7 @@ class TimeAccounting:
             ranks=ranks,
             data=self.kind(),
             workers=self.settings.data.workers,
-            cores=max(1, len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1),
+            cores=num_cores(),
             samples=(now.samples - first.samples) // world.num_readers,
             batches=now.batches - first.batches,
             fetch_seconds=now.fetch_seconds - first.fetch_seconds,
@@ -179,6 +179,11 @@ class _Start:
     collate_seconds: float
     evaluations: int
     saves: int
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) if _HAS_AFFINITY else os.cpu_count() or 1)
 
 
 _HAS_AFFINITY = hasattr(os, "sched_getaffinity")

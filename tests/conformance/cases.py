@@ -34,6 +34,7 @@ LAWS = (
     "law_6_random_updates",
     "law_6_streams",
     "law_7_capabilities",
+    "law_7_even_blocks",
     "contract_session",
 )
 """The modules that hold the checks; each docstring is the law."""

@@ -976,6 +976,16 @@ class PaddedGather(WrappedSession):
         return gathered
 
 
+class BufferOfManyBlocks(WrappedSession):
+    """Keeps a buffer for models with more blocks than a few."""
+
+    def prepare(self, recipe: Recipe) -> WrappedEngine:
+        made = super().prepare(recipe)
+        blocks = getattr(recipe.model(), "blocks", ())
+        self.kept = torch.zeros(1000) if len(blocks) > 5 else None
+        return made
+
+
 class HooksOfTheFirstBlock(WrappedSession):
     """Compiles each block by itself, and lets torch run what was compiled for the first block as
     it does by default, without looking at hooks.
@@ -1135,6 +1145,7 @@ FAULTS: dict[str, Fault] = {
     "the others' fault": Fault("7_capabilities-timeout_seconds", session=TheOthersFault),
     "keeps it to itself": Fault("7_capabilities-one_rank_gives_up", session=KeepsItToItself),
     "never over": Fault("7_capabilities-timeout_seconds", plan=never_over),
+    "buffer of many blocks": Fault("7_even_blocks", session=BufferOfManyBlocks),
     "copies drift": Fault("1_gradient-copies_stay_equal", CopiesDrift),
     "mean of local means": Fault(SGD + "-language", session=MeanOfLocalMeans),
     "sum over feeders": Fault(SGD, SumOverFeeders),

@@ -161,7 +161,7 @@ ROOMS = {
     "conformance": Room(
         "conformance",
         "tests/conformance",
-        siblings=_TRAINED | {"ranks"} | FRONT_DOOR,
+        siblings=_TRAINED | {"ranks", "symbolic"} | FRONT_DOOR,
         absolute=True,  # pytest may import these modules by the folder's name
         secrets=DRIVER_NAMES,
     ),

@@ -11,7 +11,7 @@ import torch
 from drivetrain.planning.devices import Device
 from drivetrain.planning.estimate import Estimate, estimate, sent_bytes
 from drivetrain.symbolic.step import FORWARD, UPDATE, SymbolicStep
-from drivetrain.symbolic.work import Message, Operation
+from drivetrain.symbolic.trace import Message, Operation
 
 DEVICE = Device(
     name="simple",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from ...kernel.recipe import Recipe
 from ...registry import find_driver, known_backends, refuse_unpromised, usable_driver
 from ...run.quoted import quoted
 from ...run.tables import table
+from ...symbolic.equal_blocks import EqualBlocks, find_equal_blocks
 from ...symbolic.first_batch import first_batch
 from ...symbolic.step import NotSymbolic, symbolic_step
 from ...trainer.loss_parts import with_parts
@@ -67,6 +68,7 @@ def explain(
     if first.settings.average.decay is not None:
         states = _with_averages(states, model)
     activations = cache(partial(activation_bytes, recipe, first.settings, model, num_ranks))
+    subject = _Subject(recipe, model, states, activations, find_equal_blocks(recipe), num_ranks)
     check_sanity_alone(with_parts(recipe), first.settings, model)
     records = []
     for name in names:
@@ -93,25 +95,27 @@ def explain(
                     if key.startswith("backend.")
                 }
             )
-            record |= _outlook(
-                driver, recipe, resolved.settings, options, model, states, activations, num_ranks
-            )
+            record |= _outlook(driver, resolved.settings, options, subject)
         except DrivetrainError as error:
             record["refused"] = str(error)
         records.append(record)
     return records
 
 
-def _outlook(
-    driver: Driver,
-    recipe: Recipe,
-    settings: Settings,
-    options: Any,
-    model: nn.Module,
-    states: Mapping[str, int],
-    activations: Callable[[], int],
-    num_ranks: int,
-) -> Record:
+@dataclass(frozen=True)
+class _Subject:
+    """The part of an explanation that is the same for all drivers."""
+
+    recipe: Recipe
+    model: nn.Module
+    state_bytes: Mapping[str, int]
+    activation_bytes: Callable[[], int]
+    blocks: EqualBlocks | None
+    num_ranks: int
+
+
+def _outlook(driver: Driver, settings: Settings, options: Any, subject: _Subject) -> Record:
+    recipe, num_ranks = subject.recipe, subject.num_ranks
     plan = settings.plan(options)
     refuse_unpromised(driver, plan, num_ranks)
     probe = driver.probe()
@@ -119,16 +123,20 @@ def _outlook(
     record: Record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
     record |= {"layout": None, "step": None, "not_symbolic": probe.reason, "fits": None}
     if isinstance(driver, EstimatesLayout):
-        record["layout"] = asdict(driver.layout(plan, model, states, num_ranks))
+        record["layout"] = asdict(
+            driver.layout(plan, subject.model, subject.state_bytes, num_ranks)
+        )
     if probe.usable:
         batch_of = partial(first_batch, recipe, settings)
         try:
-            step = symbolic_step(recipe, driver, plan, settings, num_ranks, batch_of)
+            step = symbolic_step(
+                recipe, driver, plan, settings, num_ranks, batch_of, subject.blocks
+            )
             record |= {"step": dict(step.bytes), "not_symbolic": ""}
         except NotSymbolic as error:
             record["not_symbolic"] = str(error)
     if record["step"] is None and record["layout"] is not None:
-        record["layout"]["activation_bytes"] = activations()
+        record["layout"]["activation_bytes"] = subject.activation_bytes()
     needed = sum(_columns(record))
     if needed and memory:
         record["fits"] = needed <= memory

@@ -15,6 +15,7 @@ from rich.table import Table
 from ...kernel.errors import BackendUnavailable, DrivetrainError, SettingError
 from ...kernel.optional import ListsOptions
 from ...planning.devices import Device, find_device
+from ...planning.processes import look_at_all
 from ...planning.search import VARIED, Choice, LeftOut, Planned, Search, Way
 from ...registry import find_driver, known_backends
 from ...run.quoted import quoted
@@ -84,9 +85,10 @@ def plan(
             found.append(listed)
         else:
             ways += listed
-    for number, way in enumerate(ways):
+    progress(0, len(ways), 0)
+    for number, looked_at in enumerate(look_at_all(search, ways), 1):
+        found += looked_at
         progress(number, len(ways), sum(isinstance(each, Planned) for each in found))
-        found += search.look(way)
     fitting = [each for each in found if isinstance(each, Planned)]
     fitting.sort(key=lambda each: (each.estimate.seconds, each.total_bytes))
     return {
