@@ -228,6 +228,6 @@ def keep_for_a_while(tensor: Tensor) -> Tensor:
     interpreter waits for this thread while it takes the process group down: a deadlock. Delete when
     torch 2.8 is no longer supported.
     """
-    if tensor.nbytes < 2**20 and ranks_exist():
+    if tensor.nbytes < 2**20 and type(tensor) is Tensor:  # others have no elements to send
         _recent.append(tensor)
     return tensor
