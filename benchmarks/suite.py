@@ -8,6 +8,7 @@ from . import (
     clock,
     corruptions,
     defaults,
+    estimates,
     follow,
     gpu,
     nonfinite,
@@ -38,6 +39,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *corruptions.BENCHMARKS,
         *nonfinite.BENCHMARKS,
         *recover.BENCHMARKS,
+        *estimates.BENCHMARKS,
         *gpu.BENCHMARKS,
     )
 }

@@ -85,7 +85,7 @@ class MeshDriver(FsdpDriver):
     def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
         """See `ListsOptions`: meshes with other dimensions than those of `fsdp`. Gradients are
         summed at each microbatch, since a mesh is for models that need its memory."""
-        for sizes in shapes(recipe.parallel or Parallel(), world_size):
+        for sizes in shapes(recipe, world_size):
             yield {**FOR_ACCELERATORS, **sizes, "sync_each_microbatch": True}
 
     def layout(

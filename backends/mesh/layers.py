@@ -33,6 +33,7 @@ __all__ = [
     "drop_weight",
     "partition_layers",
     "plan_layers",
+    "plan_of_model",
     "sequence_modules",
     "used_on_parts",
 ]
@@ -188,7 +189,7 @@ def partition_layers(
         if layer.how == "logits":
             layer.part.register_forward_hook(gather_without_gradient)
     _tie_again(module, tied)
-    explain_shapes(module, parallel.tensor or _plan_of_model(module, parallel.experts))
+    explain_shapes(module, parallel.tensor or plan_of_model(module, parallel.experts))
     return fused
 
 
@@ -221,7 +222,7 @@ def sequence_modules(module: nn.Module, parallel: Parallel) -> list[nn.Module]:
 
 def _styles(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     """Return how each submodule is partitioned, by name."""
-    plan = parallel.tensor or _plan_of_model(module, parallel.experts)
+    plan = parallel.tensor or plan_of_model(module, parallel.experts)
     if not plan:
         raise RecipeError(
             "backend.tensor is more than 1, and the recipe does not say how layers are "
@@ -245,7 +246,7 @@ def _styles(module: nn.Module, parallel: Parallel) -> dict[str, TensorCut]:
     return {name: plan[pattern] for name, pattern in found.items()}
 
 
-def _plan_of_model(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCut]:
+def plan_of_model(module: nn.Module, experts: Sequence[str]) -> Mapping[str, TensorCut]:
     """Return the plan that a model of transformers brings along, in this driver's terms, also for a
     model inside another module. Modules of experts are left out: they stay whole unless `expert`
     partitions them. Raises `RecipeError` for a style that has no counterpart here.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,6 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 
 from ..data.fork_gc import stay_forkable
+from ..data.parent import end_with_parent
 from ..kernel.errors import DrivetrainError
 from ..trainer.gc_frozen import freeze
 from ..trainer.time_accounting import num_cores
@@ -31,7 +33,7 @@ def look_at_all(search: Search, ways: Sequence[Way]) -> Iterator[list[Planned | 
         return
     stay_forkable()
     context = multiprocessing.get_context("fork")  # recipes need not be picklable
-    with ProcessPoolExecutor(number, context, _begin, (search, ways)) as pool:
+    with ProcessPoolExecutor(number, context, _begin, (search, ways, os.getpid())) as pool:
         try:
             yield from pool.map(_look, range(len(ways)))
         except BrokenProcessPool as error:
@@ -41,7 +43,8 @@ def look_at_all(search: Search, ways: Sequence[Way]) -> Iterator[list[Planned | 
             ) from error
 
 
-def _begin(search: Search, ways: Sequence[Way]) -> None:
+def _begin(search: Search, ways: Sequence[Way], parent: int) -> None:
+    end_with_parent("a process that looks at ways to place a run: the one that started it", parent)
     torch.set_num_threads(1)  # a fork has lost the threads of operations
     freeze()
     _task[:] = [(search, ways)]

@@ -131,6 +131,7 @@ class Search:
         for names in self._values(way.settings, "activation_checkpointing", recomputed):
             way = _with(way, activation_checkpointing=names)
             try:
+                self._check(way)
                 found.append(self._fitting(way))
             except (DrivetrainError, NotSymbolic) as error:
                 found.append(LeftOut(self._choice(way), str(error)))
@@ -150,6 +151,12 @@ class Search:
         }
         chosen = {name: getattr(way.settings, name) for name in VARIED}
         return Choice(way.driver.name, differing, chosen)
+
+    def _check(self, way: Way) -> None:
+        """Raises the errors of a driver that refuses the way before a step."""
+        plan = way.settings.plan(way.driver.options_type(**way.options))
+        refuse_unpromised(way.driver, plan, self.world_size)
+        check_model(way.driver, self.recipe, plan)
 
     def _fitting(self, way: Way) -> Planned | LeftOut:
         """Choose the largest microbatch that fits, a power of two or all samples of a reader, and
@@ -173,8 +180,6 @@ class Search:
     def _run(self, way: Way) -> SymbolicStep:
         driver, settings = way.driver, way.settings
         plan = settings.plan(driver.options_type(**way.options))
-        refuse_unpromised(driver, plan, self.world_size)
-        check_model(driver, self.recipe, plan)
         batch_of = partial(first_batch, self.recipe, settings)
         return symbolic_step(
             self.recipe, driver, plan, settings, self.world_size, batch_of, self._equal_blocks

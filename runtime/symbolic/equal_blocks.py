@@ -91,7 +91,7 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif dataclasses.is_dataclass(value):
-        yield from _texts([*vars(value).values()])
+        yield from _texts([getattr(value, field.name) for field in dataclasses.fields(value)])
     elif isinstance(value, Mapping):
         yield from _texts([*value, *value.values()])
     elif isinstance(value, list | tuple | set | frozenset):

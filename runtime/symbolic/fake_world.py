@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -49,7 +50,14 @@ def fake_world(size: int) -> Iterator[None]:
 def fake_tensors() -> Iterator[Any]:
     """Within the block, tensors have no elements. Yield the mode that makes one of a tensor."""
     mode = fake_mode()
-    with mode, HealthyValues(), _mended_torch(), many_known_numbers(), fake_replicas():
+    with (
+        mode,
+        HealthyValues(),
+        _mended_torch(),
+        many_known_numbers(),
+        fake_replicas(),
+        _as_in_a_run(),
+    ):
         yield mode
 
 
@@ -58,13 +66,25 @@ def undisturbed() -> Iterator[None]:
     """Suppress warnings, such as of tensors whose memory has no address, and restore the state of
     random numbers."""
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(level)
+
+
+@contextmanager
+def _as_in_a_run() -> Iterator[None]:
+    """Within the block, models of transformers attend as in a run. Given tensors without elements,
+    they would make masks that no run has."""
+    library = sys.modules.get("transformers.utils.import_utils")
+    if library is None or not hasattr(library, "is_fake_tensor"):
+        yield
+        return
+    with patch.object(library, "is_fake_tensor", lambda tensor: False):
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..checkpoint.gc_paused import gc_paused
 from ..data.nested import map_tensors, tensors_of
+from ..data.parallel import Parallel
 from ..kernel.contract import Driver, Engine, Session, World
 from ..kernel.errors import DrivetrainError, SettingError
 from ..kernel.optional import AveragesWeights
@@ -92,6 +94,7 @@ def symbolic_step(
         raise NotSymbolic("this process has joined a process group")
     # the other ranks do not exist: nobody watches them
     plan = dataclasses.replace(plan, stall_seconds=None, compile=False)
+    batch_of = cache(batch_of)
 
     def run(recipe: Recipe) -> _Traced:
         with undisturbed(), fake_world(num_ranks), driver.open(plan) as session:
@@ -153,7 +156,7 @@ class _Run:
         self._build = recipe.optimizer or settings.optimizer.build
         self._optimizers: list[torch.optim.Optimizer] = []
         # there are no numbers that could be compared
-        parallel = recipe.parallel and dataclasses.replace(recipe.parallel, compare=False)
+        parallel = dataclasses.replace(recipe.parallel or Parallel(), compare=False)
         self.recipe = dataclasses.replace(
             with_parts(recipe), optimizer=self._optimizer, parallel=parallel
         )

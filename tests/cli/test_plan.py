@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from rich.console import Console
 from typer.testing import CliRunner
 
+from drivetrain import Settings
 from drivetrain.cli.app import app
 from drivetrain.cli.settings.plan import plan, show_plan, size_in_bytes
+from drivetrain.cli.settings.recipe_file import load_recipe_file
+from drivetrain.cli.settings.resolve_settings import Layer, parse_pairs, resolve
 from drivetrain.kernel.errors import SettingError
+from drivetrain.registry import find_driver
 
 RECIPE = """
 import torch
@@ -164,3 +169,150 @@ def test_sizes_have_units(text: str, size: float) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(SettingError, match="is no size; give a number and a unit, such as 80GB"):
         size_in_bytes(text)
+
+
+def settings_of(backend: str, path: Path, layers: list[Layer]) -> tuple[Settings, dict[str, Any]]:
+    found = resolve(load_recipe_file(path), find_driver(backend), layers)
+    return found.settings, dict(found.backend_options)
+
+
+def test_the_command_has_what_was_given(recipe: Path) -> None:
+    given = {
+        "optimizer.lr": 0.5,
+        "optimizer.args.betas": [0.9, 0.95],
+        "optimizer.groups": [{"pattern": "*.bias", "weight_decay": 0.0}, {"lr": 0.25}],
+        "evaluate.every": None,
+        "stats.every": 7,
+    }
+    layers: list[Layer] = [
+        ("my.toml", given),
+        ("here", {"precision": "bf16", "global_batch": "32", "backend.stage": "2", "seed": "3"}),
+    ]
+    (way,) = plan(recipe, "deepspeed", layers, 2, "h100")["fits"]
+    words = shlex.split(way["command"])
+    pairs = [words[index + 1] for index, word in enumerate(words) if word == "--set"]
+    expected = settings_of("deepspeed", recipe, layers)
+    assert settings_of("deepspeed", recipe, [parse_pairs(pairs, {})]) == expected
+    assert expected[0].global_batch == 32
+
+
+def test_a_recipe_s_configuration_is_in_the_command(tmp_path: Path) -> None:
+    path = tmp_path / "wide.py"
+    text = RECIPE.replace("recipe = Recipe(", "def recipe(config: Config): return Recipe(")
+    config = "from dataclasses import dataclass\n@dataclass\nclass Config:\n    width: int = 3\n"
+    path.write_text(text.replace("settings =", f"{config}settings ="))
+    (way, *_) = plan(path, "ddp", [("here", {"recipe.width": "5"})], 2, "h100")["fits"]
+    assert "--set recipe.width=5" in way["command"]
+
+
+# --- hf:CONFIG.json -------------------------------------------------------------------------------
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+BERT = {
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def invoke(command: str, model: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, [command, f"hf:{model}", *arguments])
+
+
+def written(folder: Path, table: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(table if isinstance(table, str) else json.dumps(table))
+    return path
+
+
+def test_a_model_of_transformers_is_planned_and_trained_by_its_configuration(
+    tmp_path: Path,
+) -> None:
+    path = written(tmp_path, LLAMA)
+    result = invoke(
+        *("plan", path, "--world", "2", "--backend", "mesh", "--sequence", "32", "--json"),
+        *("--set", "global_batch=4", "--set", "precision=fp32", "--set", "steps=2"),
+    )
+    assert result.exit_code == 0, result.output
+    fits = json.loads(result.stdout)["fits"]
+    ways = {
+        name: each for each in fits for name in ("context", "tensor") if name in each["options"]
+    }
+    assert set(ways) == {"context", "tensor"}
+    for name, each in ways.items():
+        command = shlex.split(each["command"])
+        assert command[:3] == ["drivetrain", "train", f"hf:{path}"]
+        done = subprocess.run(
+            [sys.executable, "-m", "drivetrain.cli", *command[1:], "--out", str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["settings"]["recipe.sequence"]["value"] == 32
+
+
+def test_a_configuration_is_planned_from_python(tmp_path: Path) -> None:
+    path = written(tmp_path, {**LLAMA, "auto_map": {"AutoConfig": "elsewhere.Config"}})
+    found = plan(Path(f"hf:{path}"), "ddp", [("here", {"micro_batch": 1})], 2, "h100")
+    assert f"train hf:{path} --backend ddp" in found["fits"][0]["command"]
+    assert "recipe.sequence" not in found["fits"][0]["command"]  # all positions
+
+
+def test_a_model_that_fills_gaps_is_planned(tmp_path: Path) -> None:
+    result = invoke("explain", written(tmp_path, BERT), "--set", "global_batch=2", "--json")
+    assert result.exit_code == 0, result.output
+    (record,) = json.loads(result.stdout)
+    assert record["not_symbolic"] == ""
+
+
+def test_a_file_of_settings_may_name_a_configuration_beside_it(tmp_path: Path) -> None:
+    written(tmp_path, LLAMA)
+    (tmp_path / "run.toml").write_text('recipe = "hf:config.json"\n')
+    result = CliRunner().invoke(
+        app, ["explain", "--config", str(tmp_path / "run.toml"), "--set", "recipe.sequence=16"]
+    )
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("{", "is not a configuration in JSON"),
+        ("[1]", "has no model_type"),
+        ({**LLAMA, "model_type": "abacus"}, "transformers cannot read"),
+        ({**LLAMA, "hidden_size": "wide"}, "transformers cannot read"),
+        (
+            {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+            "describes LlamaForSequenceClassification, which does not predict tokens",
+        ),
+        (LLAMA, "64 positions; give at most 64, or a copy of the file with more"),
+    ],
+)
+def test_a_configuration_that_cannot_be_planned_says_why(
+    tmp_path: Path, table: Any, message: str
+) -> None:
+    result = invoke("plan", written(tmp_path, table), "--world", "2", "--sequence", "65")
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_configuration_that_is_not_there_is_named(tmp_path: Path) -> None:
+    result = invoke("plan", tmp_path / "none.json", "--world", "2")
+    assert result.exit_code == 2
+    assert "there is no file" in result.output

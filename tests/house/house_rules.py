@@ -155,7 +155,7 @@ ROOMS = {
         "cli",
         "runtime/cli",
         siblings=_TRAINED | {"conformance", "planning", "run", "symbolic", "trackers"},
-        templates=frozenset({"runtime/cli/gpt.py"}),
+        templates=frozenset({"runtime/cli/gpt.py", "runtime/cli/hf.py"}),
     ),
     "compat": Room("compat", "compat", siblings=_TRAINED | {"run"}),
     "conformance": Room(

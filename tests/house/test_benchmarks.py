@@ -93,6 +93,11 @@ def test_the_page_is_what_its_records_give() -> None:
     assert done.returncode == 0, f"run: python docs/generate.py performance-page\n{done.stderr}"
 
 
+@pytest.mark.slow
+def test_the_memory_of_a_plan_is_measured() -> None:
+    assert abs(measured("estimates", "autoencoder, cpu")["error"]) <= 0.10
+
+
 def test_pages_are_measured(benchmark_module: Callable[[str], Any], tmp_path: Path) -> None:
     found = benchmark_module("pages").measure(tmp_path, 2 << 20)
     assert found["records"] > 4000

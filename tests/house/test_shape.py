@@ -57,7 +57,7 @@ COMPAT_FLOORS = (
 )
 """Folders and modules of `compat/` from top to bottom. Each imports only from floors below."""
 CLI_FLOORS = (
-    {"__main__", "app", "gpt", "pytest_conformance"},
+    {"__main__", "app", "gpt", "hf", "pytest_conformance"},
     {"commands"},
     {"jobs", "training"},
     {"data", "process", "report", "settings"},

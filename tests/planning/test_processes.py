@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -40,3 +45,43 @@ def test_a_process_that_dies_is_named() -> None:
         pytest.raises(DrivetrainError, match="has died"),
     ):
         [*look_at_all(search, ways(search, "ddp"))]
+
+
+KILLED = """
+import os, signal, time
+from pathlib import Path
+from unittest.mock import patch
+from dataclasses import replace
+from drivetrain.planning import processes
+from planning.searching import RECIPE, searching, ways
+
+parent, folder = os.getpid(), Path("{folder}")
+
+def building():
+    if os.getpid() != parent:
+        (folder / str(os.getpid())).touch()
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.01)
+        os.kill(parent, signal.SIGKILL)
+        time.sleep(600)
+    return RECIPE.model()
+
+search = searching(80e9, recipe=replace(RECIPE, model=building))
+with patch.object(processes, "num_cores", lambda: 2):
+    list(processes.look_at_all(search, ways(search, "ddp")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", KILLED.replace("{folder}", str(tmp_path))]
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    killed = subprocess.run(program, env=environment, capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()[-3000:]
+    workers = [Path(f"/proc/{each.name}/stat") for each in tmp_path.iterdir()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 60
+    while alive := [worker for worker in workers if worker.exists()]:
+        assert time.monotonic() < deadline, f"{alive} are still running"
+        time.sleep(0.1)

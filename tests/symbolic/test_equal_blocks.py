@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -256,6 +256,24 @@ def test_blocks_that_are_not_equal_or_too_few_are_all_run(recipe: Recipe) -> Non
     assert find_equal_blocks(recipe) is None
 
 
+def test_nothing_is_logged_of_a_model_that_needs_all_of_its_blocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Joined(Model):
+        """The head sees all outputs beside each other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(DEPTH * WIDTH, 10)
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.embed(x)
+            return self.head(torch.cat([block(x) for block in self.blocks], -1))
+
+    assert find_equal_blocks(recipe_of(Joined)) is None
+    assert caplog.records == []
+
+
 def test_blocks_whose_backward_differs_are_all_run() -> None:
     class Hooked(Model):
         """Gradients of every second block are doubled."""
@@ -298,6 +316,16 @@ def test_patterns_of_single_blocks_are_seen(text: str, alike: bool) -> None:
     assert blocks is not None
     assert blocks.are_named_alike((), {"tensor": [text]}) is alike
     assert blocks.are_named_alike(Parallel(experts=[text])) is alike
+
+
+def test_patterns_in_options_with_slots_are_seen() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        kept: str = "blocks.7"
+
+    blocks = find_equal_blocks(RECIPE)
+    assert blocks is not None
+    assert not blocks.are_named_alike(Options())
 
 
 def test_a_driver_that_does_not_promise_it_runs_the_whole_model() -> None:

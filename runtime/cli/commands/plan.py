@@ -67,6 +67,7 @@ def explain(
 @app.command(
     epilog="[bold]Examples[/]\n\ndrivetrain plan my.py --world 8\n\n"
     "drivetrain plan my.py --world 64 --device h100 --memory 80GB --set precision=bf16\n\n"
+    "drivetrain plan hf:config.json --world 64 --sequence 8192 --set global_batch=512\n\n"
     "[bold]From Python[/]: drivetrain.cli.settings.plan.plan"
 )
 @debuggable
@@ -74,7 +75,11 @@ def plan(
     world: Annotated[int, typer.Option(min=1, help="Ranks to plan for; none is started.")],
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="A recipe file; by default the small GPT.", show_default=False),
+        typer.Argument(
+            help="A recipe file, or hf:CONFIG.json, the configuration of a model of transformers; "
+            "by default the small GPT.",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[
         str, typer.Option(help="a100, h100, h200, or a file that describes another device.")
@@ -91,6 +96,10 @@ def plan(
             "--backend", "-b", help="The driver; by default all of them.", show_default=False
         ),
     ] = None,
+    sequence: Annotated[
+        int | None,
+        typer.Option(min=1, help="Short for --set recipe.sequence, of hf:CONFIG.json."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of ways to show.")] = 20,
     config: ConfigFiles = None,
     set_: Set = None,
@@ -103,7 +112,8 @@ def plan(
     from ..settings.config_files import requested
     from ..settings.plan import plan, show_plan
 
-    options = requested(recipe, backend, config, set_)
+    of_model = [] if sequence is None else [f"recipe.sequence={sequence}"]
+    options = requested(recipe, backend, config, [*(set_ or ()), *of_model])
     with looking("looking at ways to place the run") as progress:
         found = plan(
             options.recipe, options.backend, options.layers, world, device, memory, progress

@@ -28,9 +28,13 @@ from typing import Any
 
 from ...data.small_files import PARSERS, read_table
 from ...kernel.errors import SettingError
-from .resolve_settings import Layer, lifting_steps, parse_pairs
+from .recipe_file import TRANSFORMERS_RECIPE
+from .resolve_settings import COMMAND_LINE, Layer, lifting_steps, parse_pairs
 
-__all__ = ["Requested", "read_config_files", "requested"]
+__all__ = ["TRANSFORMERS", "Requested", "of_transformers", "read_config_files", "requested"]
+
+TRANSFORMERS = "hf:"
+"""Precedes the path of a model's configuration, in place of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,19 @@ def requested(
     `SHORTHANDS`. Options win over files. Raises `SettingError`."""
     files = read_config_files(config or ())
     given = parse_pairs(pairs or (), shorthands or {})
-    return Requested(
-        recipe or files.recipe,
-        files.backend if backend is None else backend,
-        [*files.layers, given],
-    )
+    path, layers = of_transformers(recipe or files.recipe, [*files.layers, given])
+    return Requested(path, files.backend if backend is None else backend, layers)
+
+
+def of_transformers(
+    recipe: Path | None, layers: Sequence[Layer]
+) -> tuple[Path | None, Sequence[Layer]]:
+    """Return the recipe file of `hf:CONFIG.json`, with a layer that has the path; any other recipe
+    is returned as it is."""
+    if recipe is None or not str(recipe).startswith(TRANSFORMERS):
+        return recipe, layers
+    model = str(recipe).removeprefix(TRANSFORMERS)
+    return TRANSFORMERS_RECIPE, [(COMMAND_LINE, {"recipe.model": model}), *layers]
 
 
 def read_config_files(paths: Sequence[Path]) -> Requested:
@@ -73,7 +85,7 @@ def read_config_files(paths: Sequence[Path]) -> Requested:
         for key, value in (("recipe", file), ("backend", name)):
             if not isinstance(value, str | None):
                 raise SettingError(f"{path}: {key} is {value!r:.80}, which is not a text")
-        recipe = recipe if file is None else path.parent / file
+        recipe = recipe if file is None else _beside(path, file)
         backend = name or backend
         layers.append((str(path), lifting_steps(values)))
     return Requested(recipe, backend, layers)
@@ -85,6 +97,12 @@ def _of_a_run(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise SettingError(f"given is {given!r:.80}, which is not a table")
     return {**given, "recipe": config.get("recipe"), "backend": config.get("backend")}
+
+
+def _beside(path: Path, recipe: str) -> Path:
+    """Return the recipe that a file names, whose path begins at the file's folder."""
+    prefix = TRANSFORMERS if recipe.startswith(TRANSFORMERS) else ""
+    return Path(f"{prefix}{path.parent / recipe.removeprefix(prefix)}")
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

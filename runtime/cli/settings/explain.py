@@ -26,6 +26,7 @@ from ...trainer.loss_parts import with_parts
 from ...trainer.memory_parts import size_of
 from ...trainer.sanity import check_sanity_alone
 from ...trainer.settings import OptimizerSettings, Settings
+from .config_files import of_transformers
 from .recipe_file import DEFAULT_RECIPE, load_recipe_file
 from .resolve_settings import Layer, resolve, without_backend
 
@@ -57,6 +58,7 @@ def explain(
     for settings that cannot be resolved, and the errors of that check. A backend that refuses the
     plan, or cannot be used here, has the reason in its record.
     """
+    recipe_path, layers = of_transformers(recipe_path, layers)
     recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
     names = known_backends() if backends is None else backends
     if backends is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from ...registry import find_driver, known_backends
 from ...run.quoted import quoted
 from ...run.tables import table
 from ...trainer.memory_parts import size_of
-from .recipe_file import DEFAULT_RECIPE, load_recipe_file
-from .resolve_settings import Layer, resolve, without_backend
+from .config_files import TRANSFORMERS, of_transformers
+from .recipe_file import DEFAULT_RECIPE, TRANSFORMERS_RECIPE, load_recipe_file
+from .resolve_settings import Layer, Resolved, merge, resolve, without_backend
 
 __all__ = ["plan", "show_plan", "size_in_bytes"]
 
@@ -64,6 +67,7 @@ def plan(
     """
     device = find_device(device_name)
     memory_bytes = device.memory_bytes if memory is None else size_in_bytes(memory)
+    recipe_path, layers = of_transformers(recipe_path, layers)
     recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
     names: Sequence[str] = [backend or ""]
     if backend is None:
@@ -91,13 +95,14 @@ def plan(
         progress(number, len(ways), sum(isinstance(each, Planned) for each in found))
     fitting = [each for each in found if isinstance(each, Planned)]
     fitting.sort(key=lambda each: (each.estimate.seconds, each.total_bytes))
+    start = _Start(recipe_path, _given(layers, first), search.device, world_size)
     return {
         "ranks": world_size,
         "device": device.name,
         "memory_bytes": memory_bytes,
         "usable_bytes": search.usable_bytes,
         "global_batch": first.settings.global_batch,
-        "fits": [_fitting(each, recipe_path, search.device, world_size) for each in fitting],
+        "fits": [_fitting(each, start) for each in fitting],
         "left_out": [
             {**_chosen(each.choice), "reason": each.reason, "needed_bytes": each.needed_bytes}
             for each in found
@@ -123,7 +128,24 @@ def _chosen(choice: Choice) -> Record:
     }
 
 
-def _fitting(each: Planned, recipe: Path | None, device: Device, world_size: int) -> Record:
+@dataclass(frozen=True)
+class _Start:
+    """The part of a command that is the same for all ways."""
+
+    recipe: Path | None
+    given: Mapping[str, Any]
+    device: Device
+    world_size: int
+
+
+def _given(layers: Sequence[Layer], resolved: Resolved) -> dict[str, Any]:
+    """Return the values in the layers, other than those that each way has."""
+    merged = merge(layers)
+    of_ways = {key for key in merged if key in VARIED or key.startswith("backend.")}
+    return {key: resolved.values.get(key, merged[key]) for key in merged.keys() - of_ways}
+
+
+def _fitting(each: Planned, start: _Start) -> Record:
     found = each.estimate
     return {
         **_chosen(each.choice),
@@ -138,30 +160,36 @@ def _fitting(each: Planned, recipe: Path | None, device: Device, world_size: int
         "flops": found.flops,
         "sent_bytes": dict(found.sent_bytes),
         "utilization": found.utilization,
-        "command": _command(each.choice, recipe, device, world_size),
+        "command": _command(each.choice, start),
     }
 
 
-def _command(choice: Choice, recipe: Path | None, device: Device, world_size: int) -> str:
+def _command(choice: Choice, start: _Start) -> str:
     """Return the command of a run that is placed so."""
-    words = ["train", *([] if recipe is None else [str(recipe)]), "--backend", choice.backend]
-    chosen = {name: value for name, value in choice.settings.items() if value}
+    chosen, recipe = dict(sorted(start.given.items())), start.recipe
+    words = ["train", *([] if recipe is None else [str(recipe)])]
+    if recipe == TRANSFORMERS_RECIPE:
+        words[-1] = f"{TRANSFORMERS}{chosen.pop('recipe.model')}"
+    words += ["--backend", choice.backend]
+    chosen |= {name: value for name, value in choice.settings.items() if value}
     chosen |= {f"backend.{name}": value for name, value in choice.options.items()}
     for name, value in chosen.items():
         words += ["--set", f"{name}={_text(value)}"]
-    in_machine = device.ranks_per_machine
-    if world_size == in_machine:
-        return shlex.join(["drivetrain", *words, "--nproc", str(world_size)])
-    started = ["torchrun", "--nnodes", str(world_size // in_machine)]
+    in_machine = start.device.ranks_per_machine
+    if start.world_size == in_machine:
+        return shlex.join(["drivetrain", *words, "--nproc", str(start.world_size)])
+    started = ["torchrun", "--nnodes", str(start.world_size // in_machine)]
     started += ["--nproc-per-node", str(in_machine)]
     started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400", "-m", "drivetrain.cli"]
     return shlex.join([*started, *words])
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(value) if isinstance(value, tuple) else str(value)
+    """Return the value as `--set` takes it."""
+    if isinstance(value, tuple) and not any(isinstance(part, dict) for part in value):
+        return ",".join(map(str, value))
+    has_json = value is None or isinstance(value, bool | int | float | dict | list | tuple)
+    return json.dumps(value) if has_json else str(value)
 
 
 def show_plan(found: Record, most: int, console: Console) -> None:

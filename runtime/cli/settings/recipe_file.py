@@ -31,9 +31,17 @@ from ...trainer.recipe_checks import check_observers, check_recipe
 from ...trainer.setting_values import override, parse
 from ...trainer.settings import Settings
 
-__all__ = ["DEFAULT_RECIPE", "Incomplete", "RecipeFile", "load_recipe_file"]
+__all__ = [
+    "DEFAULT_RECIPE",
+    "TRANSFORMERS_RECIPE",
+    "Incomplete",
+    "RecipeFile",
+    "load_recipe_file",
+]
 
 DEFAULT_RECIPE = Path(__file__).parents[1] / "gpt.py"
+TRANSFORMERS_RECIPE = DEFAULT_RECIPE.with_name("hf.py")
+"""The recipe of `hf:CONFIG.json`."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,7 @@ def _execute(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickled data sets look it up there
     folder = str(path.resolve().parent)
-    if path != DEFAULT_RECIPE and folder not in sys.path:
+    if path not in (DEFAULT_RECIPE, TRANSFORMERS_RECIPE) and folder not in sys.path:
         sys.path.insert(0, folder)  # like `python recipe.py`: it may import its neighbours
     spec.loader.exec_module(module)
     return module
