@@ -126,16 +126,17 @@ def _as_on_an_accelerator() -> Iterator[None]:
 
 def of_resuming(name: str) -> Counts:
     """A run of two steps, that is resumed when it has finished: nothing is left to train."""
-    from .counting import Files, bytes_read
+    from .counting import bytes_read, files_opened
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "run")
         run = RESUMED[name](folder)
         run(False)
         run(True)  # what is imported or cached at first
-        files, before = Files(folder), bytes_read()
-        run(True)
-        return {"files opened": files.opened.total(), "bytes read": bytes_read() - before}
+        before = bytes_read()
+        with files_opened(folder) as opened:
+            run(True)
+        return {"files opened": opened.total(), "bytes read": bytes_read() - before}
 
 
 def _resumed_kernel(folder: Path) -> Callable[[bool], None]:

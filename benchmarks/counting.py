@@ -82,19 +82,22 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Files:
-    """Files below a folder that this process opens; made once, since nothing can unmake it."""
+@contextmanager
+def files_opened(folder: Path) -> Iterator[Counter[str]]:
+    """Count the files below a folder that this process opens in the block."""
+    root, opened, counts = str(folder.resolve()), Counter[str](), True
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder.resolve())
-        self.opened: Counter[str] = Counter()
-        sys.addaudithook(self._on_audit)
-
-    def _on_audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+    def on_audit(event: str, arguments: tuple[Any, ...]) -> None:
+        if counts and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.realpath(os.fsdecode(arguments[0]))
-            if path.startswith(self.folder) and not os.path.isdir(path):
-                self.opened[path] += 1
+            if path.startswith(root) and not os.path.isdir(path):
+                opened[path] += 1
+
+    sys.addaudithook(on_audit)  # which stays as long as the process
+    try:
+        yield opened
+    finally:
+        counts = False
 
 
 def bytes_read() -> int:

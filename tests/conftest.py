@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 
 # the conformance suite, which lies below this folder, needs no xdist
-pytest_plugins = (
-    ["second_look", "load_limit", "hang_stacks"] if importlib.util.find_spec("xdist") else []
-)
+pytest_plugins = ["few_cases"]
+if importlib.util.find_spec("xdist"):
+    pytest_plugins += ["second_look", "load_limit", "hang_stacks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

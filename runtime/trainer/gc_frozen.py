@@ -38,16 +38,18 @@ def survivors_frozen() -> Iterator[None]:
     Without this each full collection scans all of them, which stops training for a noticeable part
     of a step. What is frozen already stays so: a forked rank has frozen its parent's objects.
     """
-    if _frozen or gc.get_freeze_count():
+    if _frozen:
         yield
         return
-    froze = False
+    was_collected = froze = False
 
     def collected(phase: str, info: dict[str, Any]) -> None:
-        nonlocal froze
-        if phase == "stop" and info["generation"] == _OLDEST and not froze:
-            froze = True
-            gc.freeze()
+        nonlocal was_collected, froze
+        if phase == "stop" and info["generation"] == _OLDEST and not was_collected:
+            was_collected = True
+            froze = not gc.get_freeze_count()  # it takes long, and a short run needs it never
+            if froze:
+                gc.freeze()
 
     gc.callbacks.append(collected)
     try:

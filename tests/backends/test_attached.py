@@ -75,6 +75,7 @@ def trained(bench: Bench, *, model: str) -> dict[str, Tensor]:
     return weights
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("driver", EACH)
 def test_attributes_and_linear_hooks_act_as_in_one_process(
     driver: str, request: pytest.FixtureRequest

@@ -140,6 +140,7 @@ SLOW = ("mesh", "zero-1", "zero-3", "xla", "ipex")
 RIGHT = ("group", "same", "prune")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "driver", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SUBJECTS]
 )

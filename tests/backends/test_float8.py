@@ -42,6 +42,7 @@ DRIVERS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -154,6 +154,7 @@ PRECISIONS = {"ipex": "bf16"}
 QUICK = ("ddp", "fsdp", "tensor")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DRIVERS]
 )

@@ -371,6 +371,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_options_change_no_number(variant: str, tmp_path: Path) -> None:
     options = VARIANTS[variant]

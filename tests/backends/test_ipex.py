@@ -89,6 +89,7 @@ def test_blocked_transposed_convolutions_are_refused() -> None:
     assert "transposed convolutions" in message
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("environment_of_all")
 @pytest.mark.parametrize("model", MODELS)
 def test_convolutions_are_saved_and_resumed(model: str, tmp_path: Path) -> None:

@@ -338,6 +338,7 @@ def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> 
 # --- silent faults are refused -------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("dimensions", "arguments", "said"),
     [

@@ -71,6 +71,7 @@ def test_any_microbatches(settings: dict[str, Any]) -> None:
         assert_alike(seen, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("own_step", [False, True])
 @pytest.mark.parametrize("micro_batch", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_noise_of_a_loss_is_the_same_in_all_stages(own_step: bool, micro_batch: int) -> None:

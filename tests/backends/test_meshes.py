@@ -6,6 +6,7 @@ import pytest
 from meshes import Compared, parameters
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("compared", parameters())
 def test_a_mesh_has_the_curve_of_one_process(compared: Compared) -> None:
     """Compare losses, gradient norms, evaluations, weights, and the outputs of the whole module;

@@ -186,6 +186,7 @@ INEXACT = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "driver",
     [

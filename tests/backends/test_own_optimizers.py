@@ -70,6 +70,7 @@ def trained(bench: Bench, folder: str) -> dict[str, list[dict[str, Tensor]]]:
     return ends
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
 )

@@ -165,6 +165,7 @@ UNBLOCKED = Subject("ipex", 1, {"weights_prepack": False}, python=python_of_all(
 QUICK = ("fsdp", "zero-2")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
 )

@@ -47,6 +47,7 @@ class Mortal:
         return call
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("case", ["first", "retire", "replace", "left"])
 def test_death_at_every_call(tmp_path, monkeypatch, case, late):

@@ -104,12 +104,6 @@ def test_the_sizes_of_a_batch_that_grows(recipe_path: Path) -> None:
     assert expected in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_driver_that_refuses_says_so_beside_the_others(recipe_path: Path) -> None:
-    records = {record["backend"]: record for record in explain(recipe_path, None, [], 2)}
-    assert "more than one process" in records["cpu"]["refused"]
-    assert records["ddp"]["fits"] is True
-
-
 def test_sharding_divides_what_it_says_it_divides(recipe_path: Path) -> None:
     def layout(backend: str, ranks: int) -> dict[str, Any]:
         (record,) = explain(recipe_path, [backend], [], ranks)
@@ -199,11 +193,14 @@ def test_an_unknown_backend_is_refused(recipe_path: Path) -> None:
         explain(recipe_path, ["cpux"], [], 1)
 
 
-def test_the_command_prints_json(recipe_path: Path) -> None:
-    run = CliRunner().invoke(app, ["explain", str(recipe_path), "--all", "--json"])
+def test_all_drivers_are_printed_as_json_and_one_that_refuses_says_so(recipe_path: Path) -> None:
+    command = ["explain", str(recipe_path), "--all", "--nproc", "2", "--json"]
+    run = CliRunner().invoke(app, command)
     assert run.exit_code == 0, run.output
-    records = json.loads(run.stdout)
-    assert {"cpu", "ddp", "fsdp"} <= {record["backend"] for record in records}
+    records = {record["backend"]: record for record in json.loads(run.stdout)}
+    assert {"cpu", "ddp", "fsdp"} <= set(records)
+    assert "more than one process" in records["cpu"]["refused"]
+    assert records["ddp"]["fits"] is True
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def whole(text: str) -> str:
 
 
 def test_explain_at_80_columns() -> None:
-    text = printed(show_explanation, explain(None, None, [], 1), width=80)
+    text = printed(show_explanation, explain(None, ["cpu", "deepspeed"], [], 1), width=80)
     assert "…" not in text
     assert "deepspeed" in text
     (line,) = [line for line in text.splitlines() if line.startswith("cpu ")]

@@ -107,6 +107,7 @@ def judged(folder: Path, *words: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_named_and_the_steps_around_it_are_equal(
     drive: Drive, recipe: Path
 ) -> None:

@@ -52,6 +52,7 @@ class PartLoadsItself(nn.Module):
         return self.part(x, labels)
 
 
+@pytest.mark.few(2)
 @pytest.mark.row("K11", "K12")
 @pytest.mark.parametrize("model", [LoadsItself, PartLoadsItself, Growing])
 def test_a_model_that_changes_its_shape_is_resumed(tmp_path: Path, model: Any) -> None:

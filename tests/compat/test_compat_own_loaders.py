@@ -68,6 +68,7 @@ class Stop(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "prepared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["own", "prepared"]
 )

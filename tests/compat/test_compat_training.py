@@ -77,6 +77,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.row("L1", "L3", "L5", "L9", "L15", "S7", "S12", "P2")
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("model", [classifier, llama])

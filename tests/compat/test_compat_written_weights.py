@@ -207,6 +207,7 @@ IN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 QUICK = (("fsdp", "on_evaluate"), ("zero-2", "on_save"), ("zero-2", "evaluate"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("driver", "event"),
     [

@@ -104,6 +104,7 @@ DATA: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("stops", [[3], [2, 8], [1, 2, 5, 7, 11]])
 def test_a_resumed_run_is_bit_exact(kind: str, stops: list[int], tmp_path: Path) -> None:

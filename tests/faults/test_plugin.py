@@ -20,6 +20,7 @@ def run(*arguments: str) -> int:
     return int(pytest.main([*suite, *arguments], plugins=[plugin]))
 
 
+@pytest.mark.slow
 def test_report_shows_all_runs_of_a_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

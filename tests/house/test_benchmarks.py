@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -91,6 +92,14 @@ def test_the_page_is_what_its_records_give() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, f"run: python docs/generate.py performance-page\n{done.stderr}"
+
+
+def test_the_memory_that_a_plan_expects_is_near_the_measured_one() -> None:
+    record = json.loads((ROOT / "docs/performance/estimates.json").read_text())
+    errors = [abs(found["error"]) for rounds in record["measured"].values() for found in rounds]
+    assert len(errors) >= 12
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.10
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ def defaults(benchmark_module: Callable[[str], Any]) -> Any:
     return {each.name: each for each in benchmark_module("defaults").BENCHMARKS}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] if n == "zero_grad" else []) for n in HERE],

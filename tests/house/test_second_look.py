@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from house_rules import ROOT
 from scratch_suites import OPTIONS, environment, last_line, run, write
 
@@ -96,6 +97,7 @@ def test_a_test_that_ends_its_worker_is_run_twice_and_its_neighbours_once(tmp_pa
     assert re.search(r"test_c\.py::test_ends_its_worker_once: 0 s: worker 'gw\d' crashed", printed)
 
 
+@pytest.mark.slow
 def test_two_workers_that_end_together_are_replaced(tmp_path: Path) -> None:
     """The first of the new workers is there while the second still collects."""
     suite = {f"test_{name}.py": PASSES for name in "cdefgh"}
@@ -157,6 +159,7 @@ def test_a_run_without_workers_has_no_second_look(tmp_path: Path) -> None:
     assert last_line(printed) == "1 failed"
 
 
+@pytest.mark.slow
 def test_runs_are_repeated_and_what_failed_is_counted(tmp_path: Path) -> None:
     """`steady.py` runs a suite twice, beside a busy process: an unstable test fails once."""
     write(tmp_path, {"test_a.py": UNSTABLE, "test_b.py": BROKEN, "test_c.py": PASSES})

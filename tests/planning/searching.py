@@ -33,7 +33,7 @@ def summed(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
 
 
 RECIPE = Recipe(
-    lambda: nn.Sequential(*(Block() for _ in range(6))),
+    lambda: nn.Sequential(*(Block() for _ in range(4))),
     summed,
     TensorDataset(torch.zeros(64, 50, WIDTH)),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -14,6 +15,7 @@ from drivetrain.registry import find_driver
 from .searching import RECIPE, SETTINGS, searching, ways
 
 
+@cache
 def needed(micro_batch: int) -> int:
     """Return the memory of a rank of ddp in float32."""
     search = searching(80e9, ("micro_batch", "precision", "activation_checkpointing"))

@@ -134,6 +134,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_auto_takes_the_one_before_and_says_so(out: Path, sound: Path, damage: Damage) -> None:
     newest = last(out)

@@ -98,6 +98,7 @@ def sound(out: Path) -> list[int]:
     return [found.step for found in listing.complete]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", [SHORT, IN_BACKGROUND], ids=["", "background"])
 @pytest.mark.parametrize("error", ERRORS)
@@ -125,6 +126,7 @@ def test_each_call_fails_once(
     assert failed > 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [SHORT, IN_BACKGROUND], ids=["", "background"])
 def test_a_disk_that_stays_full(tmp_path: Path, whole: Whole, settings: Any) -> None:
     """Fail all writes from some call of the second save on. The run must end normally, and resume
@@ -222,6 +224,7 @@ def on_a_disk(what: str, out: Path, environment: dict[str, str]) -> None:
     assert [event.step for event in again if isinstance(event, Resumed)] == [steps[-1]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("what", DISKS)
 def test_a_disk_that_is(what: str, tmp_path: Path) -> None:
     folder = tmp_path / "disk"
@@ -361,6 +364,7 @@ def commanded(story: Story, out: Path, environment: dict[str, str]) -> None:
     assert "finished at step 8" in (run / "report.html").read_text()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "story",
     [pytest.param(s, marks=[pytest.mark.slow] if s.is_like_others else []) for s in STORIES],

@@ -215,6 +215,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", cases())
 def test_one_checkpoint_that_all_agree_on(tmp_path: Path, whole: Any, case: Case) -> None:
     assert case.phase is not None

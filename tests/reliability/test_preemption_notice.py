@@ -117,6 +117,7 @@ def run(case: Case, out: Path) -> list[int | None]:
     return [rank.exitcode for rank in ranks]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("backend", "num_ranks"), [("cpu", 1), ("ddp", 2)])
 def test_a_file_loses_nothing(tmp_path: Path, backend: str, num_ranks: int) -> None:
     """Require a checkpoint of the last step, from which the run continues bit by bit."""

@@ -52,6 +52,7 @@ from .dying_ranks import (
 RECOVERIES = int(os.environ.get("DRIVETRAIN_RECOVERIES", "60"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("point", POINTS)
 def test_the_others_continue_as_if_nothing_had_happened(
     tmp_path: Path, whole: Path, point: str
@@ -63,6 +64,7 @@ def test_the_others_continue_as_if_nothing_had_happened(
     check_same_course(tmp_path / "run", whole, [first.rank, 0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "deaths",
     [

@@ -30,7 +30,7 @@ from .dying_ranks import (
     train,
 )
 
-QUICK = ("forward", "update", "evaluation")
+QUICK = ("update",)
 """Points that each change is tested at."""
 
 
@@ -72,6 +72,7 @@ class ByTensor(Dying):
         return optimizer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("point", "step", "ranks", "steps_back"),
     [("update", 10, [2], 0), ("update", 8, [1, 2], 3), ("evaluation", 8, [2], 0)],

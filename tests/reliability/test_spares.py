@@ -34,7 +34,7 @@ from .dying_ranks import (
     train,
 )
 
-QUICK = ("backward", "update", "save")
+QUICK = ("update",)
 """Points that each change is tested at."""
 SPARE = replace(SETTINGS, spares=1)
 
@@ -88,6 +88,7 @@ def test_a_spare_that_is_ready_later_joins_at_the_end_of_a_step(
     assert [record["steps_back"] for record in records(out, "reformed")] == [0, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -215,6 +216,7 @@ def test_a_forked_spare_that_cannot_start_disturbs_nothing(
 # --- the command line ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_shows_that_a_spare_has_joined(tmp_path: Path) -> None:
     with Command(tmp_path, "--set", "steps=4000", "--set", "spares=1") as command:
         command.until(r"^step 5/4000")
@@ -231,6 +233,7 @@ def test_the_command_shows_that_a_spare_has_joined(tmp_path: Path) -> None:
     assert not any(map(is_running, ranks))
 
 
+@pytest.mark.slow
 def test_a_spare_that_cannot_start_disturbs_nothing(tmp_path: Path) -> None:
     broken = "if int(os.environ.get('RANK', 0)) > 2: raise ValueError('no licence is left')"
     source = SOURCE.replace("x = torch", f"{broken}\nx = torch")
@@ -244,6 +247,7 @@ def test_a_spare_that_cannot_start_disturbs_nothing(tmp_path: Path) -> None:
     assert len(command.ranks()) == 0
 
 
+@pytest.mark.slow
 def test_spares_that_the_launcher_does_not_know_are_refused(tmp_path: Path) -> None:
     source = f"{SOURCE}\nfrom drivetrain import Settings\nsettings = Settings(spares=1)\n"
     with Command(tmp_path, source=source) as command:

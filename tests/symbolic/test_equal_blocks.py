@@ -111,6 +111,8 @@ def check_same(recipe: Recipe = RECIPE, runs_whole: bool = False, **arguments: A
 
 ACCUMULATING = replace(SETTINGS, micro_batch=1)
 RECOMPUTING = replace(ACCUMULATING, activation_checkpointing=("Block",))
+UNCLIPPED = replace(SETTINGS, max_grad_norm=None)
+SGD = OptimizerSettings(name="torch.optim.SGD", lr=1)
 
 
 @pytest.mark.parametrize(
@@ -118,13 +120,18 @@ RECOMPUTING = replace(ACCUMULATING, activation_checkpointing=("Block",))
     [
         {},
         {"settings": replace(RECOMPUTING, precision="bf16")},
-        {"settings": replace(SETTINGS, optimizer=OptimizerSettings(name="torch.optim.SGD", lr=1))},
-        {"settings": replace(SETTINGS, max_grad_norm=None, activation_checkpointing=("blocks.*",))},
-        {"backend": "fsdp", "num_ranks": 8, "settings": replace(ACCUMULATING, precision="bf16")},
-        {"backend": "mesh", "num_ranks": 8, "tensor": 2, "settings": RECOMPUTING},
+        {"backend": "fsdp", "num_ranks": 8, "settings": SETTINGS},
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
+                {"settings": replace(SETTINGS, optimizer=SGD)},
+                {"settings": replace(UNCLIPPED, activation_checkpointing=("blocks.*",))},
+                {"backend": "ddp", "num_ranks": 8, "settings": ACCUMULATING},
+                {
+                    "backend": "fsdp",
+                    "num_ranks": 8,
+                    "settings": replace(ACCUMULATING, precision="bf16"),
+                },
                 {"backend": "fsdp", "num_ranks": 8, "settings": RECOMPUTING},
                 {"backend": "fsdp", "num_ranks": 8, "reshard_after_forward": False},
                 {"backend": "fsdp", "num_ranks": 8, "shard_size": 2, "settings": ACCUMULATING},
@@ -135,6 +142,7 @@ RECOMPUTING = replace(ACCUMULATING, activation_checkpointing=("Block",))
                     "settings": ACCUMULATING,
                 },
                 {"backend": "fsdp", "num_ranks": 8, "cpu_offload": True},
+                {"backend": "mesh", "num_ranks": 8, "tensor": 2, "settings": RECOMPUTING},
                 {"backend": "mesh", "num_ranks": 8, "tensor": 2, "replicate": 2, "shard": 2},
             )
         ),
@@ -142,11 +150,6 @@ RECOMPUTING = replace(ACCUMULATING, activation_checkpointing=("Block",))
     ids=str,
 )
 def test_a_few_blocks_show_the_whole_step(arguments: dict[str, Any]) -> None:
-    check_same(**arguments)
-
-
-def test_ddp_sends_the_same_in_fewer_buckets() -> None:
-    arguments: Any = {"backend": "ddp", "num_ranks": 8, "settings": ACCUMULATING}
     check_same(**arguments)
 
 
@@ -296,8 +299,12 @@ def test_blocks_whose_backward_differs_are_all_run() -> None:
 
 
 def test_settings_that_name_single_blocks_run_all() -> None:
-    named = replace(RECOMPUTING, activation_checkpointing=("blocks.1*",))
+    named = replace(SETTINGS, activation_checkpointing=("blocks.1*",))
     check_same(runs_whole=True, settings=named)
+
+
+@pytest.mark.slow
+def test_a_plan_of_layers_that_names_single_blocks_runs_all() -> None:
     parallel = Parallel(tensor={"blocks.[0-5].up": "column", "blocks.[0-5].down": "row"})
     recipe = replace(RECIPE, parallel=parallel)
     check_same(recipe, runs_whole=True, backend="mesh", num_ranks=2, tensor=2)
@@ -328,6 +335,7 @@ def test_patterns_in_options_with_slots_are_seen() -> None:
     assert not blocks.are_named_alike(Options())
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_promise_it_runs_the_whole_model() -> None:
     check_same(runs_whole=True, backend="deepspeed", num_ranks=2, stage=1)
 

@@ -18,12 +18,15 @@ from .problems import recipe
 @pytest.fixture(autouse=True)
 def nothing_frozen() -> Iterator[None]:
     """Begin with nothing frozen, and without collections that nobody asked for. A worker of the
-    test run may be forked, and a fork freezes what there is."""
+    test run has frozen what it imported, and does so again."""
+    was_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.disable()
     yield
     gc.enable()
     gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
 
 
 def frozen_at_steps() -> list[int]:

@@ -1,0 +1,26 @@
+"""A pytest plugin: of a test with many cases that show much the same, a few are quick.
+
+`@pytest.mark.few(3)`: three cases, spread over all of them, are run with each change. The others
+are marked `slow`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for those in cases.values():
+        mark = those[0].get_closest_marker("few")
+        assert mark is not None
+        quick = {index * len(those) // mark.args[0] for index in range(mark.args[0])}
+        for index, item in enumerate(those):
+            if index not in quick:
+                item.add_marker(pytest.mark.slow)
