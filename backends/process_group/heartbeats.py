@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 import sysconfig
 import time
 import traceback
@@ -14,6 +16,11 @@ from types import FrameType
 
 _LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 """Folders of Python and of what is installed."""
+_COMMUNICATES = re.compile(
+    r"[/\\](torch[/\\](distributed|autograd|_ops\.py)|deepspeed[/\\])|"
+    + re.escape(str(Path(__file__).parent))
+)
+"""Matches files of code that waits for other ranks, or computes."""
 
 
 @dataclass(frozen=True)
@@ -92,19 +99,27 @@ def processor_seconds() -> float:
     return total
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Describe the place of a frame by its last three calls, and by the last one of the user's
-    code, which may lie deeper: it is what the user can change.
+def place_of(thread: int) -> tuple[str, bool]:
+    """Return the place of a running thread, and True if it is in the user's code: the innermost
+    frame is not of code that communicates with ranks.
+
+    The place: the last three calls, and the last one of the user's code, which may lie deeper: it
+    is what the user can change. No frame is kept. It would keep the tensors of functions that have
+    returned since.
     """
-    frames = [frame for frame, _ in traceback.walk_stack(frame)] if frame is not None else []
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "", False
+    frames = [frame for frame, _ in traceback.walk_stack(frame)]
     shown = frames[:3]
     called_by_us = max((n for n, frame in enumerate(frames) if _is_ours(frame)), default=0)
     users = (each for each in frames[:called_by_us] if not _is_a_library_s(each))
     shown += [each for each in islice(users, 1) if each not in shown]
-    return ", called from ".join(
+    place = ", called from ".join(
         f"{Path(each.f_code.co_filename).name}:{each.f_lineno} in {each.f_code.co_name}"
         for each in shown
     )
+    return place, not _COMMUNICATES.search(frame.f_code.co_filename)
 
 
 def _is_ours(frame: FrameType) -> bool:

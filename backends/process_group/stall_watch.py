@@ -24,14 +24,12 @@ import itertools
 import json
 import math
 import os
-import re
 import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -55,13 +53,6 @@ def print_late(late: Late) -> None:
     if (watch := this_session()) is not None and watch.rank == late.by:
         message = f"rank {late.rank} has kept others waiting for {late.seconds:.0f} s: {late}"
         print(message, file=sys.stderr, flush=True)
-
-
-_COMMUNICATES = re.compile(
-    r"[/\\](torch[/\\](distributed|autograd|_ops\.py)|deepspeed[/\\])|"
-    + re.escape(str(Path(__file__).parent))
-)
-"""Matches files of code that waits for other ranks, or computes."""
 
 
 class Watch:
@@ -180,9 +171,7 @@ class Watch:
             if abs(uses - used) > BUSY * (now - looked):  # less: a child has ended
                 worked = now
             looked, used = now, uses
-            frame = sys._current_frames().get(self._main)
-            own = frame is not None and not _COMMUNICATES.search(frame.f_code.co_filename)
-            yield Heartbeat(beat, now - worked, self.steps, self._call, place_of(frame), own)
+            yield Heartbeat(beat, now - worked, self.steps, self._call, *place_of(self._main))
 
     def _check_others(self, mine: Heartbeat) -> None:
         """Look at the other ranks once this rank has waited for a while."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from drivetrain.backends.process_group.stall_watch import Watch
@@ -97,3 +99,21 @@ def test_a_store_that_is_gone_or_stands_still_keeps_nobody() -> None:
     assert not alone.abort("a bad sample", retry=False)
     assert not stuck.has_answered
     over.set()
+
+
+def test_tensors_of_a_function_that_has_returned_are_not_kept() -> None:
+    """Require that they are freed between two heartbeats, which are two seconds apart."""
+    store = Recorded(dist.HashStore())
+    watch = Watch(store, store.store, 0, 2, 60.0, 60.0)
+
+    def returning_after_a_heartbeat() -> weakref.ref[torch.Tensor]:
+        tensor, num_sent = torch.zeros(8), store.calls.count("set")
+        while store.calls.count("set") == num_sent:
+            time.sleep(0.01)
+        return weakref.ref(tensor)
+
+    watch.start()
+    try:
+        assert returning_after_a_heartbeat()() is None
+    finally:
+        watch.stop()
