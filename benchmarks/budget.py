@@ -126,17 +126,16 @@ def _as_on_an_accelerator() -> Iterator[None]:
 
 def of_resuming(name: str) -> Counts:
     """A run of two steps, that is resumed when it has finished: nothing is left to train."""
-    from .counting import bytes_read, files_opened
+    from .counting import reads
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "run")
         run = RESUMED[name](folder)
         run(False)
         run(True)  # what is imported or cached at first
-        before = bytes_read()
-        with files_opened(folder) as opened:
+        with reads(folder) as count:
             run(True)
-        return {"files opened": opened.total(), "bytes read": bytes_read() - before}
+        return {"files opened": count.opened.total(), "bytes read": count.bytes}
 
 
 def _resumed_kernel(folder: Path) -> Callable[[bool], None]:

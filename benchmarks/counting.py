@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -82,26 +82,39 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass
+class Reads:
+    """Files below a folder that were opened, and bytes read, from anywhere."""
+
+    opened: Counter[str] = field(default_factory=Counter)
+    """How often, by path."""
+    bytes: int = 0
+    """Known after the block."""
+
+
 @contextmanager
-def files_opened(folder: Path) -> Iterator[Counter[str]]:
-    """Count the files below a folder that this process opens in the block."""
-    root, opened, counts = str(folder.resolve()), Counter[str](), True
+def reads(folder: Path) -> Iterator[Reads]:
+    """Count the files below a folder that this process opens within the block, and the bytes that
+    it reads (Linux only).
+    """
+    root, count, is_on = str(folder.resolve()), Reads(), True
 
     def on_audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if counts and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+        if is_on and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
             path = os.path.realpath(os.fsdecode(arguments[0]))
             if path.startswith(root) and not os.path.isdir(path):
-                opened[path] += 1
+                count.opened[path] += 1
 
     sys.addaudithook(on_audit)  # which stays as long as the process
+    before = _bytes_read()
     try:
-        yield opened
+        yield count
     finally:
-        counts = False
+        is_on, count.bytes = False, _bytes_read() - before
 
 
-def bytes_read() -> int:
-    """Return the bytes that this process has read since it began, from anywhere (Linux only)."""
+def _bytes_read() -> int:
+    """Return the bytes that this process has read since it began."""
     for line in Path("/proc/self/io").read_text().splitlines():
         name, _, value = line.partition(": ")
         if name == "rchar":

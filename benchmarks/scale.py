@@ -38,7 +38,7 @@ from drivetrain.checkpoint.manifest import file_name, write_manifest
 from drivetrain.kernel.shards import Box, Flat, Piece, TensorInfo
 
 from . import report
-from .counting import bytes_read, files_opened
+from .counting import reads
 from .harness import machine, peak_bytes, reset_peak, timed
 
 Shape = tuple[int, ...]
@@ -317,15 +317,15 @@ def resume(folder: Path, model: str, layout: str, size: int, rank: int) -> dict[
 
 
 def _counted(folder: Path, act: Any) -> dict[str, float]:
-    before, memory = bytes_read(), reset_peak()
-    with files_opened(folder) as opened, timed() as clock:
+    memory = reset_peak()
+    with reads(folder) as count, timed() as clock:
         act()
     return {
         "wall": clock.wall,
         "cpu": clock.cpu,
         "memory": peak_bytes() - memory,
-        "read": bytes_read() - before,
-        "opened": len(opened),
+        "read": count.bytes,
+        "opened": len(count.opened),
     }
 
 
