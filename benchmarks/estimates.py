@@ -16,10 +16,7 @@ from .networks import NETWORKS
 __all__ = ["BENCHMARKS", "Case"]
 
 STEPS = 4
-_RECOMPUTING = {"activation_checkpointing": None}
 _BF16 = {"precision": "bf16"}
-_FEW = {**_BF16, "global_batch": 4}
-"""Products in bfloat16 are slow on most processors."""
 _MMAP_THRESHOLD = -3  # `M_MMAP_THRESHOLD` of malloc.h
 
 
@@ -31,40 +28,45 @@ class Case:
     backend: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    recomputed: bool = False
+    """True if the activations of blocks are computed again in the backward."""
 
     @property
     def title(self) -> str:
         """Its row in a table."""
-        values = {**self.options, **self.settings}
-        if "activation_checkpointing" in values:
-            values["activation_checkpointing"] = "recomputed"
-        words = [f"{name}={value}" for name, value in values.items()]
-        shown = " ".join(words).replace("activation_checkpointing=", "").replace("precision=", "")
+        words = [f"{name}={value}" for name, value in {**self.options, **self.settings}.items()]
+        words += ["recomputed"] * self.recomputed
+        shown = " ".join(words).replace("precision=", "")
         return f"{self.network}, {self.backend}{' ' if shown else ''}{shown}"
+
+
+def _few_in_bf16(samples: int) -> dict[str, Any]:
+    """Return settings with few samples: products in bfloat16 are slow on most processors."""
+    return {**_BF16, "global_batch": samples}
 
 
 _ALONE = [
     *(Case(name) for name in NETWORKS),
-    Case("autoencoder", settings=_FEW),
+    Case("autoencoder", settings=_few_in_bf16(4)),
     Case("recommender", settings=_BF16),
-    *(Case(name, settings=_RECOMPUTING) for name in ("GPT", "mixer")),
+    *(Case(name, recomputed=True) for name in ("GPT", "mixer")),
     Case("autoencoder", settings={"micro_batch": 64}),
 ]
 _TOGETHER = [
     Case("GPT", "ddp"),
-    Case("autoencoder", "ddp", settings=_FEW),
+    Case("autoencoder", "ddp", settings=_few_in_bf16(4)),
     Case("residual", "ddp"),
     Case("recommender", "ddp", settings=_BF16),
     Case("GPT", "fsdp"),
-    Case("autoencoder", "fsdp", settings=_FEW),
-    Case("GPT", "fsdp", settings=_RECOMPUTING),
+    Case("autoencoder", "fsdp", settings=_few_in_bf16(4)),
+    Case("GPT", "fsdp", recomputed=True),
     Case("mixer", "fsdp"),
     Case("recommender", "fsdp", settings=_BF16),
     *(Case("GPT", "deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
     Case("recommender", "deepspeed", {"stage": 2}, _BF16),
     Case("GPT", "mesh", {"tensor": 2}),
-    Case("GPT", "mesh", {"tensor": 2}, {**_BF16, "global_batch": 1}),
-    Case("GPT", "mesh", {"tensor": 2}, _RECOMPUTING),
+    Case("GPT", "mesh", {"tensor": 2}, _few_in_bf16(1)),
+    Case("GPT", "mesh", {"tensor": 2}, recomputed=True),
     Case("GPT", "mesh", {"context": 2}),
     Case("mixer", "mesh", {"shard": 2}),
 ]
@@ -93,7 +95,7 @@ def measure(num_ranks: int, title: str, quick: bool) -> Measured:
     )
     values = {"steps": STEPS, "global_batch": network.batch, "checkpoint.at_end": False}
     values |= case.settings | ({"global_batch": num_ranks} if quick else {})
-    if "activation_checkpointing" in values:
+    if case.recomputed:
         values["activation_checkpointing"] = network.blocks
     settings = override(Settings(), values)
     driver = find_driver(case.backend)
