@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mesh_decoder
 import mesh_mixture
-import pytest
 import torch
 from mesh_decoder import assert_alike, mesh
 
@@ -86,9 +85,7 @@ def dense(
     return Compared(size, dimensions, arguments=arguments, always=always)
 
 
-def mix(
-    size: int, plan: str = "", always: bool = False, layers: int = 2, **dimensions: Any
-) -> Compared:
+def mix(size: int, plan: str = "", layers: int = 2, **dimensions: Any) -> Compared:
     """Return a mesh to compare on a mixture of experts. The routers' term of the loss is left out
     where a rank has only a part of the model's layers, or, by the plan "in sequence", of the
     positions that layers receive.
@@ -98,23 +95,23 @@ def mix(
         arguments["layers"] = layers
     if plan == "in sequence" or "pipeline" in dimensions:
         arguments["routed"] = False
-    return Compared(size, dimensions, "mixture of experts", arguments, always)
+    return Compared(size, dimensions, "mixture of experts", arguments)
 
 
 MESHES = (
     dense(2, "plain", always=True),
-    dense(2, "plain", always=True, replicate=2),
+    dense(2, "plain", replicate=2),
     dense(2, "in sequence", tensor=2),
     dense(2, "logits", always=True, tensor=2),
-    dense(2, "plain", always=True, context=2),
+    dense(2, "plain", context=2),
     dense(4, "in sequence", tensor=2, context=2),
     dense(4, "plain", tensor=2),
     dense(4, "plain", replicate=2, context=2),
     dense(2, 2, always=True, pipeline=2),
     dense(4, 2, pipeline=2),
-    dense(4, "in sequence", always=True, pipeline=2, tensor=2),
+    dense(4, "in sequence", pipeline=2, tensor=2),
     dense(4, "plain", pipeline=2, context=2),
-    mix(2, always=True, expert=2),
+    mix(2, expert=2),
     mix(2, "plain", tensor=2, expert=2),
     mix(4, pipeline=2, expert=2),
     mix(4, "in sequence", pipeline=2, tensor=2, expert=2),
@@ -216,13 +213,6 @@ MESHES = (
     mix(8, "plain", pipeline=2, tensor=2, expert=2),
     mix(8, "in sequence", pipeline=2, tensor=2, expert=2, context=2),
 )
-
-
-def parameters() -> Iterable[Any]:
-    return [
-        pytest.param(each, id=str(each), marks=[] if each.always else pytest.mark.slow)
-        for each in MESHES
-    ]
 
 
 # --- the page -------------------------------------------------------------------------------------

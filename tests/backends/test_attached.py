@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from small_networks import SETTINGS, Blocks, copied
 from torch import Tensor, nn
 
@@ -27,10 +28,7 @@ DRIVERS = {
     "zero-3": Subject("deepspeed", 2, {"stage": 3}, python=python_of_all()),
     "xla": Subject("xla", options={"devices": 1}, python=python_of_all()),
 }
-QUICK = ("ddp", "fsdp", "mesh-tensor")
-EACH = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in DRIVERS
-]
+EACH = only_quick(DRIVERS, ("ddp", "fsdp", "mesh-tensor"))
 
 
 def hooked() -> Blocks:
@@ -75,8 +73,7 @@ def trained(bench: Bench, *, model: str) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("driver", EACH)
+@pytest.mark.parametrize("driver", only_quick(DRIVERS, ("ddp",)))
 def test_attributes_and_linear_hooks_act_as_in_one_process(
     driver: str, request: pytest.FixtureRequest
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from small_networks import TwoLayers, copied
 from torch import nn
 from torch.nn.utils import prune
@@ -136,14 +137,10 @@ SUBJECTS = {
     "xla": Subject("xla", options={"devices": 1}, python=python_of_all()),
     "ipex": Subject("ipex", python=python_of_all()),
 }
-SLOW = ("mesh", "zero-1", "zero-3", "xla", "ipex")
 RIGHT = ("group", "same", "prune")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SUBJECTS]
-)
+@pytest.mark.parametrize("driver", only_quick(SUBJECTS, ("cpu", "ddp")))
 def test_changes_are_followed_or_refused_before_the_next_update(
     driver: str, request: pytest.FixtureRequest
 ) -> None:

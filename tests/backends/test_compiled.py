@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from small_networks import SETTINGS, Blocks, copied
 from test_attached import recipe
 from test_forward_writes import REFUSED, ClampsInside, InPlace, Momentum, clipping
@@ -37,11 +38,7 @@ QUICK = ("cpu", "ddp", "fsdp")
 
 def all_but(*others: str) -> list[Any]:
     """Return the drivers without these, as parameters of a test."""
-    return [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-        for name in DRIVERS
-        if name not in others
-    ]
+    return only_quick([name for name in DRIVERS if name not in others], QUICK)
 
 
 def double(part: Any, given: Any, made: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from small_networks import SETTINGS, Blocks, copied
 from test_attached import recipe
 from torch import Tensor, nn
@@ -151,13 +152,9 @@ REFUSED_OTHERWISE = {("ipex", "Renormalised"): ["rows.weight: these weights"]}
 """By driver and model: in one process all rows are written alike, but masters do not have them."""
 PRECISIONS = {"ipex": "bf16"}
 """By driver: the precision in which weights are copies of masters, if only one has them."""
-QUICK = ("ddp", "fsdp", "tensor")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in DRIVERS]
-)
+@pytest.mark.parametrize("driver", only_quick(DRIVERS, ("ddp", "fsdp")))
 def test_weights_that_a_forward_writes_are_kept_or_refused(
     driver: str, request: pytest.FixtureRequest
 ) -> None:

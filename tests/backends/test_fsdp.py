@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from quick_cases import is_quick
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -293,10 +294,8 @@ class Bare(nn.Module):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
-        for case in cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"])
-    ],
+    only_quick(cases("fsdp", num_processes=2, peers=["cpu", "ddp:2", "fsdp:3"]), is_quick),
+    ids=str,
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -328,10 +327,7 @@ def same_bits(actual: State, expected: State) -> None:
             assert torch.equal(actual[kind][name], tensor), name
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [pytest.param(each, marks=[] if each == "AdamW" else pytest.mark.slow) for each in TRAINED],
-)
+@pytest.mark.parametrize("optimizer", only_quick(TRAINED, ("AdamW",)))
 def test_a_checkpoint_goes_round_bit_by_bit(optimizer: str, tmp_path: Path) -> None:
     """Pass a checkpoint from cpu to fsdp x2, fsdp x3, ddp x2 and back to cpu. Losses and norms must
     be those of cpu alone.
@@ -521,13 +517,7 @@ OPTIMIZERS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in ("Adafactor", "AdamW", "SGD") else pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", only_quick(OPTIMIZERS, ("Adafactor", "AdamW", "SGD")))
 def test_every_optimizer_of_torch_updates_as_in_one_process(name: str) -> None:
     """Update with every optimizer of torch. Adafactor updates whole tensors: on sharded ones it
     raises, or is silently wrong.

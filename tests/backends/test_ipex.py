@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from quick_cases import is_quick
 from small_networks import SETTINGS, copied
 from torch import nn
@@ -24,10 +25,8 @@ from drivetrain.kernel.recipe import Recipe
 @pytest.mark.usefixtures("environment_of_all")
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
-        for case in cases("ipex", peers=["cpu", "ddp:2"], python=python_of_all())
-    ],
+    only_quick(cases("ipex", peers=["cpu", "ddp:2"], python=python_of_all()), is_quick),
+    ids=str,
 )
 def test_laws(case: Case) -> None:
     case.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import mesh_decoder
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh, parts, train
 from mesh_llama import train as llama
 from quick_cases import is_quick
@@ -323,14 +325,7 @@ LAYOUTS = {
 QUICK = [("tensor 2", "context 2"), ("tensor 2 x shard 2", "cpu")]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        pytest.param(one, two, marks=[] if (one, two) in QUICK else pytest.mark.slow)
-        for one in LAYOUTS
-        for two in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize(("first", "then"), only_quick(product(LAYOUTS, repeat=2), QUICK))
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
     assert_resumed(mesh_decoder, LAYOUTS[first], LAYOUTS[then], 3, alone(), tmp_path)
 

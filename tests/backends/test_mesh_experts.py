@@ -9,6 +9,7 @@ from typing import Any
 import mesh_mixture
 import pytest
 import torch
+from few_cases import only_quick
 from mesh_decoder import assert_alike, assert_near, assert_resumed, mesh
 from mesh_mixture import IN_SEQUENCE, of_transformers, train
 
@@ -145,12 +146,7 @@ ALWAYS = [
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [
-        pytest.param(one, two, marks=[] if (one, two) in ALWAYS else pytest.mark.slow)
-        for one in LAYOUTS
-        for two in LAYOUTS
-        if "expert" in one + two
-    ],
+    only_quick(((a, b) for a in LAYOUTS for b in LAYOUTS if "expert" in a + b), ALWAYS),
 )
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
     whole = alone(routed=False)

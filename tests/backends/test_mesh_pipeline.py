@@ -10,6 +10,7 @@ from typing import Any
 import mesh_decoder
 import pytest
 import torch
+from few_cases import only_quick
 from mesh_decoder import assert_alike, assert_near, assert_resumed, draws, held, mesh, train
 from torch import nn
 
@@ -265,10 +266,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [pytest.param(*each, marks=[] if each == PAIRS[0] else pytest.mark.slow) for each in PAIRS],
-)
+@pytest.mark.parametrize(("first", "then"), only_quick(PAIRS, PAIRS[:1]))
 def test_any_layout_resumes_any_other(first: str, then: str, tmp_path: Path) -> None:
     assert_resumed(mesh_decoder, LAYOUTS[first], LAYOUTS[then], 3, alone(), tmp_path)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from small_networks import SETTINGS, Transformer, copied
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -131,7 +132,6 @@ SUBJECTS = {
     "context": Subject("mesh", 2, {"context": 2}),
     "pipeline": Subject("mesh", 2, {"pipeline": 2}),
 }
-QUICK = ("tensor",)
 RIGHT = [
     *(("backward", name) for name in ("norm", "rows", "blocks.1.attention")),
     *(("scale", name) for name in ("rows", "blocks.1.attention")),
@@ -140,9 +140,7 @@ RIGHT = [
 OF_ALL_POSITIONS = [("mean", "blocks.0.norm"), ("mean", "rows")]
 
 
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
-)
+@pytest.mark.parametrize("driver", only_quick(SUBJECTS, ("tensor",)))
 def test_hooks_of_modules_act_as_in_one_process_or_are_refused(driver: str) -> None:
     hooks = [*RIGHT, *OF_ALL_POSITIONS]
     (alone,) = Subject("cpu").run(trained, hooks=hooks)
@@ -170,7 +168,6 @@ SUBJECTS_OF_GRADIENTS = {
     "shard": Subject("mesh", 2),
     **SUBJECTS,
 }
-QUICK_OF_GRADIENTS = ("ddp", "tensor")
 LINEAR = [
     *(("full halved", name) for name in ("blocks.0.up", "blocks.0.attention.out", "head")),
     *(("pre halved", name) for name in ("rows", "blocks.0.attention.qkv", "blocks.1.down")),
@@ -186,14 +183,7 @@ INEXACT = [
 ]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "driver",
-    [
-        pytest.param(name, marks=() if name in QUICK_OF_GRADIENTS else pytest.mark.slow)
-        for name in SUBJECTS_OF_GRADIENTS
-    ],
-)
+@pytest.mark.parametrize("driver", only_quick(SUBJECTS_OF_GRADIENTS, ("ddp",)))
 def test_backward_hooks_that_are_not_linear_are_refused(driver: str) -> None:
     subject, inexact = SUBJECTS_OF_GRADIENTS[driver], INEXACT
     if driver == "pipeline":  # the rank of the module's stage refuses, and ends the others

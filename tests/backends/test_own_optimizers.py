@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from small_networks import SETTINGS, Blocks, copied
 from test_attached import recipe
 from torch import Tensor
@@ -51,7 +52,6 @@ SUBJECTS = {
     "fsdp": Subject("fsdp", 2),
     **{f"zero-{stage}": Subject("deepspeed", 2, {"stage": stage}) for stage in (1, 2, 3)},
 }
-QUICK = ("cpu", "zero-3")
 
 
 def trained(bench: Bench, folder: str) -> dict[str, list[dict[str, Tensor]]]:
@@ -70,10 +70,7 @@ def trained(bench: Bench, folder: str) -> dict[str, list[dict[str, Tensor]]]:
     return ends
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
-)
+@pytest.mark.parametrize("driver", only_quick(SUBJECTS, ("cpu",)))
 def test_a_resumed_run_is_the_run_that_went_on(driver: str, tmp_path: Path) -> None:
     for ends in SUBJECTS[driver].run(trained, folder=str(tmp_path)):
         for name, (whole, resumed) in ends.items():

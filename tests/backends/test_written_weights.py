@@ -5,12 +5,14 @@ refused by name at that moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from small_networks import TwoLayers, copied
 from torch import Tensor, nn
 
@@ -162,14 +164,10 @@ SUBJECTS = {
     "ipex": Subject("ipex", python=python_of_all()),
 }
 UNBLOCKED = Subject("ipex", 1, {"weights_prepack": False}, python=python_of_all())
-QUICK = ("fsdp", "zero-2")
+QUICK = (("RunStarted", "fsdp"), ("StepEnded", "fsdp"), ("Evaluated", "zero-2"))
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in SUBJECTS]
-)
-@pytest.mark.parametrize("at", EVENTS)
+@pytest.mark.parametrize(("at", "driver"), only_quick(product(EVENTS, SUBJECTS), QUICK))
 def test_what_an_observer_writes_is_kept_or_refused(
     driver: str, at: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

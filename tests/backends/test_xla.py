@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from environments import python_of_all
+from few_cases import only_quick
 from quick_cases import is_quick
 
 from drivetrain.conformance import Case, cases
@@ -29,10 +30,8 @@ pytestmark = pytest.mark.usefixtures("environment_of_all")
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
-        for case in cases("xla", options={"devices": 1}, peers=["cpu"], python=PYTHON)
-    ],
+    only_quick(cases("xla", options={"devices": 1}, peers=["cpu"], python=PYTHON), is_quick),
+    ids=str,
 )
 def test_laws(case: Case) -> None:
     case.check()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from side_by_side import QUIET, losses, samples
 from torch import Tensor, nn
 
@@ -98,9 +99,7 @@ SUBJECTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "driver", [pytest.param(n, marks=pytest.mark.slow if n == "zero-3" else ()) for n in SUBJECTS]
-)
+@pytest.mark.parametrize("driver", only_quick(SUBJECTS, ("cpu", "ddp", "fsdp")))
 def test_a_teacher_follows_on_every_driver_and_is_resumed(driver: str, tmp_path: Path) -> None:
     subject, expected = SUBJECTS[driver], by_hand()
     given: dict[str, Any] = {"batch": 8 // (subject.num_processes or 1), "folder": str(tmp_path)}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from side_by_side import QUIET, classifier, losses, samples
 from torch import nn
 
@@ -21,7 +22,6 @@ SUBJECTS = {
     "zero-2": Subject("deepspeed", 2, {"stage": 2}),
     "zero-3": Subject("deepspeed", 2, {"stage": 3}),
 }
-SLOW = ("mesh", "zero-2", "zero-3")
 
 
 def plain(model: nn.Module) -> dict[str, Any]:
@@ -70,10 +70,7 @@ def several(bench: Bench, *, folder: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "driver",
-    [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in SUBJECTS if n != "ddp"],
-)
+@pytest.mark.parametrize("driver", only_quick([n for n in SUBJECTS if n != "ddp"], ("fsdp",)))
 def test_a_model_is_trained_again_and_given_back_whole(driver: str, tmp_path: Path) -> None:
     expected = SUBJECTS["ddp"].run(several, folder=str(tmp_path / "ddp"))[0]
     for found in SUBJECTS[driver].run(several, folder=str(tmp_path / driver)):

@@ -5,11 +5,13 @@ name at that moment. Averages can be swapped in and out.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from side_by_side import QUIET, Classifier, losses, samples
 from torch import Tensor
 
@@ -204,17 +206,11 @@ SUBJECTS = {
     "zero-3": Subject("deepspeed", 2, {"stage": 3}),
 }
 IN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
-QUICK = (("fsdp", "on_evaluate"), ("zero-2", "on_save"), ("zero-2", "evaluate"))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("driver", "event"),
-    [
-        pytest.param(name, event, marks=() if (name, event) in QUICK else pytest.mark.slow)
-        for name in SUBJECTS
-        for event in (*EVENTS, *METHODS)
-    ],
+    only_quick(product(SUBJECTS, (*EVENTS, *METHODS)), [("fsdp", "on_evaluate")]),
 )
 def test_what_is_written_is_kept_or_refused(driver: str, event: str, tmp_path: Path) -> None:
     found = SUBJECTS[driver].run(trained, folder=str(tmp_path / "two"), batch=4, what=event)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -52,17 +53,11 @@ REACHES: dict[str, Callable[[Result], bool]] = {
 }
 
 
-SLOW = ("diffusion", "gan", "images", "pole")
-
-
 def test_each_task_is_trained() -> None:
     assert sorted(REACHES) == sorted(path.stem for path in FOLDER.glob("*.py"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in REACHES],
-)
+@pytest.mark.parametrize("name", only_quick(REACHES, ("tables", "texts")))
 def test_a_task(name: str) -> None:
     task = runpy.run_path(str(FOLDER / f"{name}.py"))
 

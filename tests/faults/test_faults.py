@@ -4,6 +4,7 @@ import re
 
 import pytest
 from faults import BUFFERS, FAULTS, RESUMED, SAME_BITS, SGD, THREE_TOGETHER
+from few_cases import only_quick
 from planted_drivers import broken
 
 from drivetrain.conformance import Case, cases
@@ -23,13 +24,7 @@ QUICK = {law_of(fault.caught_by): name for name, fault in reversed(FAULTS.items(
 """The first fault of each law. Other faults are slow."""
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(name, marks=[] if name in QUICK.values() else pytest.mark.slow)
-        for name in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", only_quick(FAULTS, QUICK.values()))
 def test_fault_is_caught(fault: str) -> None:
     assert any(broken(case) for case in chosen(fault, FAULTS[fault].caught_by))
 

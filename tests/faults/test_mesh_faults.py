@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faults import NORM, SGD
+from few_cases import only_quick
 from planted_drivers import broken
 
 from drivetrain.conformance import Case, cases
@@ -76,13 +77,7 @@ QUICK = {planted.caught_by: planted for planted in reversed(ALL) if planted.size
 """The first fault that each check sees. Other faults are slow."""
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        pytest.param(each, id=str(each), marks=[] if each in QUICK.values() else pytest.mark.slow)
-        for each in ALL
-    ],
-)
+@pytest.mark.parametrize("planted", only_quick(ALL, QUICK.values()), ids=str)
 def test_fault_of_a_mesh_is_caught(planted: Planted) -> None:
     assert any(broken(case) for case in planted.cases(planted.fault))
 

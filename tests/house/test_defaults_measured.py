@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from few_cases import only_quick
 
 HERE = ["optimizer", "clipping", "zero_grad", "fetching", "workers", "inference"]
 
@@ -15,11 +16,7 @@ def defaults(benchmark_module: Callable[[str], Any]) -> Any:
     return {each.name: each for each in benchmark_module("defaults").BENCHMARKS}
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n == "zero_grad" else []) for n in HERE],
-)
+@pytest.mark.parametrize("name", only_quick(HERE, ("optimizer", "fetching")))
 def test_candidates_do_the_same_work(defaults: Any, name: str) -> None:
     benchmark = defaults[name]
     found = {each: benchmark.measure(each, True) for each in benchmark.candidates}

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from few_cases import only_quick
 from scratch_suites import run
 
 SUITE = """
@@ -28,3 +29,15 @@ def test_the_quick_cases_are_spread_over_all(tmp_path: Path, which: str, found: 
     options = ("-v", "-m", which, "-p", "no:warnings")
     _, printed = run(tmp_path, {"test_a.py": SUITE}, *options, plugin="few_cases")
     assert sorted(re.findall(r"PASSED test_a\.py::test_\w+\[(\w)\]", printed)) == found, printed
+
+
+def test_cases_that_are_not_named_are_slow() -> None:
+    cases = only_quick(["a", "b"], ("b",)) + only_quick(
+        [("c", 1), ("d", 2)], lambda case: case[1] > 1
+    )
+    assert [(case.values, [mark.name for mark in case.marks]) for case in cases] == [
+        (("a",), ["slow"]),
+        (("b",), []),
+        (("c", 1), ["slow"]),
+        (("d", 2), []),
+    ]

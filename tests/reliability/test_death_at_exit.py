@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from few_cases import only_quick
 from torch import nn
 
 from drivetrain import Parallel, Settings
@@ -56,11 +57,7 @@ def train(backend: str, out: Path, environment: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(backend, marks=[] if backend == "mesh" else pytest.mark.slow)
-        for backend in ("ddp", "fsdp", "mesh", "deepspeed 2", "deepspeed 3")
-    ],
+    "backend", only_quick(("ddp", "fsdp", "mesh", "deepspeed 2", "deepspeed 3"), ("mesh",))
 )
 def test_the_other_names_it_soon(tmp_path: Path, backend: str) -> None:
     ranks = start(backend, tmp_path, 2, train)

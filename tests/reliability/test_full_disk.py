@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 
 from drivetrain.checkpoint import CheckpointReader, list_checkpoints
 from drivetrain.kernel.errors import EXIT_PREEMPTED, SaveFailed
@@ -286,7 +287,6 @@ class Story:
     words: tuple[str, ...] = ()
     before: str = ""
     """Change of the disk before the command."""
-    is_like_others: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -294,12 +294,12 @@ class Story:
 
 NOT_SAVED = "finished at step 6, which is not saved: "
 STORIES = [
-    Story("full from the start", {}, 1, NOT_SAVED, before="fill", is_like_others=True),
+    Story("full from the start", {}, 1, NOT_SAVED, before="fill"),
     # full for four steps, whose records need more than what is left of the last page of memory
     Story("full, then not", {2: "fill", 6: "free"}, 0),
     Story("read-only, then not", {3: "read-only", 5: "writable"}, 0),
     Story("read-only to the end", {3: "read-only"}, 1, NOT_SAVED),
-    Story("full at the end", {6: "fill"}, 1, NOT_SAVED, is_like_others=True),
+    Story("full at the end", {6: "fill"}, 1, NOT_SAVED),
     Story("full at a signal", {4: "fill signal"}, EXIT_PREEMPTED),
     Story(
         "to end then",
@@ -309,6 +309,7 @@ STORIES = [
         ("--set=checkpoint.stop_on_error=true",),
     ),
 ]
+QUICK = ("full, then not", "read-only to the end")
 
 
 def drivetrain(printed: Path, *words: str) -> int:
@@ -364,12 +365,7 @@ def commanded(story: Story, out: Path, environment: dict[str, str]) -> None:
     assert "finished at step 8" in (run / "report.html").read_text()
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "story",
-    [pytest.param(s, marks=[pytest.mark.slow] if s.is_like_others else []) for s in STORIES],
-    ids=str,
-)
+@pytest.mark.parametrize("story", only_quick(STORIES, lambda story: story.name in QUICK), ids=str)
 def test_the_command_on_a_disk_that_is(story: Story, tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
     folder = tmp_path / "disk"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from few_cases import only_quick
 from torch import Tensor, nn
 
 from drivetrain import Recipe
@@ -183,7 +184,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-QUICK = ("started", "training", "accumulation", "saving", "evaluation")
+QUICK = ("started", "training", "evaluation")
 
 
 def cases() -> list[Any]:
@@ -215,7 +216,6 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize("case", cases())
 def test_one_checkpoint_that_all_agree_on(tmp_path: Path, whole: Any, case: Case) -> None:
     assert case.phase is not None
@@ -276,7 +276,7 @@ def waits(case: Case, out: Path, environment: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=[] if n == signal.SIGTERM else pytest.mark.slow) for n in SIGNALS],
+    only_quick(SIGNALS, (signal.SIGTERM,)),
     ids=lambda number: signal.Signals(number).name,
 )
 def test_a_second_signal_stops_at_once(tmp_path: Path, number: int) -> None:

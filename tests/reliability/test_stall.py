@@ -11,12 +11,14 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from few_cases import only_quick
 from torch import Tensor, nn
 
 from drivetrain import EvaluateSettings, Recipe, Settings, evaluate
@@ -161,16 +163,12 @@ def stopped(way: str, index: int, rank: int) -> bool:
     return way == "is stopped" and index == rank
 
 
-QUICK = {("ddp", "sleeps in a forward")}
-
-
 @pytest.mark.parametrize(
     ("backend", "way"),
-    [
-        pytest.param(backend, way, marks=[] if (backend, way) in QUICK else pytest.mark.slow)
-        for backend in ("ddp", "fsdp", "deepspeed")
-        for way in ("sleeps", "is stopped", "sleeps in a forward")
-    ],
+    only_quick(
+        product(("ddp", "fsdp", "deepspeed"), ("sleeps", "is stopped", "sleeps in a forward")),
+        [("ddp", "sleeps in a forward")],
+    ),
 )
 def test_the_run_ends_and_says_who_and_where(tmp_path: Path, backend: str, way: str) -> None:
     """Require that the run ends soon for a stopped rank. A living one is named to all ranks, and

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 from device_faults import FAULTS
+from few_cases import only_quick
 from planted_drivers import broken
 from quick_cases import is_quick
 
@@ -14,10 +15,8 @@ from drivetrain.conformance import Case, cases
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=str(case), marks=[] if is_quick(case) else pytest.mark.slow)
-        for case in cases("simulated", peers=["cpu"])
-    ],
+    only_quick(cases("simulated", peers=["cpu"]), is_quick),
+    ids=str,
 )
 def test_laws(case: Case) -> None:
     case.check()
@@ -27,10 +26,7 @@ SHOWN = ("a copy is read too early", "the state of random numbers is not saved")
 """Faults that the quick part of the tests plants, too."""
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [pytest.param(name, marks=[] if name in SHOWN else pytest.mark.slow) for name in FAULTS],
-)
+@pytest.mark.parametrize("fault", only_quick(FAULTS, SHOWN))
 def test_a_fault_of_the_device_is_caught(fault: str) -> None:
     found = cases("simulated", options={"fault": fault}, peers=["cpu"])
     assert any(broken(case) for case in found if str(case).startswith(FAULTS[fault].caught_by))

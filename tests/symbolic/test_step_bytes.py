@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from few_cases import only_quick
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import TensorDataset
@@ -128,12 +130,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        pytest.param(name, change, marks=() if name == "blocks" else pytest.mark.slow)
-        for name in RECIPES
-        for change in CHANGES
-    ],
+    ("name", "change"), only_quick(product(RECIPES, CHANGES), lambda case: case[0] == "blocks")
 )
 def test_it_is_what_a_real_step_allocates(name: str, change: str) -> None:
     changed = CHANGES[change]
