@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # once here, not in each rank
+from few_cases import only_quick
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -25,6 +26,8 @@ from drivetrain.trainer.result import Result
 from .runs import everything
 
 POINTS = ("forward", "backward", "update", "between", "log", "evaluation", "save", "saved")
+each_point = pytest.mark.parametrize("point", only_quick(POINTS, ("update",)))
+"""Tests a death at each point. Each change is tested at one of them, the update."""
 SETTINGS = Settings(
     steps=24,
     global_batch=16,

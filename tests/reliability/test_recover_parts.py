@@ -25,19 +25,14 @@ from .dying_ranks import (
     Death,
     Dying,
     check_same_course,
+    each_point,
     records,
     tensors,
     train,
 )
 
-QUICK = ("update",)
-"""Points that each change is tested at."""
 
-
-@pytest.mark.parametrize(
-    "point",
-    [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS],
-)
+@each_point
 def test_copies_continue_as_if_nothing_had_happened(
     tmp_path: Path, whole: Path, point: str
 ) -> None:

@@ -29,13 +29,12 @@ from .dying_ranks import (
     Death,
     Dying,
     check_same_course,
+    each_point,
     recipe,
     records,
     train,
 )
 
-QUICK = ("update",)
-"""Points that each change is tested at."""
 SPARE = replace(SETTINGS, spares=1)
 
 
@@ -50,10 +49,7 @@ class Late(Dying):
 
 
 @pytest.mark.parametrize("on", [("ddp", {}), HYBRID], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    "point",
-    [pytest.param(point, marks=[] if point in QUICK else pytest.mark.slow) for point in POINTS],
-)
+@each_point
 def test_a_spare_takes_the_place_of_each_rank_that_dies(
     tmp_path: Path, whole: Path, point: str, on: Any
 ) -> None:
