@@ -252,6 +252,17 @@ def test_spares_that_the_launcher_does_not_know_are_refused(tmp_path: Path) -> N
     assert command.process.returncode == 2
 
 
+def test_spares_are_refused_on_a_rank_whose_launcher_keeps_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Require the same refusal in this process, as on a rank: the command takes far longer."""
+    monkeypatch.setenv(lost_ranks.CHANNEL, "")
+    monkeypatch.delenv(lost_ranks.SPARES, raising=False)
+    with pytest.raises(SettingError, match="spares is 1, and the launcher keeps 0 processes ready"):
+        train(tmp_path / "run", settings=SPARE, nproc=1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_spares_without_recovery_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"spares is 1, and recover is 'restart': set recover="):
         train(tmp_path / "run", settings=replace(UNDISTURBED, spares=1), nproc=1)
