@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ...data.nested import map_leaves, map_tensors
+from ...data.private_names import private_name
 from ...kernel.shards import Box, Kind, Piece, Reader
 from ..common import model_state
 from ..common.attached import in_place_of
@@ -68,13 +69,21 @@ def forget_meshes() -> None:
     """
     from torch.distributed.tensor import debug  # which imports torch's compiler
 
-    forget = getattr(debug, "_clear_sharding_prop_cache", None)
-    if forget is None:  # torch 2.8
-        forget = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear
+    forget = getattr(debug, "_clear_sharding_prop_cache", _forget_in_torch_28)
     forget()
     while _meshes:
         getattr(_meshes.pop(), "_pg_registry", {}).clear()  # torch 2.8 keeps no groups in a mesh
     gc.collect()
+
+
+def _forget_in_torch_28() -> None:
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    # a partitioned embedding would keep its mask where an embedding of the last session did
+    purpose = "training on one mesh after another"
+    steps = private_name(
+        "torch.distributed.tensor._redistribute", "_gen_transform_infos", purpose=purpose
+    )
+    steps.cache_clear()
 
 
 def steps_parts(optimizer: torch.optim.Optimizer) -> bool:
