@@ -73,18 +73,25 @@ _TOGETHER = [
 CASES = {case.title: case for case in (*_ALONE, *_TOGETHER)}
 
 
-def measure(num_ranks: int, title: str, quick: bool) -> Measured:
-    """Return the bytes of rank 0 at the fullest moment of a step."""
+@dataclass(frozen=True)
+class Prepared:
+    """A run, and what a plan expects of its steps."""
+
+    recipe: Any
+    settings: Any
+    expected: Any
+    """See `drivetrain.symbolic.step.SymbolicStep`."""
+
+
+def prepare(case: Case, num_ranks: int, quick: bool, **changes: Any) -> Prepared:
+    """Return the run of a case, with a few steps unless `changes` has other settings."""
     from drivetrain import Parallel, Recipe, Settings
-    from drivetrain.kernel.events import StepEnded
     from drivetrain.registry import find_driver
     from drivetrain.symbolic.equal_blocks import find_equal_blocks
     from drivetrain.symbolic.first_batch import first_batch
     from drivetrain.symbolic.step import symbolic_step
-    from drivetrain.trainer.fit import fit
     from drivetrain.trainer.setting_values import override
 
-    case = CASES[title]
     network = NETWORKS[case.network]
     recipe = Recipe(
         network.model,
@@ -94,7 +101,7 @@ def measure(num_ranks: int, title: str, quick: bool) -> Measured:
         parallel=Parallel(**network.parallel) if network.parallel else None,
     )
     values = {"steps": STEPS, "global_batch": network.batch, "checkpoint.at_end": False}
-    values |= case.settings | ({"global_batch": num_ranks} if quick else {})
+    values |= case.settings | changes | ({"global_batch": num_ranks} if quick else {})
     if case.recomputed:
         values["activation_checkpointing"] = network.blocks
     settings = override(Settings(), values)
@@ -108,7 +115,19 @@ def measure(num_ranks: int, title: str, quick: bool) -> Measured:
         partial(first_batch, recipe, settings),
         find_equal_blocks(recipe),
     )
-    train = partial(fit, recipe, backend=case.backend, backend_options=case.options)
+    return Prepared(recipe, settings, expected)
+
+
+def measure(num_ranks: int, title: str, quick: bool) -> Measured:
+    """Return the bytes of rank 0 at the fullest moment of a step."""
+    from drivetrain.kernel.events import StepEnded
+    from drivetrain.trainer.fit import fit
+    from drivetrain.trainer.setting_values import override
+
+    case = CASES[title]
+    run = prepare(case, num_ranks, quick)
+    settings, expected = run.settings, run.expected
+    train = partial(fit, run.recipe, backend=case.backend, backend_options=case.options)
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 1 << 14)  # what is freed is no longer the process's
     unused = reset_peak()

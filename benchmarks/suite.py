@@ -11,6 +11,7 @@ from . import (
     estimates,
     follow,
     gpu,
+    layouts,
     nonfinite,
     packing,
     predict,
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         *nonfinite.BENCHMARKS,
         *recover.BENCHMARKS,
         *estimates.BENCHMARKS,
+        *layouts.BENCHMARKS,
         *gpu.BENCHMARKS,
     )
 }

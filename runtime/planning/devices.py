@@ -34,6 +34,10 @@ class Device:
     """Speed at which one device sends to the others of its machine."""
     network_bytes_per_second: float
     """Speed at which one device sends to other machines."""
+    operation_seconds: float = 0.0
+    """Time that an operation takes at least."""
+    message_seconds: float = 0.0
+    """Time that a message takes, besides that of its bytes."""
 
     def __post_init__(self) -> None:
         for key in _TEXTS:
@@ -50,10 +54,12 @@ class Device:
         for key, value in numbers.items():
             whole = key == "ranks_per_machine"
             is_number = isinstance(value, int if whole else int | float) and value is not True
-            if not is_number or not 0 < value < math.inf:
+            may_be_none = key in _LATENCIES
+            if not is_number or not (0 < value < math.inf or (may_be_none and value == 0)):
                 what = "a whole number" if whole else "a number"
+                least = "of 0 or more" if may_be_none else "above 0"
                 raise SettingError(
-                    f"{key} of the device {self.name!r} is {value!r}; it must be {what} above 0"
+                    f"{key} of the device {self.name!r} is {value!r}; it must be {what} {least}"
                 )
 
     def in_machines_of(self, world_size: int) -> Device:
@@ -71,6 +77,7 @@ class Device:
 
 
 _TEXTS = ("name", "source")
+_LATENCIES = ("operation_seconds", "message_seconds")
 _DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
 _H100 = Device(
     name="h100",
@@ -126,18 +133,18 @@ def find_device(name: str) -> Device:
     if not Path(name).suffix:
         raise SettingError(
             f"device {name!r} is not known: it may be {', '.join(DEVICES)}, or the path of a file "
-            f"with the fields of another device ({', '.join(_FIELDS)}), such as my-device.json"
+            f"with the fields of another device ({', '.join(_NEEDED)}), such as my-device.json"
         )
     try:
         table: Any = read_table(Path(name))
     except (OSError, ValueError) as error:
         raise SettingError(f"device {name!r} cannot be read: {error}") from error
-    if not isinstance(table, Mapping) or {*table} != {*_FIELDS}:
-        given = {*table} if isinstance(table, Mapping) else set()
-        wrong = [f"{key} is missing" for key in _FIELDS if key not in given]
-        wrong += [f"{key} is unknown" for key in sorted(given - {*_FIELDS})]
-        raise SettingError(f"device {name!r} must be a table of {len(_FIELDS)}: {', '.join(wrong)}")
+    given = {*table} if isinstance(table, Mapping) else set()
+    wrong = [f"{key} is missing" for key in _NEEDED if key not in given]
+    wrong += [f"{key} is unknown" for key in sorted(given - {*_NEEDED, *_LATENCIES})]
+    if wrong:
+        raise SettingError(f"device {name!r} must be a table of {len(_NEEDED)}: {', '.join(wrong)}")
     return Device(**table)
 
 
-_FIELDS = [field.name for field in dataclasses.fields(Device)]
+_NEEDED = [field.name for field in dataclasses.fields(Device) if field.name not in _LATENCIES]

@@ -27,7 +27,7 @@ class Estimate:
     compute_seconds: float
     """Time of operations that take longer to compute than their operands to move."""
     memory_seconds: float
-    """Time of operations that wait for memory."""
+    """Time of operations that wait for memory, or are too small to take longer than any."""
     network_seconds: float
     """Time of waiting for messages."""
     flops: float
@@ -69,9 +69,9 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
     """Estimate a step on this device.
 
     An operation takes as long as its FLOPs, or its bytes if they take longer (roofline,
-    https://doi.org/10.1145/1498765.1498785). Messages take the time of their bytes over the slower
-    link. Those that a forward or backward need not wait for take no time beside its longer
-    computations. Starting operations and messages takes no time here.
+    https://doi.org/10.1145/1498765.1498785), and at least `Device.operation_seconds`. Messages take
+    the time of their bytes over the slower link, and `Device.message_seconds`. Those that a forward
+    or backward need not wait for take no time beside its longer computations.
     """
     parts: dict[tuple[bool, str], _Part] = defaultdict(_Part)
     times = {False: step.num_microbatches - 1, True: 1}
@@ -80,6 +80,7 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
         part = parts[operation.is_last, operation.phase]
         seconds = operation.flops / device.flops_of(operation.dtype)
         moving = operation.num_bytes / device.memory_bytes_per_second
+        moving = max(moving, device.operation_seconds)
         if seconds > moving:
             part.compute += seconds
         else:
@@ -97,7 +98,7 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
         by_link = sent_bytes(message, device.ranks_per_machine)
         for link, num_bytes in by_link.items():
             sent[link] += times[message.is_last] * num_bytes
-        seconds = max(by_link[link] / speeds[link] for link in LINKS)
+        seconds = max(by_link[link] / speeds[link] for link in LINKS) + device.message_seconds
         part = parts[message.is_last, message.phase]
         if message.overlaps and message.phase != UPDATE:
             part.overlapped += seconds

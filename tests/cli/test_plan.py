@@ -136,6 +136,8 @@ def test_what_is_given_is_not_varied(recipe: Path) -> None:
     [
         (["--world", "2", "--memory", "much"], "memory 'much' is no size"),
         (["--world", "2", "--device", "abacus"], "device 'abacus' is not known"),
+        (["--world", "2", "--device", "h100", "--calibrate", "mine.json"], "--device names one"),
+        (["--world", "2", "--calibrate", "mine.txt"], "must end with .json"),
         (["--world", "0"], "greater than or equal to 1"),
         (["--world", "2", "--backend", "fsp"], "fsdp"),
         (["--world", "2", "--set", "presicion=bf16"], "precision"),

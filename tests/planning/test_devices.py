@@ -63,6 +63,12 @@ def test_a_file_describes_another_device(tmp_path: Path) -> None:
     assert device.flops_of(torch.float16) == 1e13  # not given: as float32
 
 
+def test_a_file_may_have_the_least_time_of_operations_and_messages(tmp_path: Path) -> None:
+    assert find_device(file(tmp_path)).operation_seconds == 0
+    device = find_device(file(tmp_path, operation_seconds=1e-5, message_seconds=0))
+    assert (device.operation_seconds, device.message_seconds) == (1e-5, 0)
+
+
 def test_a_name_that_is_not_known_is_refused() -> None:
     with pytest.raises(SettingError, match="'h1000' is not known: it may be a100, h100, h200, or"):
         find_device("h1000")
@@ -82,6 +88,8 @@ def test_a_name_that_is_not_known_is_refused() -> None:
         ({"source": 1}, "source of a device is 1; it must be a text"),
         ({"flops_per_second": {"bfloat16": 1e14}}, "flops_per_second of the device 'mine' is"),
         ({"flops_per_second": {"float32": -1}}, r"flops_per_second\.float32 of the device"),
+        ({"operation_seconds": -1}, "operation_seconds of the device 'mine' is -1; it must be a n"),
+        ({"message_seconds": True}, "message_seconds of the device 'mine' is True"),
         ({"memory": 1}, "must be a table of 8: memory is unknown"),
     ],
 )

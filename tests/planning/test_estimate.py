@@ -42,6 +42,16 @@ def found(*work: Operation | Message, num_microbatches: int = 1) -> Estimate:
     return estimate(SymbolicStep({}, num_microbatches, 1, operations, messages), DEVICE)
 
 
+def test_operations_and_messages_have_a_least_time() -> None:
+    small, large = operation(100, 10), operation(2000, 10)
+    slow = replace(DEVICE, operation_seconds=0.5, message_seconds=0.25)
+    step = SymbolicStep({}, 1, 1, (small, large), (message("all_reduce", 20, 0, 1),))
+    before, after = estimate(step, DEVICE), estimate(step, slow)
+    assert (before.memory_seconds, after.memory_seconds) == (0.1, 0.5)
+    assert before.compute_seconds == after.compute_seconds == 2.0
+    assert after.network_seconds == before.network_seconds + 0.25
+
+
 def test_an_operation_takes_the_longer_of_its_two_times() -> None:
     step = found(operation(2000, 100), operation(100, 300))
     assert (step.compute_seconds, step.memory_seconds) == (2.0, 3.0)

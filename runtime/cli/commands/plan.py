@@ -68,6 +68,7 @@ def explain(
     epilog="[bold]Examples[/]\n\ndrivetrain plan my.py --world 8\n\n"
     "drivetrain plan my.py --world 64 --device h100 --memory 80GB --set precision=bf16\n\n"
     "drivetrain plan hf:config.json --world 64 --sequence 8192 --set global_batch=512\n\n"
+    "drivetrain plan my.py --world 2 --calibrate this-machine.json\n\n"
     "[bold]From Python[/]: drivetrain.cli.settings.plan.plan"
 )
 @debuggable
@@ -82,8 +83,20 @@ def plan(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(help="a100, h100, h200, or a file that describes another device.")
-    ] = "h100",
+        str | None,
+        typer.Option(
+            help="a100, h100, h200, or a file that describes another device; by default h100.",
+            show_default=False,
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            help="In place of --device: measure this machine for less than a minute, write what "
+            "is found to this new file, and plan for it.",
+            show_default=False,
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -107,16 +120,29 @@ def plan(
 ) -> None:
     """Compare all ways to place a run on ranks: the memory, what is sent, and the time of a step.
     Settings and options that are given are not varied. Needs no device."""
+    from ...kernel.errors import UsageError
     from ...run.tables import open_console
     from ..report.looking import looking
     from ..settings.config_files import requested
+    from ..settings.measured_device import measure_device
     from ..settings.plan import plan, show_plan
 
     of_model = [] if sequence is None else [f"recipe.sequence={sequence}"]
     options = requested(recipe, backend, config, [*(set_ or ()), *of_model])
+    if calibrate is not None:
+        if device is not None:
+            raise UsageError("--calibrate measures a device, and --device names one: give one")
+        typer.echo(measure_device(calibrate, world), err=True)
+        device = str(calibrate)
     with looking("looking at ways to place the run") as progress:
         found = plan(
-            options.recipe, options.backend, options.layers, world, device, memory, progress
+            options.recipe,
+            options.backend,
+            options.layers,
+            world,
+            device or "h100",
+            memory,
+            progress,
         )
     if json:
         print_json(found)
