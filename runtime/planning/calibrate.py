@@ -46,9 +46,8 @@ _TIME_LIMIT = timedelta(minutes=5)
 def num_local_ranks(world_size: int) -> int:
     """Return how many of these ranks this machine can hold: one for each accelerator, or for each
     core."""
-    device = torch.accelerator.current_accelerator()
-    found = num_cores() if device is None else torch.accelerator.device_count()
-    return max(1, min(found, world_size))
+    here = torch.accelerator.device_count() if torch.accelerator.is_available() else num_cores()
+    return min(here, world_size)
 
 
 def calibrate(name: str, num_ranks: int, memory_bytes: int) -> Device:
@@ -92,7 +91,7 @@ def speeds_of_ranks() -> dict[str, Any]:
     """Return the speeds that the ranks of the process group have while all of them work: fields of
     `Device`. Called by all of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         device = torch.device("cpu")
         torch.set_num_threads(max(1, num_cores() // size))
