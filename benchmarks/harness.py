@@ -109,6 +109,10 @@ class Benchmark:
     processes: int = 1
     needs: Mapping[str, str] = field(default_factory=dict)
     """Candidate -> the package that it needs besides drivetrain's own."""
+    before: Callable[[], Any] | None = None
+    """Returns what is measured once, before all candidates: see `found_before`."""
+    conclusion: Callable[[Mapping[str, Any]], str] = lambda record: ""
+    """Return a sentence on a record, for the end of its table."""
     missing: Callable[[], str] = str
     """Return why nothing can be measured on this machine, or an empty string. `--quick` runs
     anyway.
@@ -127,16 +131,17 @@ class Benchmark:
         load, started = os.getloadavg()[0], time.time()
         blocks = min(self.blocks, 2) if quick else self.blocks
         measured: dict[str, list[Measured]] = {name: [] for name in self.here()}
+        before = None if self.before is None else self.before()
         for number in range(1, count + 1):
             with contextlib.ExitStack() as round_:
                 begun: dict[str, Callable[[], Measured]] = {}
                 for name, found in measured.items():
                     report(f"{self.name}: round {number} of {count}, {name}")
                     if blocks:
-                        begun[name] = round_.enter_context(self._process(name, quick))
+                        begun[name] = round_.enter_context(self._process(name, quick, before))
                         begun[name]()
                     else:
-                        with self._process(name, quick) as measure:
+                        with self._process(name, quick, before) as measure:
                             found.append(measure())
                 for _ in range(blocks):
                     for name, measure in begun.items():
@@ -150,18 +155,21 @@ class Benchmark:
             **({"blocks": blocks} if blocks else {}),
             "quick": quick,
             "machine": machine() | {"load_before": load, "seconds": round(seconds)},
+            **({} if before is None else {"before": before}),
             "measured": measured,
         }
 
     @contextlib.contextmanager
-    def _process(self, candidate: str, quick: bool) -> Iterator[Callable[[], Measured]]:
+    def _process(
+        self, candidate: str, quick: bool, before: Any
+    ) -> Iterator[Callable[[], Measured]]:
         """A candidate's process; it measures at each call of what this gives, and waits between."""
         with tempfile.TemporaryDirectory() as folder, open(f"{folder}/stderr", "w+") as errors:
             command = torchrun(self.processes, folder) if self.processes > 1 else [sys.executable]
             command += ["-m", "benchmarks.one", self.name, candidate]
             command += ["--quick"] if quick else []
             turns = [_pipe(f"{folder}/{rank}") for rank in range(self.processes)]
-            environment = {**os.environ, TURNS: folder}
+            environment = {**os.environ, TURNS: folder, BEFORE: json.dumps(before)}
             with subprocess.Popen(
                 command, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
             ) as process:
@@ -212,6 +220,14 @@ ANSWER = "measured: "
 """Begins the line in which a candidate's process reports its figures."""
 TURNS = "BENCHMARK_TURNS"
 """Names the folder of the pipes by which a candidate's ranks receive their turn."""
+BEFORE = "BENCHMARK_BEFORE"
+"""Holds what was measured before all candidates, as JSON."""
+
+
+def found_before(measure: Callable[[], Any]) -> Any:
+    """Return what was measured before all candidates, in a candidate's process. One that was
+    started by hand measures it itself."""
+    return json.loads(os.environ[BEFORE]) if BEFORE in os.environ else measure()
 
 
 def _pipe(path: str) -> int:

@@ -2,56 +2,57 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from .estimates import Case, prepare
-from .harness import Benchmark, Column, Measured
+from .harness import Benchmark, Column, Measured, found_before
 
-__all__ = ["BENCHMARKS"]
+__all__ = ["BENCHMARKS", "rank_correlation"]
 
 NUM_RANKS = 2
-STEPS = 8
+STEPS = 7
 _UNMEASURED = 2
 """The first steps make what later ones have."""
-_BY_ONE = {"micro_batch": 1}
-_LAYOUTS = [
-    Case("GPT", "ddp"),
-    Case("GPT", "ddp", recomputed=True),
-    Case("GPT", "ddp", settings=_BY_ONE),
-    Case("GPT", "fsdp"),
-    Case("GPT", "fsdp", recomputed=True),
-    Case("GPT", "fsdp", settings=_BY_ONE),
-    *(Case("GPT", "deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
-    Case("GPT", "deepspeed", {"stage": 2}, _BY_ONE),
-    Case("GPT", "mesh", {"tensor": 2}),
-    Case("GPT", "mesh", {"tensor": 2}, recomputed=True),
-    Case("GPT", "mesh", {"tensor": 2}, _BY_ONE),
-    Case("GPT", "mesh", {"context": 2}),
+_PLACES: list[tuple[str, dict[str, Any]]] = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    *(("deepspeed", {"stage": stage}) for stage in (1, 2, 3)),
+    ("mesh", {"tensor": 2}),
+    ("mesh", {"context": 2}),
 ]
-CASES = {case.title: case for case in _LAYOUTS}
+CASES = {
+    case.title: case
+    for backend, options in _PLACES
+    for case in (
+        Case("GPT", backend, options),
+        Case("GPT", backend, options, recomputed=True),
+        Case("GPT", backend, options, {"micro_batch": 1}),
+    )
+}
+
+
+def calibrate() -> dict[str, Any]:
+    """Return the speeds of this machine, as `drivetrain plan --calibrate` writes them."""
+    from drivetrain.planning.calibrate import calibrate
+
+    return dataclasses.asdict(calibrate("here", NUM_RANKS, memory_bytes=1))
 
 
 def measure(title: str, quick: bool) -> Measured:
     """Return the seconds of a step that are expected of this machine, and those of a run."""
-    import torch.distributed as dist
-
     from drivetrain.kernel.events import StepEnded
-    from drivetrain.planning.calibrate import speeds_of_ranks
     from drivetrain.planning.devices import Device
     from drivetrain.planning.estimate import estimate
     from drivetrain.trainer.fit import fit
 
     case = CASES[title]
     run = prepare(case, NUM_RANKS, quick, steps=STEPS)
-    dist.init_process_group()
-    speeds = speeds_of_ranks()
-    dist.destroy_process_group()
-    network = {"network_bytes_per_second": speeds["machine_bytes_per_second"]}
-    machine = {"memory_bytes": 1.0, "ranks_per_machine": NUM_RANKS}
-    device = Device("here", "measured", **machine, **network, **speeds)
-    expected = estimate(run.expected, device)
+    expected = estimate(run.expected, Device(**found_before(calibrate)))
     ends: list[float] = []
 
     def note(event: object) -> None:
@@ -69,10 +70,35 @@ def measure(title: str, quick: bool) -> Measured:
     return {
         "expected": expected.seconds,
         "measured": measured,
+        "error": expected.seconds / measured - 1,
         "compute": expected.compute_seconds,
         "memory": expected.memory_seconds,
         "network": expected.network_seconds,
     }
+
+
+def rank_correlation(record: Mapping[str, Any]) -> float:
+    """Return Spearman's correlation of the expected times with the measured ones."""
+    found = record["measured"].values()
+    expected, measured = (
+        _ranks([statistics.median(each[name] for each in rounds) for rounds in found])
+        for name in ("expected", "measured")
+    )
+    return statistics.correlation(expected, measured)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value among all in order; equal ones share their mean place."""
+    return [
+        sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values
+    ]
+
+
+def _conclusion(record: Mapping[str, Any]) -> str:
+    return (
+        "Rank correlation of the expected and the measured times (Spearman): "
+        f"{rank_correlation(record):.2f}."
+    )
 
 
 BENCHMARKS = [
@@ -80,18 +106,22 @@ BENCHMARKS = [
         "layouts",
         f"Time of a step that a plan expects, with {NUM_RANKS} processes over gloo",
         f"A GPT of 55 million parameters is trained by {NUM_RANKS} processes, which are placed in "
-        "several ways. Expected: the time of a step by what it computes, moves and sends, with the "
-        "speeds of this machine, which are measured before each run as `drivetrain plan "
-        f"--calibrate` does ([plan a run](guides/plan.md)). Measured: the median of {STEPS} steps, "
-        f"without the first {_UNMEASURED + 1}. What matters is their order, since a plan ranks "
-        "ways.",
+        f"{len(_PLACES)} ways, each as it is, with blocks that are computed again in the backward, "
+        "and with microbatches of one sample. Expected: the time of a step by what it computes, "
+        "moves and sends, with the speeds of this machine, which are measured once before all, as "
+        "`drivetrain plan --calibrate` does ([plan a run](guides/plan.md)). Measured: the median "
+        f"of {STEPS} steps without the first {_UNMEASURED + 1}. What matters is their order, since "
+        "a plan ranks ways.",
         {title: title for title in CASES},
         measure,
         (
             Column("expected, s", "expected", digits=2),
             Column("measured, s", "measured", digits=2),
+            Column("error, %", "error", scale=100, digits=0),
         ),
         plotted="measured, s",
         processes=NUM_RANKS,
+        before=calibrate,
+        conclusion=_conclusion,
     )
 ]

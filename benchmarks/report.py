@@ -45,9 +45,10 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table(benchmark: Benchmark, record: Mapping[str, Any]) -> str:
-    """The candidates' figures."""
+    """The candidates' figures, and what follows from them."""
     head = ["", *(column.title for column in benchmark.columns)]
-    return markdown(head, benchmark.rows(record))
+    conclusion = benchmark.conclusion(record)
+    return markdown(head, benchmark.rows(record)) + (f"\n{conclusion}\n" if conclusion else "")
 
 
 def where(record: Mapping[str, Any]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.multiprocessing import (  # type: ignore[attr-defined]
     ProcessExitedException,
     ProcessRaisedException,
@@ -26,11 +29,13 @@ from ..kernel.errors import DrivetrainError
 from ..trainer.time_accounting import num_cores
 from .devices import Device
 
-__all__ = ["calibrate", "num_local_ranks", "speeds_of_ranks"]
+__all__ = ["calibrate", "num_local_ranks"]
 
 _LONG_ENOUGH = 0.02
 """Seconds that what is measured takes at least, unless it is of the largest size."""
 _REPEATS = 5
+_TOTAL = 0.4
+"""Seconds for which a measurement is repeated."""
 _PRODUCTS = {
     "float64": (torch.float64, "highest"),
     "float32": (torch.float32, "highest"),
@@ -41,6 +46,21 @@ _PRODUCTS = {
 """Products of matrices by name, see `Device.flops_per_second`: dtype, and the precision of products
 of float32."""
 _TIME_LIMIT = timedelta(minutes=5)
+
+_Collective = Callable[[Tensor, Tensor], object]
+"""A collective of a whole tensor, and of the part of a rank."""
+
+
+def _sum(whole: Tensor, part: Tensor) -> object:
+    return dist.all_reduce(whole)
+
+
+_COLLECTIVES: dict[str, _Collective] = {
+    "all_gather": dist.all_gather_into_tensor,
+    "reduce_scatter": lambda whole, part: dist.reduce_scatter_tensor(part, whole),
+    "all_to_all": lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole),
+}
+"""Collectives by their names in the table of a device, besides sums."""
 
 
 def num_local_ranks(world_size: int) -> int:
@@ -80,16 +100,16 @@ def _measure(rank: int, num_ranks: int, folder: str, parent: int) -> None:
     store = dist.FileStore(f"{folder}/store", num_ranks)  # type: ignore[attr-defined]
     dist.init_process_group(store=store, rank=rank, world_size=num_ranks, timeout=_TIME_LIMIT)
     try:
-        found = speeds_of_ranks()
+        found = _speeds_of_ranks()
     finally:
         dist.destroy_process_group()
     if rank == 0:
         Path(folder, "speeds.json").write_text(json.dumps(found))
 
 
-def speeds_of_ranks() -> dict[str, Any]:
-    """Return the speeds that the ranks of the process group have while all of them work: fields of
-    `Device`. Called by all of them."""
+def _speeds_of_ranks() -> dict[str, Any]:
+    """Return the speeds that each rank of the process group has while all of them work: fields of
+    `Device`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -106,9 +126,9 @@ def speeds_of_ranks() -> dict[str, Any]:
             for name, (dtype, precision) in _PRODUCTS.items()
             if (flops := _flops_per_second(dtype, precision, device))
         },
-        "machine_bytes_per_second": _sent_per_second(device) if size > 1 else copied,
         "operation_seconds": _operation_seconds(device),
-        "message_seconds": _message_seconds(device) if size > 1 else 0.0,
+        "new_byte_seconds": _new_byte_seconds(device),
+        **(_link(device) if size > 1 else {"machine_bytes_per_second": copied}),
     }
 
 
@@ -141,19 +161,8 @@ def _copied_per_second(device: torch.device) -> float:
     return 2 * size / seconds
 
 
-def _sent_per_second(device: torch.device) -> float:
-    """Return the bytes that a rank sends in a second in sums over all ranks."""
-
-    def summed(size: int) -> Callable[[], object]:
-        values = torch.zeros(size // 4, device=device)
-        return lambda: dist.all_reduce(values)
-
-    size, seconds = _first_long(summed, (2**power for power in range(20, 29)), device)
-    num_ranks = dist.get_world_size()
-    return 2 * (num_ranks - 1) / num_ranks * size / seconds
-
-
 def _operation_seconds(device: torch.device) -> float:
+    """Return the seconds of an operation on a few numbers, with what autograd adds."""
     values = torch.zeros(8, device=device, requires_grad=True)
     count = 1000
 
@@ -165,39 +174,98 @@ def _operation_seconds(device: torch.device) -> float:
     return _seconds(many, device) / count
 
 
-def _message_seconds(device: torch.device) -> float:
-    values, count = torch.zeros(8, device=device), 20
+def _new_byte_seconds(device: torch.device) -> float:
+    """Return how much longer a byte of a new tensor takes than one of a tensor that exists."""
+    size = 1 << 26
+    values = torch.ones(size, dtype=torch.uint8, device=device)
+    new = _seconds(lambda: torch.ones(size, dtype=torch.uint8, device=device), device)
+    return max(new - _seconds(lambda: values.fill_(1), device), 0.0) / size
 
-    def many() -> None:
+
+def _link(device: torch.device) -> dict[str, Any]:
+    """Return how quickly the ranks of this machine send to each other, and how far they compute
+    meanwhile."""
+    size, sending = _first_long_message(_sum, device)
+    efficiency = {}
+    for name, act in _COLLECTIVES.items():
+        whole, seconds = _first_long_message(act, device)
+        efficiency[name] = whole / seconds / (2 * size / sending)  # a sum sends each byte twice
+    others = 1 - 1 / dist.get_world_size()
+    return {
+        "machine_bytes_per_second": 2 * others * size / sending,
+        "message_seconds": _seconds(_message(_sum, 1024, device), device),
+        "overlap": _overlap(size, sending, device),
+        "collective_efficiency": efficiency,
+    }
+
+
+def _overlap(size: int, sending: float, device: torch.device) -> float:
+    """Return the part of a message's time in which this device computes at full speed.
+
+    `sending`: seconds of a sum over all ranks of `size` bytes.
+    """
+    values, factor = torch.zeros(size // 4, device=device), torch.rand(512, 512, device=device)
+    count = math.ceil(sending / _seconds(lambda: factor @ factor, device))
+
+    def compute() -> None:
         for _ in range(count):
-            dist.all_reduce(values)
+            factor @ factor
 
-    return _seconds(many, device) / count
+    def compute_and_send() -> None:
+        message = dist.all_reduce(values, async_op=True)
+        compute()
+        message.wait()
+
+    computing, together = _seconds(compute, device), _seconds(compute_and_send, device)
+    saved = (sending + computing - together) / min(sending, computing)
+    return min(max(saved, 0.0), 1.0)
+
+
+def _first_long_message(act: _Collective, device: torch.device) -> tuple[int, float]:
+    """Return the bytes of a whole that takes long enough to be measured, and its seconds."""
+    sizes = (2**power for power in range(20, 29))
+    return _first_long(lambda size: _message(act, size, device), sizes, device)
+
+
+def _message(act: _Collective, size: int, device: torch.device) -> Callable[[], object]:
+    """Return a function that calls a collective with a whole of `size` bytes."""
+    num_ranks = dist.get_world_size()
+    part = torch.zeros(size // 4 // num_ranks, device=device)
+    return partial(act, part.repeat(num_ranks), part)
 
 
 def _first_long(
     of_size: Callable[[int], Callable[[], object]], sizes: Iterable[int], device: torch.device
 ) -> tuple[int, float]:
     """Return the first size that takes long enough to be measured, or the last, and its seconds."""
-    size, seconds = 0, 0.0
     for size in sizes:
-        seconds = _seconds(of_size(size), device)
+        act = of_size(size)
+        seconds = _seconds(act, device, total=0.0)
         if seconds >= _LONG_ENOUGH:
             break
-    return size, seconds
+    return size, _seconds(act, device)
 
 
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds that this takes on the slowest rank, while all ranks do it."""
+def _seconds(act: Callable[[], object], device: torch.device, total: float = _TOTAL) -> float:
+    """Return the seconds that this takes on the slowest rank, while all ranks do it: the median of
+    at least `_REPEATS` times, and of as many as take `total` seconds."""
     act()
-    taken = []
-    for _ in range(_REPEATS):
-        dist.barrier()
-        start = time.perf_counter()
-        act()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        taken.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(taken), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    first = _slowest(_once(act, device), device)
+    count = max(_REPEATS, math.ceil(total / first))
+    return _slowest(statistics.median(_once(act, device) for _ in range(count)), device)
+
+
+def _once(act: Callable[[], object], device: torch.device) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float, device: torch.device) -> float:
+    """Return the largest of these seconds of all ranks."""
+    value = torch.tensor(seconds, device=device)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)

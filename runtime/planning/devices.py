@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,28 +39,42 @@ class Device:
     """Time that an operation takes at least."""
     message_seconds: float = 0.0
     """Time that a message takes, besides that of its bytes."""
+    overlap: float = 1.0
+    """Part of the time of a message in which computing continues at full speed, from 0 to 1: 0
+    where the processor that computes also sends."""
+    collective_efficiency: Mapping[str, float] = field(default_factory=dict)
+    """Part of the speed of links that a collective reaches, by its name in `torch.distributed`,
+    such as `all_gather`; others reach all of it."""
+    new_byte_seconds: float = 0.0
+    """Time that a byte of a large new tensor takes, where each asks the system for its memory: on
+    the host."""
 
     def __post_init__(self) -> None:
         for key in _TEXTS:
             if not isinstance(text := getattr(self, key), str):
                 raise SettingError(f"{key} of a device is {text!r:.80}; it must be a text")
         numbers = {key: value for key, value in vars(self).items() if key not in _TEXTS}
-        speeds = numbers.pop("flops_per_second")
-        if not isinstance(speeds, Mapping) or "float32" not in speeds:
+        for key, known in _NAMES.items():
+            table = numbers.pop(key)
+            if not isinstance(table, Mapping) or not {*table} <= {*known}:
+                raise SettingError(
+                    f"{key} of the device {self.name!r} is {table!r}; it must be a table, such as "
+                    f'{{"{known[0]}": 0.5}}. Names are {", ".join(known)}'
+                )
+            numbers |= {f"{key}.{name}": value for name, value in table.items()}
+        if "float32" not in self.flops_per_second:
             raise SettingError(
-                f"flops_per_second of the device {self.name!r} is {speeds!r}; it must give FLOPs "
-                'per second by dtype, at least those of float32: {"float32": 6.7e13}'
+                f"flops_per_second of the device {self.name!r} is {self.flops_per_second!r}; it "
+                "must give at least those of float32"
             )
-        numbers |= {f"flops_per_second.{dtype}": value for dtype, value in speeds.items()}
         for key, value in numbers.items():
             whole = key == "ranks_per_machine"
-            is_number = isinstance(value, int if whole else int | float) and value is not True
-            may_be_none = key in _LATENCIES
-            if not is_number or not (0 < value < math.inf or (may_be_none and value == 0)):
+            is_number = isinstance(value, int if whole else int | float)
+            least, most, bounds = _BOUNDS.get(key, (math.ulp(0.0), sys.float_info.max, "above 0"))
+            if not is_number or isinstance(value, bool) or not least <= value <= most:
                 what = "a whole number" if whole else "a number"
-                least = "of 0 or more" if may_be_none else "above 0"
                 raise SettingError(
-                    f"{key} of the device {self.name!r} is {value!r}; it must be {what} {least}"
+                    f"{key} of the device {self.name!r} is {value!r}; it must be {what} {bounds}"
                 )
 
     def in_machines_of(self, world_size: int) -> Device:
@@ -75,9 +90,43 @@ class Device:
             name = "tensorfloat32"
         return self.flops_per_second.get(name, self.flops_per_second["float32"])
 
+    def efficiency_of(self, collective: str) -> float:
+        """Return the part of the speed of links that a collective reaches."""
+        name = collective.replace("_", "")
+        parts = self.collective_efficiency.items()
+        return next((part for key, part in parts if key.replace("_", "") in name), 1.0)
+
 
 _TEXTS = ("name", "source")
-_LATENCIES = ("operation_seconds", "message_seconds")
+_NAMES = {
+    "flops_per_second": (
+        "float32",
+        "tensorfloat32",
+        "bfloat16",
+        "float16",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "int8",
+    ),
+    "collective_efficiency": (
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "all_reduce",
+        "broadcast",
+    ),
+}
+"""The names that tables of a device may have."""
+_BOUNDS = {
+    "operation_seconds": (0.0, sys.float_info.max, "of 0 or more"),
+    "message_seconds": (0.0, sys.float_info.max, "of 0 or more"),
+    "overlap": (0.0, 1.0, "from 0 to 1"),
+    "new_byte_seconds": (0.0, sys.float_info.max, "of 0 or more"),
+}
+"""The least and the largest value of fields, in words, too; others are above 0."""
 _DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"
 _H100 = Device(
     name="h100",
@@ -141,10 +190,15 @@ def find_device(name: str) -> Device:
         raise SettingError(f"device {name!r} cannot be read: {error}") from error
     given = {*table} if isinstance(table, Mapping) else set()
     wrong = [f"{key} is missing" for key in _NEEDED if key not in given]
-    wrong += [f"{key} is unknown" for key in sorted(given - {*_NEEDED, *_LATENCIES})]
+    wrong += [f"{key} is unknown" for key in sorted(given - {*_FIELDS})]
     if wrong:
         raise SettingError(f"device {name!r} must be a table of {len(_NEEDED)}: {', '.join(wrong)}")
     return Device(**table)
 
 
-_NEEDED = [field.name for field in dataclasses.fields(Device) if field.name not in _LATENCIES]
+_FIELDS = {each.name: each for each in dataclasses.fields(Device)}
+_MISSING = (dataclasses.MISSING, dataclasses.MISSING)
+_NEEDED = [
+    name for name, each in _FIELDS.items() if (each.default, each.default_factory) == _MISSING
+]
+"""The fields that a table must have."""

@@ -18,6 +18,10 @@ _FORWARDS_OF_STEP = 3
 """A step without recomputation takes as many FLOPs as so many forwards, since a backward multiplies
 each matrix twice: appendix B of https://arxiv.org/abs/2204.02311."""
 
+_REUSED_BYTES = 32 << 20
+"""The C library asks the system for each larger piece of memory, and keeps smaller ones: see
+`M_MMAP_THRESHOLD` of https://man7.org/linux/man-pages/man3/mallopt.3.html."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -69,9 +73,10 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
     """Estimate a step on this device.
 
     An operation takes as long as its FLOPs, or its bytes if they take longer (roofline,
-    https://doi.org/10.1145/1498765.1498785), and at least `Device.operation_seconds`. Messages take
-    the time of their bytes over the slower link, and `Device.message_seconds`. Those that a forward
-    or backward need not wait for take no time beside its longer computations.
+    https://doi.org/10.1145/1498765.1498785), at least `Device.operation_seconds`, and what a large
+    result adds (`Device.new_byte_seconds`). Messages take the time of their bytes over the slower
+    link, and `Device.message_seconds`. Those that a forward or backward need not wait for take no
+    time beside its longer computations, as far as the device can do both (`Device.overlap`).
     """
     parts: dict[tuple[bool, str], _Part] = defaultdict(_Part)
     times = {False: step.num_microbatches - 1, True: 1}
@@ -85,6 +90,8 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
             part.compute += seconds
         else:
             part.memory += moving
+        if operation.new_bytes > _REUSED_BYTES:
+            part.memory += operation.new_bytes * device.new_byte_seconds
         flops += times[operation.is_last] * operation.flops
         at_peak += times[operation.is_last] * seconds
         if operation.phase == FORWARD:
@@ -98,10 +105,12 @@ def estimate(step: SymbolicStep, device: Device) -> Estimate:
         by_link = sent_bytes(message, device.ranks_per_machine)
         for link, num_bytes in by_link.items():
             sent[link] += times[message.is_last] * num_bytes
-        seconds = max(by_link[link] / speeds[link] for link in LINKS) + device.message_seconds
+        seconds = max(by_link[link] / speeds[link] for link in LINKS)
+        seconds = seconds / device.efficiency_of(message.name) + device.message_seconds
         part = parts[message.is_last, message.phase]
         if message.overlaps and message.phase != UPDATE:
-            part.overlapped += seconds
+            part.overlapped += device.overlap * seconds
+            part.waited += (1 - device.overlap) * seconds
         else:
             part.waited += seconds
     compute, memory, network = (

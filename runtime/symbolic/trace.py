@@ -25,16 +25,19 @@ class Operation(NamedTuple):
     flops: int
     num_bytes: int
     """Bytes that are read and written; none if the result is a view."""
+    new_bytes: int = 0
+    """Bytes of the result's memory, unless it is an argument's."""
 
     def without_amounts(self) -> Operation:
         """Return what is the same for other sizes."""
-        return self._replace(flops=0, num_bytes=0)
+        return self._replace(flops=0, num_bytes=0, new_bytes=0)
 
     def extended(self, other: Operation, count: int) -> Operation:
         """Return the operation after `count` of the steps that lead from this one to the other."""
         return self._replace(
             flops=_extended(self.flops, other.flops, count),
             num_bytes=_extended(self.num_bytes, other.num_bytes, count),
+            new_bytes=_extended(self.new_bytes, other.new_bytes, count),
         )
 
 

@@ -58,10 +58,11 @@ class Work:
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
         moved = _moved_bytes(func, args, kwargs, result)
-        if not flops and not moved:
+        new = _new_bytes(args, kwargs, result)
+        if not flops and not moved and not new:
             return None
         first = next(tensors_of([args, kwargs, result]))
-        return Operation(phase, self.is_last, first.dtype, flops, moved)
+        return Operation(phase, self.is_last, first.dtype, flops, moved, new)
 
     def _message(self, phase: str, func: Any, args: Any, result: Any) -> Message | None:
         name = func.overloadpacket.__name__
@@ -92,6 +93,13 @@ def _moved_bytes(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         if not (is_written and (argument.is_out or name in _REPLACING)):
             read.append(value)
     return _distinct_bytes(tensors_of(read)) + _distinct_bytes(tensors_of(written))
+
+
+def _new_bytes(args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes of the result's memory that is not an argument's."""
+    known = {id(each.untyped_storage()) for each in tensors_of([args, kwargs])}
+    made = {id(each.untyped_storage()): each.untyped_storage() for each in tensors_of(result)}
+    return sum(storage.nbytes() for key, storage in made.items() if key not in known)
 
 
 def _distinct_bytes(tensors: Iterable[Tensor]) -> int:

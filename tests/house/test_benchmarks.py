@@ -106,6 +106,18 @@ def test_the_memory_that_a_plan_expects_is_near_the_measured_one() -> None:
     assert max(errors) <= 0.10
 
 
+def test_a_rank_correlation_is_of_places(benchmark_module: Callable[[str], Any]) -> None:
+    def of(expected: list[float], measured: list[float]) -> float:
+        pairs = zip(expected, measured, strict=True)
+        rounds = {str(e): [{"expected": e, "measured": m}] for e, m in pairs}
+        return float(benchmark_module("layouts").rank_correlation({"measured": rounds}))
+
+    assert of([1, 2, 3, 4], [10, 20, 30, 1000]) == pytest.approx(1)
+    assert of([1, 2, 3, 4], [40, 30, 20, 10]) == pytest.approx(-1)
+    # SciPy's spearmanr
+    assert of([1, 2, 3, 4], [10, 10, 30, 20]) == pytest.approx(0.7378647873726218)
+
+
 @pytest.mark.slow
 def test_the_memory_of_a_plan_is_measured() -> None:
     assert abs(measured("estimates", "autoencoder, cpu")["error"]) <= 0.10

@@ -34,9 +34,15 @@ def test_a_plan_for_this_machine_has_speeds_of_ranks_that_share_it(tmp_path: Pat
     assert all(1e7 < speed < 1e17 for speed in speeds.values())
     assert 1e8 < device.memory_bytes_per_second < 1e14
     assert 1e6 < device.machine_bytes_per_second < 1e13
-    assert 0 < device.operation_seconds < 0.1
+    assert 0 < device.operation_seconds < 0.1 and 0 <= device.new_byte_seconds < 1e-6
+    assert 0 <= device.overlap <= 1
+    if device.ranks_per_machine > 1:
+        parts = device.collective_efficiency
+        assert {*parts} == {"all_gather", "reduce_scatter", "all_to_all"}
+        assert all(0.001 < part < 1000 for part in parts.values())
 
 
+@pytest.mark.slow
 def test_one_rank_sends_no_messages() -> None:
     device = calibrate("alone", 1, 1000)
     assert device.message_seconds == 0 and device.machine_bytes_per_second > 0

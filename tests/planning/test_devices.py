@@ -90,6 +90,16 @@ def test_a_name_that_is_not_known_is_refused() -> None:
         ({"flops_per_second": {"float32": -1}}, r"flops_per_second\.float32 of the device"),
         ({"operation_seconds": -1}, "operation_seconds of the device 'mine' is -1; it must be a n"),
         ({"message_seconds": True}, "message_seconds of the device 'mine' is True"),
+        ({"overlap": 1.5}, "overlap of the device 'mine' is 1.5; it must be a number from 0 to 1"),
+        (
+            {"new_byte_seconds": -1},
+            "new_byte_seconds of the device 'mine' is -1; it must be a numb",
+        ),
+        ({"collective_efficiency": 1}, "collective_efficiency of the device 'mine' is 1; it must"),
+        ({"collective_efficiency": {"all_gather": 0}}, r"collective_efficiency\.all_gather of the"),
+        ({"collective_efficiency": {"gather": 0.5}}, "Names are all_gather, reduce_scatter, all_"),
+        ({"flops_per_second": {"float32": 1, "fp16": 1}}, "Names are float32, tensorfloat32, bf"),
+        ({"message_seconds": False}, "message_seconds of the device 'mine' is False"),
         ({"memory": 1}, "must be a table of 8: memory is unknown"),
     ],
 )

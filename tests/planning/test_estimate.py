@@ -52,6 +52,33 @@ def test_operations_and_messages_have_a_least_time() -> None:
     assert after.network_seconds == before.network_seconds + 0.25
 
 
+@pytest.mark.parametrize(("overlap", "waited"), [(1.0, 0.0), (0.25, 0.75), (0.0, 1.0)])
+def test_a_device_may_compute_more_slowly_beside_messages(overlap: float, waited: float) -> None:
+    sums = message("all_reduce", 20, 0, 1, overlaps=True)
+    step = SymbolicStep({}, 1, 1, (operation(5000, 0, BACKWARD),), (sums,))
+    found = estimate(step, replace(DEVICE, overlap=overlap))
+    assert (found.compute_seconds, found.network_seconds) == (5.0, waited)
+
+
+def test_a_large_new_tensor_takes_time_for_its_memory() -> None:
+    limit = 32 << 20
+    results = [operation(1000, 0, new_bytes=size) for size in (limit, limit + 1, 2 * limit)]
+    step = SymbolicStep({}, 1, 1, tuple(results), ())
+    assert estimate(step, DEVICE).memory_seconds == 0
+    slow = estimate(step, replace(DEVICE, new_byte_seconds=2.0))
+    assert (slow.compute_seconds, slow.memory_seconds) == (3.0, 2.0 * (3 * limit + 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("all_reduce", 1), ("allgather_base", 4), ("all_gather_into_tensor", 4)]
+)
+def test_a_kind_of_collective_may_be_slower(name: str, times: int) -> None:
+    device = replace(DEVICE, collective_efficiency={"all_gather": 0.25})
+    step = SymbolicStep({}, 1, 1, (), (message(name, 40, 0, 1),))
+    usual, found = (estimate(step, each).network_seconds for each in (DEVICE, device))
+    assert found == times * usual > 0
+
+
 def test_an_operation_takes_the_longer_of_its_two_times() -> None:
     step = found(operation(2000, 100), operation(100, 300))
     assert (step.compute_seconds, step.memory_seconds) == (2.0, 3.0)

@@ -122,23 +122,37 @@ def test_bytes_are_those_that_are_read_and_written() -> None:
     assert (7 + 1) * WEIGHTS <= moved <= (8 + 1) * WEIGHTS + 1000
 
 
+def change_of(amount: str, change: Callable[[Tensor, Tensor], object]) -> int:
+    """Return by how much a loss that also changes two tensors of 4,000 bytes has more."""
+
+    def loss(module: nn.Module, batch: tuple[Tensor], change: Any = change) -> Tensor:
+        result: Tensor = module(batch[0]).sum()
+        with torch.no_grad():
+            change(torch.empty(1000), torch.empty(1000))
+        return result
+
+    changing, plain = (
+        found(recipe=replace(RECIPE, loss=partial(loss, change=each)))
+        for each in (change, lambda first, second: None)
+    )
+    both = [sum(getattr(each, amount) for each in one.operations) for one in (changing, plain)]
+    return both[0] - both[1]
+
+
 def test_a_tensor_that_is_replaced_is_not_read() -> None:
-    def moved(change: Callable[[Tensor, Tensor], Tensor]) -> int:
-        def loss(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
-            result: Tensor = module(batch[0]).sum()
-            with torch.no_grad():
-                change(torch.empty(1000), torch.empty(1000))
-            return result
-
-        step = found(recipe=replace(RECIPE, loss=loss))
-        plain = found(recipe=replace(RECIPE, loss=lambda module, batch: module(batch[0]).sum()))
-        both = [sum(each.num_bytes for each in one.operations) for one in (step, plain)]
-        return both[0] - both[1]
-
+    moved = partial(change_of, "num_bytes")
     assert moved(Tensor.add) == moved(Tensor.add_) == 3 * 4000
     assert moved(Tensor.copy_) == 2 * 4000
     assert moved(lambda first, second: first.zero_()) == 4000
     assert moved(lambda first, second: first.view(10, 100)) == 0
+
+
+def test_new_memory_is_that_of_results_that_share_none_with_arguments() -> None:
+    new = partial(change_of, "new_bytes")
+    assert new(Tensor.add) == 4000
+    assert new(Tensor.add_) == new(lambda first, second: first.view(10, 100)) == 0
+    assert new(lambda first, second: torch.add(first, second, out=first)) == 0
+    assert new(lambda first, second: torch.empty(500)) == 2000
 
 
 def test_each_microbatch_is_counted() -> None:
