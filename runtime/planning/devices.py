@@ -121,10 +121,11 @@ _NAMES = {
 }
 """The names that tables of a device may have."""
 _BOUNDS = {
-    "operation_seconds": (0.0, sys.float_info.max, "of 0 or more"),
-    "message_seconds": (0.0, sys.float_info.max, "of 0 or more"),
+    **dict.fromkeys(
+        ("operation_seconds", "message_seconds", "new_byte_seconds"),
+        (0.0, sys.float_info.max, "of 0 or more"),
+    ),
     "overlap": (0.0, 1.0, "from 0 to 1"),
-    "new_byte_seconds": (0.0, sys.float_info.max, "of 0 or more"),
 }
 """The least and the largest value of fields, in words, too; others are above 0."""
 _DGX_H100 = "https://docs.nvidia.com/dgx/dgxh100-user-guide/introduction-to-dgxh100.html"

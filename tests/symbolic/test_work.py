@@ -125,18 +125,17 @@ def test_bytes_are_those_that_are_read_and_written() -> None:
 def change_of(amount: str, change: Callable[[Tensor, Tensor], object]) -> int:
     """Return by how much a loss that also changes two tensors of 4,000 bytes has more."""
 
-    def loss(module: nn.Module, batch: tuple[Tensor], change: Any = change) -> Tensor:
-        result: Tensor = module(batch[0]).sum()
-        with torch.no_grad():
-            change(torch.empty(1000), torch.empty(1000))
-        return result
+    def amount_with(change: Callable[[Tensor, Tensor], object]) -> int:
+        def loss(module: nn.Module, batch: tuple[Tensor]) -> Tensor:
+            result: Tensor = module(batch[0]).sum()
+            with torch.no_grad():
+                change(torch.empty(1000), torch.empty(1000))
+            return result
 
-    changing, plain = (
-        found(recipe=replace(RECIPE, loss=partial(loss, change=each)))
-        for each in (change, lambda first, second: None)
-    )
-    both = [sum(getattr(each, amount) for each in one.operations) for one in (changing, plain)]
-    return both[0] - both[1]
+        step = found(recipe=replace(RECIPE, loss=loss))
+        return sum(getattr(each, amount) for each in step.operations)
+
+    return amount_with(change) - amount_with(lambda first, second: None)
 
 
 def test_a_tensor_that_is_replaced_is_not_read() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from pathlib import Path
 
+from ...checkpoint.storage.local import replace_text
 from ...kernel.errors import SettingError
 from ...planning.calibrate import calibrate, num_local_ranks
 from ...planning.devices import Device
@@ -31,9 +31,7 @@ def measure_device(path: Path, world_size: int) -> str:
     num_ranks = num_local_ranks(world_size)
     memory_bytes = find_driver("auto").probe().memory_bytes
     device = calibrate(path.stem, num_ranks, memory_bytes)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(dataclasses.asdict(device), indent=1) + "\n")
-    partial.replace(path)
+    replace_text(path, json.dumps(dataclasses.asdict(device), indent=1) + "\n")
     return f"{path}: {_text(device, world_size)}"
 
 
