@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", type=one_of, metavar="K/N", help="the tests of part K of 0 to N-1")
 
 
-OUTER_FOLDER = pytest.StashKey[tuple[str | None, str | None]]()
+OUTER_FOLDER = pytest.StashKey[tuple[dict[str, str | None], str | None]]()
 CHANGED = pytest.StashKey[list[str]]()
 
 
@@ -42,9 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[CHANGED] = config.workerinput["changed"]
     else:
         config.stash[CHANGED] = changed(config.rootpath)
-        config.stash[OUTER_FOLDER] = os.environ.get("TMPDIR"), tempfile.tempdir
+        outer = {name: os.environ.get(name) for name in ("TMPDIR", FORK_SERVERS)}
+        config.stash[OUTER_FOLDER] = outer, tempfile.tempdir
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drivetrain-tests-")
+        os.environ[FORK_SERVERS] = tempfile.mkdtemp()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,11 +58,18 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Restore the outer folder, since a test may run pytest in its own process."""
     if OUTER_FOLDER in config.stash:
-        shutil.rmtree(os.environ.pop("TMPDIR"), ignore_errors=True)
+        shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
         outer, tempfile.tempdir = config.stash[OUTER_FOLDER]
-        if outer is not None:
-            os.environ["TMPDIR"] = outer
+        for name, value in outer.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
+
+FORK_SERVERS = "DRIVETRAIN_FORK_SERVERS"
+"""Environment variable of the conformance suite: workers share the processes that ranks are forked
+from, in a folder.
+"""
 
 ROOMS = ("backends", "faults", "reliability", "cli", "examples", "compat")
 """Folders whose tests start the most processes. The files of each are spread over the run, so that
@@ -151,11 +160,10 @@ def ranks_can_be_forked() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def ranks_end_with_their_file() -> Iterator[None]:
     """Close the pools at the end of a file, since ranks hold memory, and the next file of this
-    worker seldom has the same driver. Two fork servers that have imported torch stay for the next
-    file.
+    worker seldom has the same driver.
     """
     before = launch()
     yield
     assert launch() == before, "a test of this file left a launcher's environment behind"
     if harness := sys.modules.get("drivetrain.conformance.harness"):
-        harness.close_pools(kept_servers=2)
+        harness.close_pools()

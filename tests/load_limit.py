@@ -32,7 +32,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         while runnable() > MOST and runnable_below(os.getppid()) > MOST:
             if time.monotonic() > deadline:
                 break
-            time.sleep(CHANCE.uniform(0.2, 0.6))  # workers would otherwise begin together
+            time.sleep(CHANCE.uniform(0.5, 1.0))  # workers would otherwise begin together
     return (yield)
 
 

@@ -42,8 +42,8 @@ from drivetrain.trainer.settings import PRECISIONS
 # Stages differ only in what they shard. Laws on reassembled tensors are quick at every stage, the
 # others at stage 3 alone.
 OF_WHAT_IS_SHARDED = (
-    "1_gradient-clipped_adamw_equals_one_process-language",
-    "2_norm-norm_under_adamw",
+    "1_gradient-clipped_adamw_equals_one_process-language-micro_batch=2",
+    "2_norm-norm_under_adamw_is_that_of_one_process-language",
     "6_resume-resumed_run_is_bit_exact-stops=3",
     "6_resume-checkpoints_move_between_drivers_and_worlds-to",
 )

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from side_by_side import QUIET
+from subjects import subject
 from torch import nn
 
 from drivetrain import compat
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.subject import Subject
 
 WORDS = 40
 
@@ -80,7 +80,7 @@ def trained(bench: Bench, *, folder: str, batch: int) -> list[list[int]]:
 def test_an_adapted_model_writes_in_callbacks_what_it_writes_in_one_process(
     backend: str, tmp_path: Path
 ) -> None:
-    found = Subject(backend, 2).run(trained, folder=str(tmp_path / "two"), batch=2)
-    (alone,) = Subject("cpu").run(trained, folder=str(tmp_path / "one"), batch=4)
+    found = subject(backend, 2).run(trained, folder=str(tmp_path / "two"), batch=2)
+    (alone,) = subject("cpu").run(trained, folder=str(tmp_path / "one"), batch=4)
     assert found == [alone, alone]
     assert len({tuple(text) for text in alone}) > 2  # it learns

@@ -10,11 +10,11 @@ import pytest
 import torch
 from few_cases import only_quick
 from side_by_side import QUIET, losses, samples
+from subjects import subject
 from torch import Tensor, nn
 
 from drivetrain import compat
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import RecipeError
 
 
@@ -92,10 +92,10 @@ def by_hand() -> dict[str, Tensor]:
 
 
 SUBJECTS = {
-    "cpu": Subject("cpu"),
-    "ddp": Subject("ddp", 2),
-    "fsdp": Subject("fsdp", 2),
-    "zero-3": Subject("deepspeed", 2, {"stage": 3}),
+    "cpu": subject("cpu"),
+    "ddp": subject("ddp", 2),
+    "fsdp": subject("fsdp", 2),
+    "zero-3": subject("deepspeed", 2, {"stage": 3}),
 }
 
 

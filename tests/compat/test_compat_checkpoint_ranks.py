@@ -21,9 +21,9 @@ from side_by_side import (
     sentences,
     without_times,
 )
+from subjects import subject
 
 from drivetrain.compat.checkpoints.model_files import read_weights
-from drivetrain.conformance.subject import Subject
 
 EVERY_STEP: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -42,7 +42,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp(request.param)
     theirs = both(folder)[1].trainer(train_dataset=samples(24), **EVERY_STEP)
     theirs.train()
-    pair = Subject(request.param, 2, timeout_seconds=400)
+    pair = subject(request.param, 2, timeout_seconds=400)
     ranks = pair.run(checkpoint_ranks.everything, out=str(folder))
     return request.param, folder, ranks, losses(theirs)
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from side_by_side import Classifier, arguments, classifier, samples
+from subjects import subject
 from torch import Tensor, nn
 
 from drivetrain import compat
 from drivetrain.compat.errors import ArgumentError, ArgumentRefused
-from drivetrain.conformance.subject import Subject
 
 NAMES = ["inner.bias", "inner.weight", "outer.bias", "outer.weight"]
 
@@ -344,7 +344,7 @@ def test_nothing_is_reported_unless_asked(tmp_path: Path, caplog: pytest.LogCapt
 def test_two_ranks_report_what_one_process_does(tmp_path: Path) -> None:
     import diagnostics_ranks
 
-    both = Subject("ddp", 2).run(diagnostics_ranks.diagnosed, folder=str(tmp_path / "both"))
+    both = subject("ddp", 2).run(diagnostics_ranks.diagnosed, folder=str(tmp_path / "both"))
     logs = Logs()
     given: dict[str, Any] = {"bad_row": 7, "stats_steps": 1, "max_steps": 3}
     given |= {"per_device_train_batch_size": 4}

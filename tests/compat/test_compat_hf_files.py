@@ -12,10 +12,10 @@ import hf_files_ranks
 import pytest
 import transformers
 from side_by_side import losses, ours
+from subjects import subject
 
 from drivetrain import compat
 from drivetrain.compat.checkpoints.groups import aligned, aligned_schedule
-from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import SaveFailed
 
 
@@ -26,7 +26,7 @@ def test_deepspeed_writes_hf_s_files(tmp_path: Path) -> None:
     """Write at stage 3, also with adapters, which leave one of the optimizer's two groups empty.
     Both libraries resume from the files, in one process, too.
     """
-    pair = Subject("deepspeed", 2, timeout_seconds=400)
+    pair = subject("deepspeed", 2, timeout_seconds=400)
     ranks = pair.run(hf_files_ranks.write, out=str(tmp_path))
     assert ranks[0] == ranks[1]
     alone = {"per_device_train_batch_size": 4, "save_strategy": "no"}

@@ -10,8 +10,7 @@ import last_step_ranks
 import pytest
 import torch
 from last_step_ranks import checkpoints, order, trainer
-
-from drivetrain.conformance.subject import Subject
+from subjects import subject
 
 EVENTS = ["evaluate", "save"]
 
@@ -97,7 +96,7 @@ PAIRS = [("metrics", [1]), ("metrics", [0, 1]), ("predict", [0]), ("evaluate", [
 @pytest.mark.parametrize("backend", ["ddp", "fsdp"])
 @pytest.mark.parametrize(("fails", "ranks"), PAIRS)
 def test_ranks(tmp_path: Path, backend: str, fails: str, ranks: list[int]) -> None:
-    pair = Subject(backend, 2, timeout_seconds=400)
+    pair = subject(backend, 2, timeout_seconds=400)
     found = pair.run(
         last_step_ranks.failing, alone=True, folder=str(tmp_path), fails=fails, ranks=ranks
     )
@@ -118,7 +117,7 @@ def test_ranks_that_do_not_fail(tmp_path: Path, strategy: str) -> None:
     """The save before the last evaluation calls no events, and leaves nothing behind that the
     strategy leaves out."""
     asked = {"save_strategy": strategy, "metric_for_best_model": "steady"}
-    found = Subject("ddp", 2).run(
+    found = subject("ddp", 2).run(
         last_step_ranks.failing, alone=True, folder=str(tmp_path), fails="", ranks=[], **asked
     )
     best = strategy == "best"  # the metric never improves

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import memory_ranks
 import pytest
+from subjects import subject
 
 from drivetrain.conformance.harness import WorkerFailure
-from drivetrain.conformance.subject import Subject
 
 pytestmark = pytest.mark.slow
 """Tests of this file start processes of their own, since the end of one rank ends all."""
-PAIR = Subject("ddp", 2, timeout_seconds=100)
+PAIR = subject("ddp", 2, timeout_seconds=100)
 STEP = "rank 1 ran out of memory in step 3 with batches of 2 (CUDA out of memory. 2 samples are"
 SMALLER = "per_device_train_batch_size=1 and gradient_accumulation_steps=2"
 

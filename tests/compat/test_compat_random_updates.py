@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from side_by_side import arguments, classifier, samples
+from subjects import subject
 
 from drivetrain import compat
 from drivetrain.conformance.bench import Bench
 from drivetrain.conformance.optimizers import Noisy
-from drivetrain.conformance.subject import Subject
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ def noisy(bench: Bench, *, folder: str) -> dict[str, Any]:
 
 
 def test_replicas_draw_as_one_process_does(tmp_path: Path) -> None:
-    first, second = Subject("ddp", 2).run(noisy, folder=str(tmp_path / "pair"))
-    (alone,) = Subject("cpu", 1).run(noisy, folder=str(tmp_path / "alone"))
+    first, second = subject("ddp", 2).run(noisy, folder=str(tmp_path / "pair"))
+    (alone,) = subject("cpu", 1).run(noisy, folder=str(tmp_path / "alone"))
     for name, weight in first.items():
         assert weight.equal(second[name]), name
         assert weight.equal(alone[name]), name

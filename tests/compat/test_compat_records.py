@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from side_by_side import arguments, classifier, samples
+from subjects import subject
 from torch import Tensor
 from typer.testing import CliRunner
 
 from drivetrain import compat
 from drivetrain.cli.app import app
 from drivetrain.compat.errors import ArgumentError
-from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import DrivetrainError
 from drivetrain.run.parted import compare_runs
 from drivetrain.run.recorded_steps import read_steps
@@ -332,7 +332,7 @@ def test_two_ranks_are_replayed_by_them_and_by_one_process(
 
     def two(folder: Path, **given: Any) -> list[dict[str, Any]]:
         given = {"per_device_train_batch_size": 1, **given}
-        return Subject("ddp", 2).run(records_ranks.trained, folder=str(folder), **given)
+        return subject("ddp", 2).run(records_ranks.trained, folder=str(folder), **given)
 
     folder = tmp_path / "two"
     two(folder, run_records=True)
@@ -354,7 +354,7 @@ def test_a_batch_of_fewer_samples_than_ranks_counts(tmp_path: Path) -> None:
     import records_ranks
 
     given = {"max_steps": 2, "eval_strategy": "no", "save_strategy": "no"}
-    for changed in Subject("ddp", 2).run(records_ranks.odd, folder=str(tmp_path), **given):
+    for changed in subject("ddp", 2).run(records_ranks.odd, folder=str(tmp_path), **given):
         assert changed
 
 

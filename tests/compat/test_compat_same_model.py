@@ -9,18 +9,18 @@ import pytest
 import torch
 from few_cases import only_quick
 from side_by_side import QUIET, classifier, losses, samples
+from subjects import subject
 from torch import nn
 
 from drivetrain import Recipe, compat
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.subject import Subject
 
 SUBJECTS = {
-    "ddp": Subject("ddp", 2),
-    "fsdp": Subject("fsdp", 2),
-    "mesh": Subject("mesh", 2, {"tensor": 1}),
-    "zero-2": Subject("deepspeed", 2, {"stage": 2}),
-    "zero-3": Subject("deepspeed", 2, {"stage": 3}),
+    "ddp": subject("ddp", 2),
+    "fsdp": subject("fsdp", 2),
+    "mesh": subject("mesh", 2, {"tensor": 1}),
+    "zero-2": subject("deepspeed", 2, {"stage": 2}),
+    "zero-3": subject("deepspeed", 2, {"stage": 3}),
 }
 
 

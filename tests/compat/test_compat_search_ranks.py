@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import search_ranks
-
-from drivetrain.conformance.subject import Subject
+from subjects import subject
 
 pytestmark = pytest.mark.slow
 RATES = (0.01, 0.0001, 0.02)
@@ -17,7 +16,7 @@ RATES = (0.01, 0.0001, 0.02)
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the results of two ranks (see search_ranks.py)."""
     folder = tmp_path_factory.mktemp("search")
-    pair = Subject("deepspeed", 2, timeout_seconds=400)
+    pair = subject("deepspeed", 2, timeout_seconds=400)
     return pair.run(search_ranks.everything, out=str(folder))
 
 

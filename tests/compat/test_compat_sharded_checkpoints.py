@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from side_by_side import losses
+from subjects import subject
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from drivetrain import compat
 from drivetrain.compat.checkpoints.shards import read_shards
 from drivetrain.compat.checkpoints.zero_files import read_zero
-from drivetrain.conformance.subject import Subject
 from drivetrain.kernel.errors import CheckpointDamaged, CheckpointMismatch
 
 ALONE: dict[str, Any] = {"per_device_train_batch_size": 4, "save_strategy": "no"}
@@ -127,6 +127,6 @@ def test_parts_of_two_ranks_are_resumed(kind: str, model: str, tmp_path: Path) -
     trainer = hf_files_ranks.trainer(compat, model, tmp_path / "again", **ALONE)
     trainer.train(resume_from_checkpoint=str(folder))
     assert len(whole) == 4 and losses(trainer) == pytest.approx(whole, abs=1e-6)
-    pair = Subject("fsdp", 2, timeout_seconds=300)
+    pair = subject("fsdp", 2, timeout_seconds=300)
     ranks = pair.run(hf_files_ranks.resume, model=model, checkpoint=str(folder), out=str(tmp_path))
     assert ranks[0] == pytest.approx(whole, abs=1e-6)

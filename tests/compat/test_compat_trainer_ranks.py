@@ -11,9 +11,9 @@ import pytest
 import torch
 import trainer_ranks
 from side_by_side import samples
+from subjects import subject
 
 from drivetrain import compat
-from drivetrain.conformance.subject import Subject
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ Found = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Return the results of each rank, by library."""
-    pair, folder = Subject("ddp", 2, timeout_seconds=400), tmp_path_factory.mktemp("ranks")
+    pair, folder = subject("ddp", 2, timeout_seconds=400), tmp_path_factory.mktemp("ranks")
     return {
         library: pair.run(trainer_ranks.everything, library=library, folder=str(folder))
         for library in ("ours", "theirs")

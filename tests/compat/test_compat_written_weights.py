@@ -13,6 +13,7 @@ import pytest
 import torch
 from few_cases import only_quick
 from side_by_side import QUIET, Classifier, losses, samples
+from subjects import subject
 from torch import Tensor
 
 from drivetrain import compat
@@ -197,13 +198,13 @@ def near(found: Any, expected: Mapping[str, Any]) -> None:
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
 
 
-ONE = Subject("cpu")
+ONE = subject("cpu")
 SUBJECTS = {
-    "ddp": Subject("ddp", 2),
-    "fsdp": Subject("fsdp", 2),
-    "mesh": Subject("mesh", 2),
-    "zero-2": Subject("deepspeed", 2, {"stage": 2}),
-    "zero-3": Subject("deepspeed", 2, {"stage": 3}),
+    "ddp": subject("ddp", 2),
+    "fsdp": subject("fsdp", 2),
+    "mesh": subject("mesh", 2),
+    "zero-2": subject("deepspeed", 2, {"stage": 2}),
+    "zero-3": subject("deepspeed", 2, {"stage": 3}),
 }
 IN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 

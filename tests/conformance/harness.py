@@ -14,18 +14,17 @@ import json
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from .fork_server import ForkServer, WorkerFailure, last_words
 from .ports import free_port
 
 __all__ = ["Pool", "WorkerFailure", "lend"]
@@ -35,63 +34,6 @@ GRACE_SECONDS = 5.0
 
 MAX_WORKERS = 8
 """Idle pools are closed, the longest unused first, before there are more processes than this."""
-
-MAX_SERVERS = 4
-"""Fork servers without living ranks are closed, the longest unused first, before there are more
-than this: each holds its imports in memory.
-"""
-
-LOG_TAIL_BYTES = 6000
-
-
-class WorkerFailure(Exception):
-    """A rank raised, died or hung; the message holds what each rank left behind."""
-
-
-class ForkServer:
-    """A process that has imported what a driver's ranks import, and that each of them is forked
-    from.
-    """
-
-    def __init__(self, python: str, import_path: str, packages: Sequence[str]) -> None:
-        self.num_ranks = 0
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the server
-        self.requests, theirs = socket.socketpair()
-        self.process = subprocess.Popen(
-            [python, "-m", "drivetrain.conformance.worker", str(theirs.fileno()), *packages],
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path},
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=self.log,
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,
-        )
-        theirs.close()
-
-    def fork(self, environment: Mapping[str, str], *files: int) -> int:
-        """Fork a rank with that environment, and return its process id. `files`: descriptors for
-        its jobs, its answers and its output.
-        """
-        return self._ask({"environment": dict(environment)}, files)
-
-    def wait(self, pid: int) -> int:
-        """Wait for a rank to end, and return its exit code."""
-        return self._ask({"pid": pid}, ())
-
-    def _ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
-        with suppress(ConnectionError):  # a dead server is found when its answer is missing
-            socket.send_fds(self.requests, [json.dumps(request).encode() + b"\n"], files)
-            if answer := self.requests.recv(64):
-                return int(answer)
-        raise WorkerFailure(f"no rank could be started:\n{last_words(self.log)}")
-
-    def close(self) -> None:
-        with suppress(OSError):  # it has ended
-            # a process forked from this one, such as a data worker, may hold the socket open
-            self.requests.shutdown(socket.SHUT_RDWR)
-        self.requests.close()
-        self.process.wait()
-        self.log.close()
 
 
 class Worker:
@@ -103,7 +45,6 @@ class Worker:
         (reading, jobs), (answers, writing) = os.pipe(), os.pipe()
         self.jobs, self.answers = os.fdopen(jobs, "w"), os.fdopen(answers, "rb")
         self.pid = server.fork(environment, reading, writing, self.log.fileno())
-        server.num_ranks += 1
         self.code: int | None = None
         os.close(reading)
         os.close(writing)
@@ -146,19 +87,10 @@ class Worker:
         with suppress(ProcessLookupError):  # a session of its own: data workers end with it
             os.killpg(self.pid, signal.SIGKILL)
         self._wait()
-        self.server.num_ranks -= 1
         with suppress(BrokenPipeError):
             self.jobs.close()
         self.answers.close()
         self.log.close()
-
-
-def last_words(log: IO[bytes]) -> str:
-    """Return the last lines that a process printed."""
-    end = log.seek(0, os.SEEK_END)
-    log.seek(max(0, end - LOG_TAIL_BYTES))
-    lines = log.read().decode(errors="replace").splitlines()
-    return "\n".join(line for line in lines if not line.startswith("Extension modules:"))
 
 
 def ending(error: str) -> str:
@@ -263,20 +195,15 @@ _pools: dict[tuple[str, int, str | None], Pool] = {}
 """Pools by kind, world size and interpreter, the longest unused first."""
 
 _servers: dict[tuple[Any, ...], ForkServer] = {}
-"""Fork servers by the arguments that started them, the longest unused first."""
+"""Fork servers by the arguments that started them."""
 
 
 def fork_server(python: str, path: str, packages: tuple[str, ...], number: int) -> ForkServer:
-    """Return the living server for these arguments, or start one."""
+    """Return the server for these arguments, or start one."""
     key = python, path, packages, number
-    server = _servers.pop(key, None)
-    if server is None:
-        idle = [key for key, server in _servers.items() if not server.num_ranks]
-        for unused in idle[: max(0, len(_servers) - MAX_SERVERS + 1)]:
-            _servers.pop(unused).close()
-        server = ForkServer(python, path, packages)
-    _servers[key] = server
-    return server
+    if key not in _servers:
+        _servers[key] = ForkServer(*key)
+    return _servers[key]
 
 
 @contextmanager
@@ -305,11 +232,8 @@ def lend(
 
 
 @atexit.register
-def close_pools(kept_servers: int = 0) -> None:
-    """End all workers, and all fork servers but `kept_servers`. Those with the fewest imports are
-    kept, since they serve the most drivers.
-    """
-    while _pools:
-        _pools.popitem()[1].close()
-    for key in sorted(_servers, key=lambda key: len(key[2]))[kept_servers:]:
-        _servers.pop(key).close()
+def close_pools() -> None:
+    """End all ranks and all fork servers."""
+    for living in (_pools, _servers):
+        while living:
+            living.popitem()[1].close()

@@ -20,7 +20,7 @@ from .jobs import ReaderBatches, accumulate, microbatches, optimizer_called
 from .judge import require, require_close, require_same, require_same_bits
 from .problems import PROBLEMS, inside
 from .refusal import problem_for, refuses_optimizer, refuses_precision
-from .rehearsal import rehearse
+from .rehearsal import Rehearsal, rehearse
 from .runs import run
 from .subject import Subject
 
@@ -30,6 +30,12 @@ def plain_sgd_equals_one_process(subject: Subject, problem: str, micro_batch: in
     """Compare with one process. Only the gradient moves the weights: a wrong scale shows."""
     seen = rehearse(subject, problem, optimizer="SGD", micro_batch=micro_batch)
     seen.require_one_process()
+
+
+def trained_by_adamw(subject: Subject, problem: str, micro_batch: int | None) -> Rehearsal:
+    """Train by AdamW with clipped gradients. Several checks look at the same training."""
+    clipped: dict[str, Any] = {"micro_batch": micro_batch, "max_grad_norm": 1.0}
+    return rehearse(subject, problem, optimizer="AdamW", whole=True, **clipped)
 
 
 @check()
@@ -44,9 +50,7 @@ def copies_stay_equal(subject: Subject) -> None:
     """Require replicated weights to be bit for bit the same on each rank after 20 updates. Copies
     that round differently drift apart, which the loss does not show for long.
     """
-    seen = rehearse(
-        subject, "language", optimizer="AdamW", micro_batch=2, max_grad_norm=1.0, whole=True
-    )
+    seen = trained_by_adamw(subject, "language", micro_batch=2)
     first, *others = (rank["whole"] for rank in seen.ranks)
     for number, other in enumerate(others, 1):
         require_same_bits(f"weights on rank {number} beside those on rank 0", other, first)
@@ -69,8 +73,7 @@ def clipped_adamw_equals_one_process(
     """Compare losses only. AdamW divides a gradient by its own size: where it is nothing but
     rounding, as that of the keys' bias in attention, the weights go a step in either direction.
     """
-    seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=micro_batch, max_grad_norm=1.0)
-    seen.require_losses(1e-6)
+    trained_by_adamw(subject, problem, micro_batch).require_losses(1e-6)
 
 
 @check(optimizer=("Counting", "Estimating"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .cases import Refused, check
-from .law_1_gradient import ROUNDING
+from .law_1_gradient import ROUNDING, trained_by_adamw
 from .refusal import refuses, refuses_precision
 from .rehearsal import rehearse
 from .subject import Subject
@@ -42,8 +42,7 @@ def norm_under_adamw_is_that_of_one_process(subject: Subject, problem: str) -> N
     """Compare norms to the end of a training that clips each update, with several microbatches in
     each.
     """
-    seen = rehearse(subject, problem, optimizer="AdamW", micro_batch=2, max_grad_norm=1.0)
-    seen.require_norms(1e-6)
+    trained_by_adamw(subject, problem, micro_batch=2).require_norms(1e-6)
 
 
 @check(precision=("bf16", "fp16", "float8"))

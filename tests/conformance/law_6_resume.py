@@ -21,6 +21,7 @@ from .resuming import (
     compare,
     record,
     recorded,
+    recorded_language,
     refuse,
     restore,
 )
@@ -160,7 +161,7 @@ def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str
     for peer in subject.peers:
         writer, reader = (subject, peer) if direction == "to" else (peer, subject)
         with tempfile.TemporaryDirectory() as folder:
-            straight = recorded(writer, problem=problem)
+            straight = recorded_language(writer, problem)
             source = straight["checkpoint"].replace(f"{STEPS:06}", "000004")
             stored = read_all(CheckpointReader(source))
             ranks = reader.run(restore, problem=problem, source=source)
@@ -180,7 +181,7 @@ def checkpoints_move_between_drivers_and_worlds(subject: Subject, direction: str
 def a_checkpoint_is_what_plain_torch_reads(subject: Subject) -> None:
     """Evaluate the stored weights in plain PyTorch, and compare with the metrics of the run."""
     problem = problem_for(subject, "language")
-    reported = recorded(subject, problem=problem, evaluate=[11])
+    reported = recorded_language(subject, problem)
     weights = read_all(CheckpointReader(reported["checkpoint"]))["weights"]
     expected = oracle.evaluate(problem, weights, 11)["loss"]
     require_close("loss", [reported["evaluated"][-1]["metrics"]["loss"]], [expected], 1e-6)
@@ -192,7 +193,7 @@ def tied_weights_stay_tied(subject: Subject) -> None:
     restored model.
     """
     problem = problem_for(subject, "language")
-    source = recorded(subject, problem=problem)["checkpoint"]
+    source = recorded_language(subject, problem)["checkpoint"]
     stored = CheckpointReader(source).names("weights")
     ranks = subject.run(restore, problem=problem, source=source, updates=True)
     for rank in ranks:
@@ -211,7 +212,7 @@ def tied_weights_stay_tied(subject: Subject) -> None:
 def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
     """Compare `full_params` on every rank with the shards of all ranks together."""
     problem = problem_for(subject, "language")
-    source = recorded(subject, problem=problem)["checkpoint"]
+    source = recorded_language(subject, problem)["checkpoint"]
     ranks = subject.run(restore, problem=problem, source=source, updates=True)
     weights = assemble([rank["state"] for rank in ranks])["weights"]
     size = sum(p.numel() for p in PROBLEMS[problem].model().parameters())
@@ -224,7 +225,7 @@ def whole_weights_are_those_that_are_stored(subject: Subject) -> None:
 @check()
 def another_model_is_refused_before_anything_changes(subject: Subject) -> None:
     """Require `CheckpointMismatch`, and weights and optimizer as they were."""
-    source = recorded(subject, problem="language")["checkpoint"]
+    source = recorded_language(subject, problem_for(subject, "language"))["checkpoint"]
     other = problem_for(subject, "regression")
     for rank in subject.run(refuse, problem=other, source=source, optimizer="AdamW"):
         require_refused("another model", rank["as it is"], "CheckpointMismatch", "")
@@ -278,7 +279,7 @@ def weights_alone_can_be_restored(subject: Subject, optimizer: str) -> None:
     optimizer, which has stepped, returns to its initial state.
     """
     problem = problem_for(subject, "language")
-    source = recorded(subject, problem=problem)["checkpoint"]
+    source = recorded_language(subject, problem)["checkpoint"]
     stored = read_all(CheckpointReader(source))
     ranks = subject.run(
         restore,

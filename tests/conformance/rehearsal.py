@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -122,6 +123,9 @@ class Rehearsal:
         )
 
 
+_rehearsed: dict[tuple[Subject, str], Rehearsal] = {}
+
+
 def rehearse(
     subject: Subject,
     problem: str,
@@ -133,15 +137,19 @@ def rehearse(
     **arguments: Any,
 ) -> Rehearsal:
     """Train on ragged groups of samples of the problem, or of its stand-in. `arguments`: further
-    arguments of the job `train`, settings included.
+    arguments of the job `train`, settings included. Checks that ask for the same training share
+    one, since training costs more than they do.
     """
     problem, groups = problem_for(subject, problem), groups or consecutive(steps)
     rates = list(rates or [RATES[optimizer]] * len(groups))
-    ranks = subject.run(
-        train, problem=problem, groups=groups, rates=rates, optimizer=optimizer, **arguments
-    )
-    limits = [arguments.get(name) for name in ("max_grad_norm", "max_grad_value")]
-    return Rehearsal(problem, groups, rates, optimizer, limits[0], ranks, limits[1])
+    job = {**arguments, "problem": problem, "groups": groups, "rates": rates}
+    key = subject, json.dumps({**job, "optimizer": optimizer}, sort_keys=True)
+    if key not in _rehearsed:
+        ranks = subject.run(train, **job, optimizer=optimizer)
+        limits = [arguments.get(name) for name in ("max_grad_norm", "max_grad_value")]
+        seen = Rehearsal(problem, groups, rates, optimizer, limits[0], ranks, limits[1])
+        _rehearsed[key] = seen
+    return _rehearsed[key]
 
 
 def consecutive(steps: int) -> list[list[int]]:

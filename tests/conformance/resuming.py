@@ -89,6 +89,11 @@ def recorded(subject: Subject, **how: Any) -> dict[str, Any]:
     return _recorded[key]
 
 
+def recorded_language(subject: Subject, problem: str) -> dict[str, Any]:
+    """Record a run of the problem "language", or of its stand-in, that is evaluated at its end."""
+    return recorded(subject, problem=problem, evaluate=[11])
+
+
 def compare(resumed: Mapping[str, Any], straight: Mapping[str, Any], last: int) -> str | None:
     """Describe the first difference in the last steps, or in the bits of the final state; None
     without one.

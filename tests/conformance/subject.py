@@ -65,6 +65,8 @@ class Subject:
     """Limit for one job; the longest one compiles a model."""
     python: str | None = None
     """The interpreter of the ranks, when the driver is installed in another environment."""
+    imports: Sequence[str] = ()
+    """Modules of the jobs that all ranks need. They are imported once, and not on each rank."""
     stand_ins: dict[str, str] = field(default_factory=dict)
     """Problem that the options refuse -> its stand-in, and the reason."""
 
@@ -108,8 +110,9 @@ class Subject:
 
     @functools.cached_property
     def _packages(self) -> list[str]:
-        """Packages besides torch that the driver needs, as its ranks import them."""
-        return sorted(name.replace("-", "_") for name in {*self.facts.versions} - {"torch"})
+        """Modules besides torch that the driver and the jobs need, as ranks import them."""
+        names = sorted(name.replace("-", "_") for name in {*self.facts.versions} - {"torch"})
+        return [*names, *self.imports]
 
     @functools.cached_property
     def facts(self) -> Facts:

@@ -1,4 +1,4 @@
-"""The ranks of pools, each forked from a process that has imported what they need.
+"""The ranks of pools, each forked from a process that has imported what they need (`fork_server`).
 
 A rank takes jobs, one JSON line each, and answers on a pipe. A job is the importable name of a
 function and its arguments. The answer is written with `torch.save` and read with `weights_only`:
@@ -14,8 +14,10 @@ import io
 import json
 import os
 import resource
+import select
 import socket
 import sys
+import time
 import traceback
 from contextlib import suppress
 from typing import Any, BinaryIO
@@ -25,9 +27,14 @@ import torch
 from ..data.random_state import seed_generators
 from .bench import Bench
 
+IDLE_SECONDS = 120.0
+"""A template ends when it had no server for so long."""
 
-def main(requests: str, *packages: str) -> None:
-    """Fork a rank for each request, until the requesting process is gone."""
+
+def main(listening: str, path: str, *packages: str) -> None:
+    """Fork a server for each client of a socket, which forks a rank for each request until its
+    client is gone.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # each rank's first optimizer would import the first
     for package in ("torch._dynamo", *packages):
@@ -35,7 +42,9 @@ def main(requests: str, *packages: str) -> None:
             importlib.import_module(package)
     sys.stdout.flush()  # what they printed, before each rank inherits it
     gc.freeze()  # what they imported stays: no collection of a rank walks it, or copies its pages
-    with socket.socket(fileno=int(requests)) as channel, channel.makefile("rb") as lines:
+    with socket.socket(fileno=int(listening)) as listener:
+        channel = next_client(listener, path)
+    with channel, channel.makefile("rb") as lines:
         while True:
             begun, files, _, _ = socket.recv_fds(channel, 1, 3)
             if not begun:
@@ -49,6 +58,31 @@ def main(requests: str, *packages: str) -> None:
                 os.close(file)
             channel.sendall(str(answer).encode())
     serve(request["environment"], *files)
+
+
+def next_client(listener: socket.socket, path: str) -> socket.socket:
+    """Fork a process for each client, and return the connection there. This process ends when it
+    is no longer used, or when its socket is removed and the last server has ended.
+    """
+    num_servers, last_used, is_removed = 0, time.monotonic(), False
+    while True:
+        is_asked = bool(select.select([listener], [], [], 1.0)[0])
+        if is_asked:
+            channel, _ = listener.accept()
+            if not os.fork():
+                return channel
+            channel.close()
+            num_servers += 1
+        while num_servers and os.waitpid(-1, os.WNOHANG)[0]:
+            num_servers -= 1
+        if is_asked or num_servers:
+            last_used = time.monotonic()
+        elif is_removed or not os.path.exists(path):
+            os._exit(0)
+        elif time.monotonic() - last_used > IDLE_SECONDS:
+            is_removed = True  # who has connected by now is still served
+            with suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> None:

@@ -2,17 +2,22 @@
 
 import multiprocessing
 import os
+import shutil
+import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from drivetrain.conformance import harness
+from drivetrain.conformance import fork_server, harness
 from drivetrain.conformance.bench import Bench
-from drivetrain.conformance.harness import WorkerFailure
+from drivetrain.conformance.fork_server import ForkServer, WorkerFailure
 from drivetrain.conformance.subject import Subject
 
 SUBJECT = Subject("faulty", num_processes=2, timeout_seconds=60)
@@ -53,37 +58,96 @@ def test_strings_hash_otherwise_on_another_rank() -> None:
     assert first != second
 
 
-def test_what_no_rank_was_forked_from_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Server:
-        def __init__(self, *given: Any) -> None:
-            self.num_ranks, self.living = 0, True
+def server(*packages: str, path: str = "") -> ForkServer:
+    path = os.pathsep.join(part for part in (path, harness.import_path(foreign=False)) if part)
+    return ForkServer(sys.executable, path, packages, 0)
 
-        def close(self) -> None:
-            self.living = False
 
-    monkeypatch.setattr(harness, "ForkServer", Server)
-    monkeypatch.setattr(harness, "_servers", {})
-    monkeypatch.setattr(harness, "_pools", {})
-    started = []
-    for number in range(2 * harness.MAX_SERVERS):
-        started.append(harness.fork_server("python", "", (), number))
-        started[0].num_ranks = 1
-    last = harness.MAX_SERVERS - 1
-    assert [each.living for each in started] == [True, *[False] * last, False, *[True] * last]
-    assert harness.fork_server("python", "", (), 0) is started[0]
-    laden = harness.fork_server("python", "", ("a_library",), 0)
-    harness.close_pools(kept_servers=1)
-    assert [each.living for each in (laden, *started)].count(True) == 1
-    assert not laden.living  # the one that is kept has imported less
+@pytest.fixture
+def own_templates(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Share no template with other tests. Return the folder of their sockets."""
+    with tempfile.TemporaryDirectory() as folder:  # `tmp_path` is too long for a socket
+        monkeypatch.setenv(fork_server.SHARED, folder)
+        yield Path(folder)
+
+
+def forked(by: ForkServer) -> tuple[int, int]:
+    """Fork a rank without jobs; return the process ids of the server and of its template."""
+    with tempfile.TemporaryFile() as output:
+        reading, jobs = os.pipe()
+        rank = by.fork(dict(os.environ), reading, output.fileno(), output.fileno())
+        parents = [parent_of(rank), parent_of(parent_of(rank))]
+        for end in (reading, jobs):
+            os.close(end)
+    assert by.wait(rank) == 0
+    return parents[0], parents[1]
+
+
+def parent_of(process: int) -> int:
+    stat = Path(f"/proc/{process}/stat").read_bytes()
+    return int(stat[stat.rindex(b")") + 1 :].split()[1])
+
+
+def has_ended(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or b") Z " in stat.read_bytes()
+
+
+def wait_for_the_end(process: int) -> None:
+    while not has_ended(process):  # the time-out of the test is the limit
+        wait_for_the_other()
+
+
+def test_what_was_imported_once_serves_all_who_name_the_folder() -> None:
+    first, second = server(), server()
+    (one, template), (other, same) = forked(first), forked(second)
+    assert template == same and one != other
+    first.close()
+    wait_for_the_end(one)
+    assert forked(second) == (other, template)
+    second.close()
+
+
+@pytest.mark.slow
+def test_a_template_ends_when_its_folder_is_removed(own_templates: Path) -> None:
+    first = server()
+    _, template = forked(first)
+    first.close()
+    shutil.rmtree(own_templates)
+    wait_for_the_end(template)
+    own_templates.mkdir()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_templates")
+def test_a_template_that_was_killed_is_started_again() -> None:
+    first = server()
+    _, template = forked(first)
+    os.kill(template, signal.SIGKILL)
+    wait_for_the_end(template)
+    second = server()
+    assert forked(second)[1] != template
+    assert forked(first)  # which needs its template no more
+    for each in (first, second):
+        each.close()
+
+
+@pytest.mark.slow
+def test_what_a_template_printed_is_in_the_error(own_templates: Path) -> None:
+    (own_templates / "unusable.py").write_text("raise MemoryError('no memory for this library')")
+    unusable = server("unusable", path=str(own_templates))
+    with pytest.raises(WorkerFailure, match="no memory for this library"):
+        forked(unusable)
+    unusable.close()
 
 
 def test_a_server_ends_although_a_fork_of_this_process_lives_on() -> None:
     """Close a server whose socket a fork holds open, as persistent data workers do."""
-    server = harness.ForkServer(sys.executable, harness.import_path(foreign=False), ())
+    ending = server()
     fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     fork.start()
     try:
-        closing = threading.Thread(target=server.close, daemon=True)
+        closing = threading.Thread(target=ending.close, daemon=True)
         closing.start()
         closing.join(60)
         assert fork.is_alive() and not closing.is_alive()

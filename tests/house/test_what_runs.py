@@ -69,6 +69,9 @@ def test_each_law_is_proved_of_each_driver_with_one_set_of_options(
     for backend, laws in reported["expected"].items():
         if backend == "mesh":  # the others are done by the code of `fsdp`, and slow here
             laws = [law for law in laws if law[0].startswith(("1_", "2_", "6_resume"))]
+            # its own tests show it between all layouts
+            moved = "6_resume-checkpoints_move_between_drivers_and_worlds"
+            laws = [law for law in laws if law[0] != moved]
         whole = backend in ("cpu", "ddp")
         wanted = {case if whole else check for check, case in laws}
         left_out = [wanted - those for those in proved[backend].values()]
