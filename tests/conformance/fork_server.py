@@ -1,8 +1,8 @@
 """Processes that ranks are forked from, which have imported what these need.
 
-For each interpreter, import path and list of packages there is one process that imports them, the
-template. It forks a server for each process that connects, and a server forks ranks. Processes with
-the same folder in `DRIVETRAIN_FORK_SERVERS` share templates, such as all workers of a test run.
+For each interpreter and list of packages there is one process that imports them, the template. It
+forks a server for each process that connects, and a server forks ranks. Processes with the same
+folder in `DRIVETRAIN_FORK_SERVERS` share templates, such as all workers of a test run.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class WorkerFailure(Exception):
 
 
 class ForkServer:
-    """A connection to a process that forks ranks. `number`: templates of other numbers hash strings
+    """A connection to a process that forks ranks. `import_path`: where a new template looks for its
+    packages; ranks have paths of their own. `number`: templates of other numbers hash strings
     otherwise.
     """
 
     def __init__(self, python: str, import_path: str, packages: Sequence[str], number: int) -> None:
         command = [python, "-m", "drivetrain.conformance.worker"]
-        key = json.dumps([command, import_path, list(packages), number])
+        key = json.dumps([command, __file__, list(packages), number])
         path = _folder() / hashlib.sha256(key.encode()).hexdigest()[:12]
         self.log = path.with_suffix(".log")
         with path.with_suffix(".lock").open("w") as lock:

@@ -200,9 +200,9 @@ _servers: dict[tuple[Any, ...], ForkServer] = {}
 
 def fork_server(python: str, path: str, packages: tuple[str, ...], number: int) -> ForkServer:
     """Return the server for these arguments, or start one."""
-    key = python, path, packages, number
+    key = python, packages, number
     if key not in _servers:
-        _servers[key] = ForkServer(*key)
+        _servers[key] = ForkServer(python, path, packages, number)
     return _servers[key]
 
 

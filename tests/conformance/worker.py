@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, BinaryIO
 
@@ -88,6 +89,8 @@ def next_client(listener: socket.socket, path: str) -> socket.socket:
 def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> None:
     """Serve as a rank until its jobs end, which is also when the requesting process is gone."""
     os.setsid()
+    former, path = import_path(os.environ), import_path(environment)
+    sys.path[:] = [*path, *(entry for entry in sys.path if entry not in (*former, *path))]
     os.environ.clear()
     os.environ.update(environment)
     for stream in (sys.stdout, sys.stderr):
@@ -99,6 +102,11 @@ def serve(environment: dict[str, str], jobs: int, answers: int, words: int) -> N
             os.environ["MASTER_PORT"] = job["port"]
             scramble(number)
             _answer(pipe, _perform(job))
+
+
+def import_path(environment: Mapping[str, str]) -> list[str]:
+    """Return the folders that an environment adds to the import path."""
+    return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 def scramble(number: int) -> None:

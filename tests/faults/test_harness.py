@@ -1,5 +1,6 @@
 """The harness: results of jobs, and reports when a rank raises, dies or hangs."""
 
+import importlib
 import multiprocessing
 import os
 import shutil
@@ -106,6 +107,16 @@ def test_what_was_imported_once_serves_all_who_name_the_folder() -> None:
     wait_for_the_end(one)
     assert forked(second) == (other, template)
     second.close()
+
+
+def test_a_job_is_found_by_the_path_of_the_process_that_sends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job_elsewhere.py").write_text("def where(bench):\n    return __file__\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = importlib.import_module("job_elsewhere")
+    answers = SUBJECT.run(job.where, alone=True)
+    assert answers == [str(tmp_path / "job_elsewhere.py")] * 2
 
 
 @pytest.mark.slow
