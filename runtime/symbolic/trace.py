@@ -112,7 +112,9 @@ def with_more_blocks(shorter: Trace, longer: Trace, count: int) -> Summary | Non
     A moment near the beginning of a phase is the same one in all three, counted from the beginning;
     one near its end, counted from the end; one in a block between others, counted both ways. Its
     memory grows by the same with each block. At the moments of the blocks that are left out it lies
-    between those of the blocks beside them, so that none of them is the fullest.
+    between those of the blocks beside them, so that none of them is the fullest. All this holds
+    where one block after the other leaves the same behind, unlike a first one, which finds nothing
+    that a block before it has still to send.
     """
     parts, others = [*shorter.parts()], [*longer.parts()]
     if len(parts) != len(others):
@@ -120,10 +122,12 @@ def with_more_blocks(shorter: Trace, longer: Trace, count: int) -> Summary | Non
     live: list[Tensor] = []
     work: list[Operation | Message | None] = []
     for few, more in zip(parts, others, strict=True):
-        found = added_part(few.labels(), more.labels())
-        if found is None:
+        num_added = len(more.names) - len(few.names)
+        begins = _possible_begins(few.labels(), more.labels())
+        if not begins:
             return None
-        begin, end = found
+        begin = _steadiest(begins, num_added, more.live)
+        end = begin + num_added
         live.append(_extended(few.live[:end], more.live[:end], count))
         live.append(_extended(few.live[begin:], more.live[end:], count))
         same = [*more.work[:begin], *more.work[end:]]
@@ -136,14 +140,38 @@ def with_more_blocks(shorter: Trace, longer: Trace, count: int) -> Summary | Non
 def added_part(shorter: Sequence[Hashable], longer: Sequence[Hashable]) -> tuple[int, int] | None:
     """Return the indices where what `longer` has more begins and ends. It is in the middle of a
     part that repeats: the items before, or after it, are the same. None without such a part."""
+    begins = _possible_begins(shorter, longer)
+    if not begins:
+        return None
+    begin = begins[(len(begins) - 1) // 2]
+    return begin, begin + len(longer) - len(shorter)
+
+
+def _possible_begins(shorter: Sequence[Hashable], longer: Sequence[Hashable]) -> range:
+    """Return the indices where what `longer` has more can begin."""
     num_added = len(longer) - len(shorter)
+    if num_added < 0:
+        return range(0)
     before = _num_equal(shorter, longer)
     after = _num_equal(shorter[::-1], longer[::-1])
-    spare = before + after - len(shorter) - num_added
-    if num_added < 0 or spare < 0:
-        return None
-    begin = len(shorter) - after + spare // 2
-    return begin, begin + num_added
+    return range(len(shorter) - after, before - num_added + 1)
+
+
+def _steadiest(begins: range, num_added: int, live: Tensor) -> int:
+    """Return the begin of the part during which memory is most often larger by the same than in the
+    part before it; of several, the one nearest to the middle. `live`: of the longer step.
+    """
+    first, last = begins[0], begins[-1]
+    middle = begins[(len(begins) - 1) // 2]
+    if num_added == 0:
+        return middle
+    moments = live[first : last + 2 * num_added]
+    grown = moments[num_added:] - moments[:-num_added]
+    changes = torch.zeros(len(grown), dtype=torch.int64)
+    changes[1:] = (grown[1:] != grown[:-1]).any(dim=1).cumsum(0)
+    within = changes[num_added - 1 :] - changes[: len(begins)]
+    steady = (within == within.min()).nonzero().flatten() + first
+    return int(steady[(steady - middle).abs().argmin()])
 
 
 def _num_equal(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:

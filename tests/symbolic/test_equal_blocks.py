@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
@@ -21,7 +21,7 @@ from drivetrain.registry import find_driver
 from drivetrain.symbolic.equal_blocks import EqualBlocks, find_equal_blocks
 from drivetrain.symbolic.first_batch import first_batch
 from drivetrain.symbolic.step import NotSymbolic, SymbolicStep, symbolic_step
-from drivetrain.symbolic.trace import added_part
+from drivetrain.symbolic.trace import Trace, added_part, with_more_blocks
 
 WIDTH, DEPTH = 32, 12
 SETTINGS = Settings(steps=4, global_batch=16)
@@ -382,3 +382,22 @@ def test_the_added_part_repeats_its_neighbour(shorter: str, longer: str, part: s
         begin, end = found
         assert sorted(longer[begin:end]) == sorted(part)
         assert longer[:begin] + longer[end:] == shorter
+
+
+def backward(depth: int) -> Trace:
+    """Return a backward whose blocks still hold, until their last operation, what the block before
+    them sends. The last block has other operations.
+    """
+    names, live = list[str](), list[list[int]]()
+    for index in range(depth):
+        kept, sent = 10 * (depth - index), 15 if index else 0
+        names += "abcde" if index < depth - 1 else "aBCDE"
+        live += [[kept, sent]] * 4 + [[kept, 15]]
+    kinds = ["activations", "communication"]
+    return Trace([("backward", name) for name in names], [None] * len(names), kinds, tensor(live))
+
+
+def test_a_first_block_may_hold_less_than_those_after_it() -> None:
+    found = with_more_blocks(backward(3), backward(4), 7)
+    assert found is not None
+    assert found.bytes == backward(10).summary().bytes == {"activations": 100, "communication": 15}
