@@ -63,13 +63,23 @@ class ForkServer:
         """Wait for a rank to end, and return its exit code."""
         return self._ask({"pid": pid}, ())
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the server is gone, such as by a signal."""
+        try:
+            return not self.channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:  # it has nothing to say
+            return False
+        except OSError:
+            return True
+
     def _ask(self, request: Mapping[str, Any], files: Sequence[int]) -> int:
         with suppress(ConnectionError):  # a dead server is found when its answer is missing
             socket.send_fds(self.channel, [json.dumps(request).encode() + b"\n"], files)
             if answer := self.channel.recv(64):
                 return int(answer)
         with self.log.open("rb") as log:
-            raise WorkerFailure(f"no rank could be started:\n{last_words(log)}")
+            raise WorkerFailure(f"the process that starts ranks has ended:\n{last_words(log)}")
 
     def close(self) -> None:
         """End the process. Its template stays."""

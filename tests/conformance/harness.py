@@ -86,7 +86,8 @@ class Worker:
             os.kill(self.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):  # a session of its own: data workers end with it
             os.killpg(self.pid, signal.SIGKILL)
-        self._wait()
+        with suppress(WorkerFailure):  # its server has ended before it
+            self._wait()
         with suppress(BrokenPipeError):
             self.jobs.close()
         self.answers.close()
@@ -217,6 +218,8 @@ def lend(
     size and an interpreter (None: this one), or start one that has imported `packages`. An
     exception closes the pool.
     """
+    if any(server.has_ended for server in _servers.values()):
+        close_pools()  # such as after a machine was short of memory
     key = kind, size, python
     ranks = _pools.pop(key, None)
     if ranks is None:

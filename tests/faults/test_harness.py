@@ -51,6 +51,10 @@ def hashed(bench: Bench) -> int:
     return hash("a name")
 
 
+def server_of(bench: Bench) -> int:
+    return os.getppid()
+
+
 def test_strings_hash_otherwise_on_another_rank() -> None:
     """Require different hashes of strings, as in processes that a launcher starts, although the
     harness forks its ranks.
@@ -117,6 +121,14 @@ def test_a_job_is_found_by_the_path_of_the_process_that_sends_it(
     job = importlib.import_module("job_elsewhere")
     answers = SUBJECT.run(job.where, alone=True)
     assert answers == [str(tmp_path / "job_elsewhere.py")] * 2
+
+
+def test_a_server_that_was_killed_is_replaced() -> None:
+    first = SUBJECT.run(server_of)
+    os.kill(first[0], signal.SIGKILL)
+    wait_for_the_end(first[0])
+    second = SUBJECT.run(server_of)
+    assert not {*first} & {*second}
 
 
 @pytest.mark.slow
