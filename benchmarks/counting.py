@@ -17,13 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 INLINED = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
 """Functions of their own up to Python 3.11, and none from 3.12 on."""
+ASKED_IN_A_WAIT = "lost_ranks.py"
+"""The module that a rank asks again and again while it waits for others: the more often, the longer
+they take.
+"""
 WAITING = frozenset({"_local_scalar_dense", "nonzero", "is_nonzero", "equal"})
 """Operations that hand a value of the device to the host."""
 
 
 @dataclass
 class Calls:
-    """Python functions called, comprehensions left out."""
+    """Python functions called, without comprehensions and what depends on other ranks' time."""
 
     own: int = 0
     """Functions of drivetrain."""
@@ -39,16 +43,19 @@ def calls() -> Iterator[Calls]:
         if name.startswith("drivetrain.") and name.count(".") == 1
         for path in getattr(module, "__path__", ())
     )
-    count, own = Calls(), dict[CodeType, bool]()
+    count, own, left_out = Calls(), dict[CodeType, bool](), dict[CodeType, bool]()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or code.co_name in INLINED:
+        if event != "call":
             return
-        count.all += 1
         if code not in own:
             own[code] = os.path.realpath(code.co_filename).startswith(folders)
-        count.own += own[code]
+            in_a_wait = os.path.basename(code.co_filename) == ASKED_IN_A_WAIT
+            left_out[code] = in_a_wait or code.co_name in INLINED
+        if not left_out[code]:
+            count.all += 1
+            count.own += own[code]
 
     gc.collect()
     gc.disable()  # what is finalised when it runs would count

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from house_rules import ROOT
 from programs import program
+
+from drivetrain import lost_ranks
+from drivetrain.checkpoint.catalog import checkpoint_path
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +68,15 @@ def test_the_committed_budget_is_sorted_and_whole() -> None:
         "kernel, 20 steps and 2 logs, accumulation 1",
         "kernel, resuming",
     }
+
+
+def test_a_long_wait_for_another_rank_is_not_counted() -> None:
+    count = program("counting", "benchmarks")
+    counted = []
+    for times in (1, 100):
+        with count.calls() as calls:
+            checkpoint_path(Path("run"), 1)
+            for _ in range(times):
+                lost_ranks.is_new()
+        counted.append((calls.own > 0, calls.all))
+    assert counted[0] == counted[1] and counted[0][0]
