@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
 from .kernel.errors import SettingError
 from .lost_ranks import CHANNEL
 
 __all__ = [
+    "SHARED_FOLDER",
     "adopt_slurm",
     "is_first_of_machine",
     "is_first_rank",
@@ -17,8 +19,13 @@ __all__ = [
     "local_rank",
     "rank",
     "restarts",
+    "shared_folder",
     "world_size",
 ]
+
+SHARED_FOLDER = "DRIVETRAIN_SHARED_FOLDER"
+"""Environment: a folder for the ranks that drivetrain has started on this machine. It is removed
+when they have ended."""
 
 
 def rank() -> int:
@@ -51,6 +58,14 @@ def world_size() -> int:
 def restarts() -> int:
     """Return how often torch's elastic agent has restarted the ranks."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def shared_folder() -> Path | None:
+    """Return a folder for files of all ranks; None for one rank, for ranks on several machines, and
+    for those that another launcher has started."""
+    folder = os.environ.get(SHARED_FOLDER)
+    is_alone = world_size() == 1 or _number("LOCAL_WORLD_SIZE", 0) != world_size()
+    return None if folder is None or is_alone else Path(folder)
 
 
 def is_launched() -> bool:

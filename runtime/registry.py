@@ -19,14 +19,16 @@ from typing import cast
 
 from .kernel.contract import Driver
 from .kernel.errors import BackendUnavailable, CapabilityRefused, UnknownBackend
-from .kernel.plan import Plan
+from .kernel.plan import Plan, Probe
 from .launched import rank, world_size
 
 __all__ = [
     "REQUIRED_LIMITS",
+    "accelerators",
     "find_driver",
     "install_hint",
     "known_backends",
+    "memory_of_a_rank",
     "refuse_unpromised",
     "usable_driver",
 ]
@@ -105,6 +107,17 @@ def usable_driver(name: str) -> Driver:
             "`drivetrain backends` shows which can"
         )
     return driver
+
+
+def accelerators(probe: Probe) -> list[str]:
+    """Return the names of the devices that are not the host."""
+    return [device for device in probe.devices if not device.startswith("cpu")]
+
+
+def memory_of_a_rank(probe: Probe, num_ranks: int) -> int:
+    """Return the bytes that each of so many ranks of a machine has: those of an accelerator, or a
+    part of the host's; 0 if they are unknown."""
+    return probe.memory_bytes // (len(accelerators(probe)) or num_ranks)
 
 
 def refuse_unpromised(driver: Driver, plan: Plan, num_ranks: int = 0) -> None:

@@ -1,24 +1,78 @@
-"""Looks at several ways to place a run at the same time, in processes."""
+"""Looks at the ways of several drivers to place a run, in several processes at the same time."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..data.fork_gc import stay_forkable
 from ..data.parent import end_with_parent
+from ..kernel.contract import Driver
 from ..kernel.errors import DrivetrainError
+from ..kernel.optional import ListsOptions
+from ..registry import find_driver, known_backends
 from ..trainer.gc_frozen import freeze
+from ..trainer.settings import Settings
 from ..trainer.time_accounting import num_cores
 from .search import LeftOut, Planned, Search, Way
 
-__all__ = ["look_at_all"]
+__all__ = ["Found", "Lister", "Progress", "listing_drivers", "look_at_all", "look_at_drivers"]
+
+Lister = tuple[Driver, Settings, Mapping[str, Any]]
+"""A driver, the settings of its ways, and those of its options that are given."""
+Progress = Callable[[int, int, int], None]
+"""Takes the number of ways that were looked at, of all, and of those that fit."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The ways of some drivers."""
+
+    fits: Sequence[Planned]
+    """The quickest first."""
+    left_out: Sequence[LeftOut]
+
+
+def listing_drivers() -> list[str]:
+    """Return the names of the drivers that list ways to place a model, and can run here."""
+    return [name for name in known_backends() if _lists(name)]
+
+
+def _lists(name: str) -> bool:
+    try:
+        driver = find_driver(name)
+    except DrivetrainError:
+        return False
+    return isinstance(driver, ListsOptions) and driver.probe().usable
+
+
+def look_at_drivers(search: Search, listers: Iterable[Lister], progress: Progress) -> Found:
+    """Return what becomes of all ways of these drivers. Raises `DrivetrainError` if a process
+    dies."""
+    ways: list[Way] = []
+    found: list[Planned | LeftOut] = []
+    for driver, settings, options in listers:
+        listed = search.ways(driver, settings, options)
+        if isinstance(listed, LeftOut):
+            found.append(listed)
+        else:
+            ways += listed
+    progress(0, len(ways), 0)
+    for number, looked_at in enumerate(look_at_all(search, ways), 1):
+        found += looked_at
+        progress(number, len(ways), sum(isinstance(each, Planned) for each in found))
+    fits = [each for each in found if isinstance(each, Planned)]
+    fits.sort(key=lambda each: (each.estimate.seconds, each.total_bytes))
+    return Found(fits, [each for each in found if isinstance(each, LeftOut)])
+
 
 _task: list[tuple[Search, Sequence[Way]]] = []
 """In a process that looks: the task of all of them."""

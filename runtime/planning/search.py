@@ -81,7 +81,7 @@ class Way:
 
 
 class Search:
-    """Looks for ways to place a recipe on ranks of a device with `memory_bytes` each.
+    """Looks for ways to place a recipe on ranks with a device each.
 
     `given`: names of settings that are given, and so not varied (see `VARIED`)."""
 
@@ -90,12 +90,11 @@ class Search:
         recipe: Recipe,
         world_size: int,
         device: Device,
-        memory_bytes: float,
         given: Collection[str] = (),
     ) -> None:
         self.recipe, self.world_size = recipe, world_size
         self.device = device.in_machines_of(world_size)
-        self.usable_bytes, self.given = _USED * memory_bytes, given
+        self.usable_bytes, self.given = _USED * device.memory_bytes, given
         model = without_memory(recipe)
         blocks = [] if model is None else repeated_blocks(model)
         self._recomputed = tuple(sorted({type(block).__name__ for block in blocks}))

@@ -46,7 +46,9 @@ def fit(
     number starts this many ranks from here, such as from a notebook cell. Torch's elastic agent
     forks them from this process, so everything that cells define exists in them, too. The result is
     that of rank 0; Python objects that observers collect stay in the ranks. Each rank computes on
-    one CPU thread. A process that used a GPU cannot be forked, and is refused.
+    one CPU thread. A process that used a GPU cannot be forked, and is refused. `backend`: `auto`
+    is the best driver that can run here. On ranks that are started here, it is the quickest one
+    with which a large model fits (`drivetrain.planning.automatic`), and a line says which.
 
     `out`: the run folder, or a URL such as `s3://bucket/run`. It gets what `drivetrain train`
     writes: `config.json`, `metrics.jsonl`, `report.html` and `checkpoints/`; a folder that holds

@@ -229,6 +229,7 @@ def _rank(act: Callable[[], T], folder: Path) -> T:
     note_until_handled()
     own = folder / f"{os.getpid()}{_RUNNING}"
     own.touch()
+    os.environ[launched.SHARED_FOLDER] = str(folder)
     torch.set_num_threads(1)
     try:
         return act()

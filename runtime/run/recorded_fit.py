@@ -18,11 +18,11 @@ from ..kernel.errors import CheckpointError, printable
 from ..kernel.events import Event, Observer, StepEnded
 from ..kernel.paths import Place, Url, place
 from ..kernel.recipe import Recipe
-from ..launched import is_first_rank, restarts
+from ..launched import is_first_rank, restarts, shared_folder
 from ..trainer.fit import fit
 from ..trainer.recipe_checks import check_observers, check_recipe
 from ..trainer.result import Result
-from ..trainer.setting_values import flatten
+from ..trainer.setting_values import flatten, override
 from ..trainer.settings import Settings
 from .format import describe
 from .live import LiveProgress
@@ -74,6 +74,8 @@ def fit_recorded(
     refuse_used(out, resume)
     options = dict(backend_options or {})
     check_observers(observers, "observers")
+    if backend == "auto" and not options and shared_folder() is not None:
+        backend, options, settings = _automatic(recipe, settings, shows=bool(progress))
     with ExitStack() as stack:
         write = None if out is None else partial(_writer, place(out), recipe, settings, options)
         open_display = partial(_display, progress, display, stack)
@@ -101,6 +103,27 @@ def fit_recorded(
         elif write is None and result.reason == "preempted":
             shown.warn(f"stopped at step {result.step}, and nothing is saved: fit was given no out")
         return result
+
+
+def _automatic(
+    recipe: Recipe, settings: Settings, shows: bool
+) -> tuple[str, dict[str, Any], Settings]:
+    """Return the backend that `auto` takes on these ranks, its options, and the settings of the
+    run. If the ways to place the run were compared, rank 0 prints the result, or logs it."""
+    from ..planning.automatic import Watchers, taken  # slow to import
+
+    def report(line: str) -> None:
+        if shows:
+            write_now(f"{printable(line)}\n", sys.stderr)
+        else:
+            _LOG.info("%s", printable(line))
+
+    defaults = Settings()
+    given = [key for key, value in vars(settings).items() if value != getattr(defaults, key)]
+    way = taken(recipe, settings, given, Watchers(report))
+    if way is None:
+        return "auto", {}, settings
+    return way.backend, dict(way.options), override(settings, way.settings)
 
 
 def _observers(shown: ShownRun, logs_only: bool) -> list[Observer]:

@@ -15,11 +15,11 @@ __all__ = ["open_console", "table", "text_of"]
 _UNFOLDED = 10_000
 
 
-def open_console() -> Console:
+def open_console(*, stderr: bool = False) -> Console:
     """Open a console as wide as the terminal, or as COLUMNS says. Without a terminal it is as wide
-    as its content.
+    as its content. `stderr`: on stderr, in place of stdout.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNFOLDED
     return console

@@ -85,6 +85,9 @@ def test_a_recipe_that_raises_has_failed(
         (["--nnodes", "many"], "torchrun refuses --nproc-per-node=1 --nnodes=many"),
         (["--nnodes", "2", "--node-rank", "x"], "invalid int value: 'x'"),
         (["--master-port", "1234"], "give --nproc or --nnodes, too"),
+        (["--plan"], "give --nproc, or see `drivetrain plan`"),
+        (["--plan", "--nproc", "2", "--nnodes", "2"], "give --nproc, or see `drivetrain plan`"),
+        (["--plan", "--nproc", "2", "--backend", "ddp"], "leave --backend ddp out"),
     ],
 )
 def test_arguments(

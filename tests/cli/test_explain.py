@@ -162,6 +162,18 @@ def test_a_rank_whose_memory_is_too_small_is_shown(
     assert "NO" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_rank_has_the_memory_of_one_accelerator(
+    recipe_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    cards = {"devices": ("card 0", "card 1"), "memory_bytes": 160 * 10**9}
+    driver = find_driver("ddp")
+    probe = replace(driver.probe(), **cards)
+    monkeypatch.setattr(type(driver), "probe", lambda _: probe)
+    (record,) = explain(recipe_path, ["ddp"], [], num_ranks)
+    assert record["memory_bytes"] == 80 * 10**9
+
+
 @pytest.mark.parametrize(
     ("optimizer", "states"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from command_line import Drive
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -110,6 +111,21 @@ def test_the_command_of_a_way_runs(all_ways: dict[str, Any], recipe: Path, tmp_p
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["backend"] == all_ways["fits"][0]["backend"]
+
+
+@pytest.mark.slow
+def test_a_run_shows_the_ways_that_auto_chooses_from(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    words = ("--nproc", 2, "--plan", "--set", "micro_batch=1", "--json", "--out", "run")
+    ran = drive("train", recipe, *words)
+    assert ran.code == 0, ran.stderr
+    first = next(line for line in ran.stderr.splitlines() if line.startswith(("ddp ", "fsdp ")))
+    backend = first.split()[0]
+    assert f"auto takes {backend}" in ran.stderr
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["backend"] == backend
+    assert all(json.loads(line) for line in ran.stdout.splitlines())
 
 
 @pytest.mark.parametrize(("ranks", "in_machine"), [(16, 8), (12, 6)])

@@ -132,7 +132,7 @@ ROOMS = {
         secrets=DRIVER_NAMES | HARDWARE_NAMES,
         forbidden=NOT_THE_KERNELS,
     ),
-    "run": Room("run", "runtime/run", siblings=_TRAINED),
+    "run": Room("run", "runtime/run", siblings=_TRAINED | {"planning"}),
     "ranks": Room(
         "ranks", "runtime/ranks", siblings=_TRAINED | {"run"}, outside=frozenset({"torch"})
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ RECIPE = Recipe(
 
 
 def searching(memory: float, given: tuple[str, ...] = (), recipe: Recipe = RECIPE) -> Search:
-    return Search(recipe, 2, find_device("h100"), memory, given)
+    return Search(recipe, 2, replace(find_device("h100"), memory_bytes=memory), given)
 
 
 def ways(search: Search, backend: str, settings: Settings = SETTINGS, **options: Any) -> list[Way]:

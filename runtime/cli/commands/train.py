@@ -79,8 +79,9 @@ def train(
         typer.Option(
             "--backend",
             "-b",
-            help="The driver, or auto for the best usable one; see `drivetrain backends`. By "
-            "default auto, or that of the run that is resumed.",
+            help="The driver, or auto for the best usable one (see `drivetrain backends`) with "
+            "which a large model fits on --nproc ranks. By default auto, or that of the run that "
+            "is resumed.",
             autocompletion=backends,
             show_default=False,
         ),
@@ -188,6 +189,14 @@ def train(
             rich_help_panel=_DEBUGGING,
         ),
     ] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Before training, show the ways to place the ranks that --backend auto chooses "
+            "from, as `drivetrain plan` does.",
+        ),
+    ] = False,
     nnodes: Annotated[
         str | None,
         typer.Option(help="Machines, or MIN:MAX.", rich_help_panel=_TORCHRUN),
@@ -223,6 +232,7 @@ def train(
         stop_after=stop_after,
         json=json,
         plain=plain,
+        plan=plan,
     )
     raise typer.Exit(try_all(sys.argv[1:]) if fast else run(request))
 

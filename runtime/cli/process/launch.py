@@ -24,8 +24,9 @@ from ...data.parent import LAUNCHER
 from ...data.stop_signals import STOP_SIGNALS, blocked_in_children
 from ...kernel.contract import Driver
 from ...kernel.errors import EXIT_PREEMPTED, SettingError
-from ...launched import is_launched
+from ...launched import SHARED_FOLDER, is_launched
 from ...rank_launcher import Process, RankLauncher
+from ...registry import accelerators
 from ...run.quoted import say
 from .early_signals import nothing_done
 from .outcomes import FINISHED, OUTCOMES, PREEMPTED, RESTARTS, have_begun
@@ -93,15 +94,14 @@ def launched_as(ranks: int) -> Iterator[None]:
 
 def check_ranks(nproc: int, driver: Driver) -> None:
     """Raises `SettingError` when this machine does not allow so many ranks."""
-    devices = driver.probe().devices
-    accelerators = [device for device in devices if not device.startswith("cpu")]
-    if accelerators and nproc > len(accelerators):
+    devices = accelerators(driver.probe())
+    if devices and nproc > len(devices):
         raise SettingError(
-            f"--nproc is {nproc}, and backend {driver.name!r} sees {len(accelerators)} devices "
-            f"({', '.join(accelerators)}); give at most {len(accelerators)}"
+            f"--nproc is {nproc}, and backend {driver.name!r} sees {len(devices)} devices "
+            f"({', '.join(devices)}); give at most {len(devices)}"
         )
     cpus = os.cpu_count() or 1
-    if nproc > RANKS_PER_CPU * cpus and not accelerators:
+    if nproc > RANKS_PER_CPU * cpus and not devices:
         raise SettingError(
             f"--nproc is {nproc}, and this machine has {cpus} CPUs; give at most "
             f"{RANKS_PER_CPU * cpus} ({RANKS_PER_CPU} for each CPU)"
@@ -134,6 +134,7 @@ def run_ranks(
         if launcher is None:
             command = _torchrun(launch, arguments, log_dir=str(Path(folder, "torchrun")))
         os.environ[OUTCOMES], os.environ[LAUNCHER] = folder, str(os.getpid())
+        os.environ[SHARED_FOLDER] = folder
         pass_on()
         if launch.may_restart:
             os.environ[RESTARTS] = "1"
@@ -158,6 +159,7 @@ def run_ranks(
         finally:
             os.environ.pop(OUTCOMES, None)
             os.environ.pop(LAUNCHER, None)
+            os.environ.pop(SHARED_FOLDER, None)
             os.environ.pop(RESTARTS, None)
 
 

@@ -16,7 +16,13 @@ from ...kernel.contract import Driver
 from ...kernel.errors import DrivetrainError
 from ...kernel.optional import EstimatesLayout
 from ...kernel.recipe import Recipe
-from ...registry import find_driver, known_backends, refuse_unpromised, usable_driver
+from ...registry import (
+    find_driver,
+    known_backends,
+    memory_of_a_rank,
+    refuse_unpromised,
+    usable_driver,
+)
 from ...run.quoted import quoted
 from ...run.tables import table
 from ...symbolic.equal_blocks import EqualBlocks, find_equal_blocks
@@ -121,7 +127,7 @@ def _outlook(driver: Driver, settings: Settings, options: Any, subject: _Subject
     plan = settings.plan(options)
     refuse_unpromised(driver, plan, num_ranks)
     probe = driver.probe()
-    memory = probe.memory_bytes // num_ranks if probe.usable else 0
+    memory = memory_of_a_rank(probe, num_ranks) if probe.usable else 0
     record: Record = {"usable": probe.usable, "reason": probe.reason, "memory_bytes": memory}
     record |= {"layout": None, "step": None, "not_symbolic": probe.reason, "fits": None}
     if isinstance(driver, EstimatesLayout):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...kernel.errors import BackendUnavailable, DrivetrainError, SettingError
-from ...kernel.optional import ListsOptions
+from ...kernel.errors import BackendUnavailable, SettingError
 from ...planning.devices import Device, find_device
-from ...planning.processes import look_at_all
-from ...planning.search import VARIED, Choice, LeftOut, Planned, Search, Way
-from ...registry import find_driver, known_backends
+from ...planning.processes import Found, Progress, listing_drivers, look_at_drivers
+from ...planning.search import VARIED, Choice, Planned, Search
+from ...registry import find_driver
 from ...run.quoted import quoted
 from ...run.tables import table
 from ...trainer.memory_parts import size_of
@@ -27,7 +27,7 @@ from .config_files import TRANSFORMERS, of_transformers
 from .recipe_file import DEFAULT_RECIPE, TRANSFORMERS_RECIPE, load_recipe_file
 from .resolve_settings import Layer, Resolved, merge, resolve, without_backend
 
-__all__ = ["plan", "show_plan", "size_in_bytes"]
+__all__ = ["plan", "plan_record", "show_plan", "size_in_bytes"]
 
 Record = dict[str, Any]
 
@@ -51,7 +51,7 @@ def plan(
     world_size: int,
     device_name: str,
     memory: str | None = None,
-    progress: Callable[[int, int, int], None] = lambda done, total, fitting: None,
+    progress: Progress = lambda done, total, fitting: None,
 ) -> Record:
     """Return a record of the ways to place a run of `world_size` ranks on a device: `fits`, those
     that fit into its memory, the quickest first, and `left_out`, the others, with reasons.
@@ -66,12 +66,13 @@ def plan(
     Raises `UsageError` for settings that cannot be resolved, and `SettingError`.
     """
     device = find_device(device_name)
-    memory_bytes = device.memory_bytes if memory is None else size_in_bytes(memory)
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=size_in_bytes(memory))
     recipe_path, layers = of_transformers(recipe_path, layers)
     recipe_file = load_recipe_file(recipe_path or DEFAULT_RECIPE)
     names: Sequence[str] = [backend or ""]
     if backend is None:
-        names = [name for name in known_backends() if _lists(name)]
+        names = listing_drivers()
         if not names:
             raise BackendUnavailable("no driver that lists ways to place a model can run here")
         layers = without_backend(layers)
@@ -79,45 +80,40 @@ def plan(
     first = resolved[names[0]]
     recipe = recipe_file.build(first.config)
     given = {name for name in VARIED if first.sources[name] != "default"}
-    search = Search(recipe, world_size, device, memory_bytes, given)
-    ways: list[Way] = []
-    found: list[Planned | LeftOut] = []
-    for name, each in resolved.items():
-        options = {key: each.values[f"backend.{key}"] for key in each.backend_options}
-        listed = search.ways(find_driver(name), each.settings, options)
-        if isinstance(listed, LeftOut):
-            found.append(listed)
-        else:
-            ways += listed
-    progress(0, len(ways), 0)
-    for number, looked_at in enumerate(look_at_all(search, ways), 1):
-        found += looked_at
-        progress(number, len(ways), sum(isinstance(each, Planned) for each in found))
-    fitting = [each for each in found if isinstance(each, Planned)]
-    fitting.sort(key=lambda each: (each.estimate.seconds, each.total_bytes))
-    start = _Start(recipe_path, _given(layers, first), search.device, world_size)
+    search = Search(recipe, world_size, device, given)
+    listers = [
+        (
+            find_driver(name),
+            each.settings,
+            {key: each.values[f"backend.{key}"] for key in each.backend_options},
+        )
+        for name, each in resolved.items()
+    ]
+    found = look_at_drivers(search, listers, progress)
+    return plan_record(found, search, first, recipe_path, layers)
+
+
+def plan_record(
+    found: Found,
+    search: Search,
+    resolved: Resolved,
+    recipe_path: Path | None,
+    layers: Sequence[Layer],
+) -> Record:
+    """Return the record of what was found, see `plan`."""
+    start = _Start(recipe_path, _given(layers, resolved), search.device, search.world_size)
     return {
-        "ranks": world_size,
-        "device": device.name,
-        "memory_bytes": memory_bytes,
+        "ranks": search.world_size,
+        "device": search.device.name,
+        "memory_bytes": search.device.memory_bytes,
         "usable_bytes": search.usable_bytes,
-        "global_batch": first.settings.global_batch,
-        "fits": [_fitting(each, start) for each in fitting],
+        "global_batch": resolved.settings.global_batch,
+        "fits": [_fitting(each, start) for each in found.fits],
         "left_out": [
             {**_chosen(each.choice), "reason": each.reason, "needed_bytes": each.needed_bytes}
-            for each in found
-            if isinstance(each, LeftOut)
+            for each in found.left_out
         ],
     }
-
-
-def _lists(backend: str) -> bool:
-    """Return True for a driver that lists ways to place a model, and can run here."""
-    try:
-        driver = find_driver(backend)
-    except DrivetrainError:
-        return False
-    return isinstance(driver, ListsOptions) and driver.probe().usable
 
 
 def _chosen(choice: Choice) -> Record:

@@ -11,7 +11,7 @@ from ...kernel.contract import Driver
 from ...kernel.errors import DrivetrainError
 from ...kernel.paths import Place
 from ...kernel.plan import Plan
-from ...registry import find_driver, known_backends
+from ...registry import accelerators, find_driver, known_backends
 from ..process.program import program
 
 __all__ = ["NOT_KEPT", "next_command"]
@@ -56,7 +56,7 @@ def _another(backend: str, ranks: int, global_batch: int) -> tuple[str, int] | N
 
 def _can_run(driver: Driver, ranks: int) -> bool:
     probe = driver.probe()
-    accelerators = [device for device in probe.devices if not device.startswith("cpu")]
-    if not probe.usable or (accelerators and ranks > len(accelerators)):
+    most = len(accelerators(probe)) or ranks
+    if not probe.usable or ranks > most:
         return False
     return ranks == 1 or driver.capabilities(Plan()).multi_process

@@ -20,7 +20,7 @@ from ...kernel.contract import Driver
 from ...kernel.errors import EXIT_PREEMPTED, OutputError, RecipeError, SaveFailed
 from ...kernel.events import Observer
 from ...kernel.paths import Place, place
-from ...launched import adopt_slurm, is_launched, restarts
+from ...launched import adopt_slurm, is_launched, restarts, shared_folder
 from ...registry import usable_driver
 from ...run.live import LiveProgress
 from ...run.records import record_of
@@ -53,6 +53,7 @@ from ..process.stopping import StoppedEarly, Stopping
 from ..settings.config_files import Requested
 from ..settings.recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
 from ..settings.resolve_settings import Layer, merge, refuse_early, resolve, resumed_layer
+from . import automatic
 from .next_command import next_command
 
 __all__ = ["TrainRequest", "train"]
@@ -71,6 +72,8 @@ class TrainRequest:
     stop_after: str | None = None
     json: bool = False
     plain: bool = False
+    plan: bool = False
+    """True if the ways that `auto` chooses from are to be shown."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     end_with_launcher()
     request.launch.check()
     job = _fill_gaps(request)
+    if request.plan and not is_launched():
+        automatic.check_plan(job.backend, request.launch)
     if rank() == 0:
         check_folder(job.out, resuming=job.resume is not None)
     if is_launched() or not request.launch.wanted:
@@ -206,6 +211,11 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
     layers = job.layers(driver)
     resolved = resolve(recipe_file, driver, layers)
     recipe = recipe_file.build(resolved.config)
+    if job.backend == "auto" and not resolved.backend_options and shared_folder() is not None:
+        taken = automatic.take(job.recipe, recipe, resolved, layers, job.request.plan)
+        if taken is not None:
+            driver, layers = usable_driver(taken[0]), [*layers, taken[1]]
+            resolved = resolve(recipe_file, driver, layers)
     embedded = job.recipe == DEFAULT_RECIPE
     writer = RunFolderWriter(
         job.out,
