@@ -43,19 +43,24 @@ def calls() -> Iterator[Calls]:
         if name.startswith("drivetrain.") and name.count(".") == 1
         for path in getattr(module, "__path__", ())
     )
-    count, own, left_out = Calls(), dict[CodeType, bool](), dict[CodeType, bool]()
+    count, counted = Calls(), dict[CodeType, tuple[int, int]]()
+
+    def count_of(code: CodeType) -> tuple[int, int]:
+        """Return by how much a call raises the counts of own functions, and of all."""
+        in_a_wait = os.path.basename(code.co_filename) == ASKED_IN_A_WAIT
+        if in_a_wait or code.co_name in INLINED:
+            return 0, 0
+        return int(os.path.realpath(code.co_filename).startswith(folders)), 1
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call":
             return
-        if code not in own:
-            own[code] = os.path.realpath(code.co_filename).startswith(folders)
-            in_a_wait = os.path.basename(code.co_filename) == ASKED_IN_A_WAIT
-            left_out[code] = in_a_wait or code.co_name in INLINED
-        if not left_out[code]:
-            count.all += 1
-            count.own += own[code]
+        if code not in counted:
+            counted[code] = count_of(code)
+        own, one = counted[code]
+        count.own += own
+        count.all += one
 
     gc.collect()
     gc.disable()  # what is finalised when it runs would count

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..checkpoint.storage.local import replace_text
 from ..kernel.errors import DrivetrainError
 from ..kernel.plan import Probe
 from ..kernel.recipe import Recipe
-from ..launched import is_first_rank, restarts, shared_folder, world_size
+from ..launched import shared_folder, world_size
 from ..registry import find_driver, memory_of_a_rank
 from ..trainer.memory_parts import size_of
 from ..trainer.recipe_checks import without_memory
@@ -30,26 +30,26 @@ _TIMES = 8
 AdamW, are three times as large as the weights, and a microbatch can be small."""
 _LIKE = "h100"
 """The device whose speeds an unknown one is taken to have."""
-_LOOK_SECONDS = 0.05
 
 
 def _show_nothing(found: Found, search: Search) -> None:
     pass
 
 
-def _no_progress(done: int, total: int, fitting: int) -> None:
-    pass
+def _quietly() -> AbstractContextManager[Progress]:
+    return nullcontext(lambda done, total, fitting: None)
 
 
 @dataclass(frozen=True)
 class Watchers:
-    """Functions that are called on the rank that looks."""
+    """Functions that are called on the one rank that looks."""
 
     report: Callable[[str], None]
     """Takes one line on the result."""
     show: Callable[[Found, Search], None] = _show_nothing
     """Takes all that was found."""
-    progress: Progress = _no_progress
+    looking: Callable[[], AbstractContextManager[Progress]] = _quietly
+    """Returns the context to look in, which yields a display of the progress."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def taken(
     always: bool = False,
 ) -> Taken | None:
     """Return the quickest way that fits, or the one that needs the least if none does. All ranks of
-    a run call this: rank 0 looks, and the others wait for what it finds.
+    a run call this: the first one looks, and the others wait for what it finds.
 
     None, without a look, unless these are several ranks of one machine that drivetrain has started;
     and for a small model (`is_small`), unless `always`. None as well if the look fails. `given`:
@@ -91,7 +91,7 @@ def taken(
     if not always and is_small(recipe, memory_of_a_rank(probe, world_size())):
         return None
     search = (recipe, world_size(), device_here(probe, world_size()), {*given, "precision"})
-    found = _from_first_rank(folder, lambda: _look(Search(*search), settings, watchers))
+    found = _once(folder, lambda: _look(Search(*search), settings, watchers))
     return None if found is None else Taken(**found)
 
 
@@ -124,7 +124,8 @@ def _look(search: Search, settings: Settings, watchers: Watchers) -> dict[str, A
         (each, settings, {}) for each in drivers if each.probe().preference >= 0
     ]
     try:
-        found = look_at_drivers(search, listers, watchers.progress)
+        with watchers.looking() as progress:
+            found = look_at_drivers(search, listers, progress)
     except DrivetrainError as error:
         watchers.report(f"auto compares no ways to place the run: {error}")
         return None
@@ -150,11 +151,14 @@ def _look(search: Search, settings: Settings, watchers: Watchers) -> dict[str, A
     return dataclasses.asdict(way)
 
 
-def _from_first_rank(folder: Path, make: Callable[[], Any]) -> Any:
-    """Return what rank 0 makes, as JSON keeps it; the others wait."""
-    path = folder / f"taken-{restarts()}"
-    if is_first_rank():
-        replace_text(path, json.dumps(make()))
-    while not path.exists():
-        time.sleep(_LOOK_SECONDS)
-    return json.loads(path.read_text())
+def _once(folder: Path, make: Callable[[], Any]) -> Any:
+    """Return what `make` returns in one of the processes, as JSON keeps it. The others wait; if it
+    dies, the next one calls `make`."""
+    import fcntl  # Windows has none
+
+    path = folder / "taken"
+    with Path(folder, "taking").open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)  # until it is closed, or this process ends
+        if not path.exists():
+            replace_text(path, json.dumps(make()))
+        return json.loads(path.read_text())

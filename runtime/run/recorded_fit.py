@@ -109,7 +109,7 @@ def _automatic(
     recipe: Recipe, settings: Settings, shows: bool
 ) -> tuple[str, dict[str, Any], Settings]:
     """Return the backend that `auto` takes on these ranks, its options, and the settings of the
-    run. If the ways to place the run were compared, rank 0 prints the result, or logs it."""
+    run. The rank that compares the ways to place the run prints the result, or logs it."""
     from ..planning.automatic import Watchers, taken  # slow to import
 
     def report(line: str) -> None:

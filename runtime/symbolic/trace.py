@@ -143,7 +143,7 @@ def added_part(shorter: Sequence[Hashable], longer: Sequence[Hashable]) -> tuple
     begins = _possible_begins(shorter, longer)
     if not begins:
         return None
-    begin = begins[(len(begins) - 1) // 2]
+    begin = _middle(begins)
     return begin, begin + len(longer) - len(shorter)
 
 
@@ -157,12 +157,16 @@ def _possible_begins(shorter: Sequence[Hashable], longer: Sequence[Hashable]) ->
     return range(len(shorter) - after, before - num_added + 1)
 
 
+def _middle(begins: range) -> int:
+    return begins[(len(begins) - 1) // 2]
+
+
 def _steadiest(begins: range, num_added: int, live: Tensor) -> int:
     """Return the begin of the part during which memory is most often larger by the same than in the
     part before it; of several, the one nearest to the middle. `live`: of the longer step.
     """
     first, last = begins[0], begins[-1]
-    middle = begins[(len(begins) - 1) // 2]
+    middle = _middle(begins)
     if num_added == 0:
         return middle
     moments = live[first : last + 2 * num_added]

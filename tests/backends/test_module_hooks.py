@@ -160,7 +160,7 @@ def test_hooks_of_modules_act_as_in_one_process_or_are_refused(driver: str, of_e
             for key, expected in weights.items():
                 assert torch.allclose(reported[name][0][key], expected, atol=1e-6), (name, key)
     if driver in ("fsdp", "zero-3"):  # each rank's loss counts twice, and the mean is taken
-        for name in filter(lambda name: name.startswith("backward"), alone):
+        for name in [name for name in alone if name.startswith("backward")]:
             given = sum(sum(reported[name][1]) for reported in ranks)
             assert given == pytest.approx(2 * sum(alone[name][1]), rel=1e-5)
 

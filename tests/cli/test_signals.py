@@ -158,6 +158,26 @@ def test_to_one_rank_before_ranks_have_met(
     assert not (tmp_path / "run").exists()
 
 
+DEAD = """
+import os, signal, time
+if os.environ.get("RANK") == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+if "RANK" in os.environ:
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_is_killed_before_ranks_have_met(
+    drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
+    """Require that the death is reported, and not how the launcher ends the others."""
+    recipe.write_text(DEAD + recipe.read_text())
+    ran = drive("train", recipe, "--out=run", "--nproc=2")
+    assert ran.code == 128 + signal.SIGKILL
+    assert ran.stderr == "error (rank 1): it ended with signal 9 and left no message\n"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("DRIVETRAIN_SIGNALS", "6"))))
 def test_at_any_time(recipe: Path, tmp_path: Path, seed: int) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +92,29 @@ def test_fit_takes_a_driver_that_fits_and_says_so(
     assert trained(tmp_path / "run")["backend"] == "fsdp"
     (line,) = re.findall("^auto takes .*", capfd.readouterr().err, re.MULTILINE)
     assert "auto takes fsdp" in line and "fit: a rank needs" in line
+
+
+@pytest.mark.slow
+def test_the_next_rank_looks_if_the_first_is_killed_meanwhile(
+    tmp_path: Path, with_memory: Callable[[float], None], capfd: pytest.CaptureFixture[str]
+) -> None:
+    built: list[int] = []
+
+    def model() -> nn.Module:
+        """Kill one rank when it builds the model again, which only a rank that looks does."""
+        built.append(os.getpid())
+        if built.count(os.getpid()) == 2 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return RECIPE.model()
+
+    with_memory(needed("fsdp") / 2)
+    settings = replace(FULL, steps=1, recover="in_place")
+    result = fit(replace(RECIPE, model=model), settings, nproc=2, out=tmp_path / "run")
+    assert result.step == 1 and (tmp_path / "killed").exists()
+    printed = capfd.readouterr().err
+    assert printed.count("auto takes fsdp") == 1
+    assert re.search(r"rank \d has died", printed)
 
 
 @pytest.mark.slow

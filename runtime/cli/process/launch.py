@@ -266,10 +266,18 @@ def _report_end(folder: str, failed_rank: int, exit_code: int, nproc: int) -> in
     if not notes:
         if exit_code in [note["code"] for note in outcomes]:
             return exit_code  # all ranks finished, and what they printed says why it is not 0
-        death = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        say(f"it ended with {death} and left no message", label=f"error (rank {failed_rank}):")
-        return exit_code if exit_code > 0 else 128 - exit_code
+        return _report_death(failed_rank, exit_code)
     first = min(notes, key=lambda note: (-int(note["attempt"]), float(note["time"])))
+    was_stopped = first["code"] == EXIT_PREEMPTED and first["message"] != PREEMPTED
+    if was_stopped and exit_code < 0:
+        return _report_death(failed_rank, exit_code)  # for which the launcher stopped the others
     if first["message"] != PREEMPTED:
         say(first["message"], label=f"error (rank {first['rank']}):", style="bold red")
     return int(first["code"])
+
+
+def _report_death(rank: int, exit_code: int) -> int:
+    """Print how a rank ended that could print nothing; return the exit code."""
+    death = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    say(f"it ended with {death} and left no message", label=f"error (rank {rank}):")
+    return exit_code if exit_code > 0 else 128 - exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from ...kernel.errors import SettingError
@@ -48,9 +49,8 @@ def take(
             record = plan_record(found, search, resolved, recipe_path, layers)
             show_plan(record, _TOP, open_console(stderr=True))
 
-    with looking("looking at ways to place the run") as progress:
-        watchers = Watchers(say, show, progress)
-        way = taken(recipe, resolved.settings, given, watchers, always=shows)
+    watchers = Watchers(say, show, partial(looking, "looking at ways to place the run"))
+    way = taken(recipe, resolved.settings, given, watchers, always=shows)
     if way is None:
         return None
     options = {f"backend.{name}": value for name, value in way.options.items()}
