@@ -19,7 +19,7 @@ from ..kernel.errors import BackendUnavailable
 from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.recipe import Batch
 from .common import layouts, prefetch
-from .common.accelerators import Accelerator, facts_of
+from .common.accelerators import Accelerator, facts_of, find
 from .common.plain_engine import PlainEngine
 from .common.single_process import HostSession
 
@@ -45,47 +45,38 @@ class AcceleratorDriver:
     layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
-        versions = {"torch": torch.__version__}
-        device = torch.accelerator.current_accelerator(check_available=True)
-        if device is None:
-            built = torch.accelerator.current_accelerator()
-            which = f"no {built.type.upper()} device is visible" if built else "it is for CPUs only"
+        found, versions = find(), {"torch": torch.__version__}
+        if not found.count:
+            kind = found.type.upper()
+            which = f"no {kind} device is visible" if kind else "it is for CPUs only"
             return Probe(False, f"this build of torch finds no accelerator: {which}", "", versions)
-        try:
-            known = torch.get_device_module(device)
-            count = torch.accelerator.device_count()
-        except RuntimeError as error:
-            return Probe(False, f"torch knows too little of {device.type}: {error}", "", versions)
-        if not count:
-            return Probe(False, f"no {device.type} device is visible", "", versions)
-        name = getattr(known, "get_device_name", lambda index: device.type)(0)
         return Probe(
             usable=True,
-            reason=f"{device.type} ({count} visible, one is used)",
+            reason=f"{found.type} ({found.count} visible, one is used)",
             versions=versions,
-            devices=(name,),
+            devices=tuple(found.names[:1]),
+            memory_bytes=found.memory_bytes // found.count,
             preference=10,
         )
 
     def capabilities(self, plan: Plan) -> Capabilities:
-        device = torch.accelerator.current_accelerator()
-        return promised(facts_of("" if device is None else device.type))
+        return promised(facts_of(find().type))
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[AcceleratorSession]:
-        device = torch.accelerator.current_accelerator(check_available=True)
-        if device is None:
+        found = find()
+        if not found.count:
             raise BackendUnavailable(
                 f"backend {self.name!r} cannot run here: {self.probe().reason}"
             )
         options = plan.options or AcceleratorOptions()
-        if options.index >= (count := torch.accelerator.device_count()):
+        if options.index >= found.count:
             raise BackendUnavailable(
-                f"backend.index={options.index}: this machine shows {count} devices of the type "
-                f"{device.type}, the first of which is 0"
+                f"backend.index={options.index}: this machine shows {found.count} devices of the "
+                f"type {found.type}, the first of which is 0"
             )
         torch.accelerator.set_device_index(options.index)
-        yield AcceleratorSession(plan, torch.device(device.type, options.index))
+        yield AcceleratorSession(plan, torch.device(found.type, options.index))
 
 
 def promised(facts: Accelerator) -> Capabilities:

@@ -1,14 +1,15 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are averaged over ranks.
 
-NCCL where there is CUDA, gloo on the CPU. https://arxiv.org/abs/2006.15704
+By the accelerator's own library (NCCL on CUDA), or gloo on the CPU. https://arxiv.org/abs/2006.15704
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +17,9 @@ from ..kernel.plan import Capabilities, Plan, Probe
 from ..kernel.recipe import Recipe
 from ..launched import world_size
 from .common import float8, layouts
-from .process_group.replicated import SAVES_MEMORY, DdpEngine, ReplicatedOptions
-from .process_group.session import (
-    ProcessGroupSession,
-    choose_device,
-    probe_devices,
-    process_group,
-)
+from .process_group.devices import choose_device, probe_devices
+from .process_group.replicated import DdpEngine, ReplicatedOptions, promised
+from .process_group.session import ProcessGroupSession, process_group
 
 __all__ = ["driver"]
 
@@ -31,8 +28,9 @@ __all__ = ["driver"]
 class DdpOptions(float8.Float8Options, ReplicatedOptions):
     """The driver's own arguments."""
 
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`cuda` or `cpu`; `auto` takes CUDA where there is a device for every local rank."""
+    device: str = "auto"
+    """`cpu`, or the type of an accelerator, such as `cuda`; `auto` takes an accelerator where there
+    is one for every local rank."""
 
 
 class DdpDriver:
@@ -43,23 +41,13 @@ class DdpDriver:
     layout = staticmethod(layouts.replicated_layout)
 
     def probe(self) -> Probe:
-        preferred = world_size() > 1 or torch.cuda.device_count() > 0
-        return probe_devices(20 if preferred else -1)
+        probe = probe_devices(20)
+        preferred = world_size() > 1 or probe.devices != ("cpu",)
+        return probe if preferred else dataclasses.replace(probe, preference=-1)
 
     def capabilities(self, plan: Plan) -> Capabilities:
-        return Capabilities(
-            **float8.promised(plan.options or DdpOptions(), _device(plan)),
-            multi_process=True,
-            timeout_seconds=True,
-            stall_seconds=True,
-            sharded=False,
-            compile=True,
-            even_blocks=True,
-            activation_checkpointing=True,
-            max_grad_value=True,
-            feeds_ahead=_device(plan).type != "cpu",
-            saves_memory=SAVES_MEMORY,
-        )
+        device = _device(plan)
+        return promised(device.type, **float8.promised(plan.options or DdpOptions(), device))
 
     def list_options(self, recipe: Recipe, world_size: int) -> Iterator[Mapping[str, Any]]:
         """See `ListsOptions`: there is one way."""
@@ -67,10 +55,7 @@ class DdpDriver:
 
     @contextmanager
     def open(self, plan: Plan) -> Iterator[ProcessGroupSession]:
-        device = _device(plan)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        with process_group(plan, device) as world:
+        with process_group(plan, _device(plan)) as world:
             yield ProcessGroupSession(plan, world, DdpEngine)
 
 

@@ -8,20 +8,24 @@ of the device type, and a `module:attribute` that is an `Accelerator`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from typing import Any
+
+import torch
 
 from ...kernel.errors import BackendUnavailable
 
-__all__ = ["ENTRY_POINT_GROUP", "Accelerator", "facts_of"]
+__all__ = ["ENTRY_POINT_GROUP", "Accelerator", "Found", "facts_of", "find"]
 
 ENTRY_POINT_GROUP = "drivetrain.accelerators"
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """Facts about one kind of device."""
+    """Facts about one kind of device, the host among them."""
 
     precisions: frozenset[str] = frozenset({"fp32", "bf16", "fp16"})
     """The precisions in which it trains; `fp16` needs torch's operations for loss scaling."""
@@ -32,13 +36,19 @@ class Accelerator:
     """It has float64. False: an evaluation adds up its sums on the host."""
     compile: bool = False
     """`torch.compile` works on it."""
+    collectives: str = ""
+    """The backend of `torch.distributed` for its tensors, such as `nccl`; empty: each process uses
+    a device alone, by the driver `accelerator`."""
+    float8: tuple[int, int] | None = None
+    """The compute capability from which on it multiplies in float8; None: none does."""
 
 
 _ROWS = {
-    "cuda": Accelerator(compile=True),
-    "xpu": Accelerator(compile=True),
+    "cpu": Accelerator(streams=False, compile=True, collectives="gloo"),
+    "cuda": Accelerator(compile=True, collectives="nccl", float8=(8, 9)),
+    "xpu": Accelerator(compile=True, collectives="xccl"),
     "mps": Accelerator(precisions=frozenset({"fp32", "bf16"}), streams=False, float64=False),
-    "npu": Accelerator(),
+    "npu": Accelerator(collectives="hccl"),
     "tpu": Accelerator(precisions=frozenset({"fp32", "bf16"}), streams=False, float64=False),
 }
 
@@ -61,3 +71,39 @@ def facts_of(device_type: str) -> Accelerator:
                 ) from error
             return row
     return _ROWS.get(device_type, Accelerator(precisions=frozenset({"fp32"}), streams=False))
+
+
+@dataclass(frozen=True)
+class Found:
+    """The accelerators of this machine that torch can use, all of one type."""
+
+    type: str = ""
+    """Such as `cuda`; empty if this build of torch is for none."""
+    count: int = 0
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The product's name of each device."""
+        return [getattr(each, "name", self.type) for each in self._properties()]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of all devices together; 0 if torch does not know."""
+        return sum(getattr(each, "total_memory", 0) for each in self._properties())
+
+    def _properties(self) -> list[Any]:
+        if not self.count:
+            return []
+        read = getattr(torch.get_device_module(self.type), "get_device_properties", lambda _: None)
+        return [read(index) for index in range(self.count)]
+
+
+def find() -> Found:
+    """Look for accelerators. It starts none, so this process can be forked afterwards."""
+    built = torch.accelerator.current_accelerator()
+    if built is None:
+        return Found()
+    try:
+        return Found(built.type, torch.accelerator.device_count())
+    except RuntimeError:  # torch has no module for it
+        return Found(built.type)

@@ -23,13 +23,12 @@ from torch.func import functional_call
 
 from ...kernel.errors import BackendUnavailable, RecipeError
 from ...kernel.plan import Plan
+from .accelerators import facts_of
 
 __all__ = ["Float8Options", "compute_in_float8", "promised"]
 
 _LOG = logging.getLogger(__name__)
 
-_OLDEST_CARD = (8, 9)
-"""The compute capability from which on NVIDIA's cards multiply in float8."""
 _MULTIPLE = 16
 """Divisor of both sizes of a layer; float8 products, forward and backward, need it."""
 
@@ -53,7 +52,7 @@ class Float8Options:
 def promised(options: Float8Options, device: torch.device) -> dict[str, Any]:
     """The fields of `Capabilities` on precisions, of a driver that has float8 where it can."""
     why = _lacking(options, device)
-    without = frozenset({"fp32", "bf16", "fp16"})
+    without = facts_of(device.type).precisions
     if why:
         return {"precisions": without, "why_not": {"float8": why}}
     return {"precisions": without | {"float8"}}
@@ -66,11 +65,12 @@ def _lacking(options: Float8Options, device: torch.device) -> str:
     if options.float8_emulated:
         return ""
     or_else = "Take precision=bf16, or to try its numbers out, slowly, backend.float8_emulated=true"
-    if device.type != "cuda":
+    needed = facts_of(device.type).float8
+    if needed is None:
         return f"the {device.type.upper()} does not multiply in it. {or_else}"
-    if (has := torch.cuda.get_device_capability(device)) < _OLDEST_CARD:
-        shown, needed = (".".join(map(str, each)) for each in (has, _OLDEST_CARD))
-        return f"this card has compute capability {shown}, and it needs {needed}. {or_else}"
+    if (has := torch.get_device_module(device).get_device_capability(device)) < needed:
+        shown, wanted = (".".join(map(str, each)) for each in (has, needed))
+        return f"this card has compute capability {shown}, and it needs {wanted}. {or_else}"
     return ""
 
 

@@ -36,8 +36,9 @@ from ..common.writes import Writes, each_of
 from ..process_group.buffers import Buffers
 from ..process_group.collectives import naming_collectives, refusing_together
 from ..process_group.copies import Copies, Held
+from ..process_group.devices import choose_device, probe_devices
 from ..process_group.peers import Peers
-from ..process_group.session import ProcessGroupSession, choose_device, probe_devices, process_group
+from ..process_group.session import ProcessGroupSession, process_group
 from ..process_group.used_layers import UsedLayers
 from . import (
     initialize,
@@ -62,6 +63,9 @@ __all__ = ["driver"]
 
 _LOG = logging.getLogger(__name__)
 
+_ACCELERATOR = "cuda"
+"""The type of accelerator on which deepspeed's engine is driven."""
+
 
 class DeepspeedDriver:
     """One process for each device; what is sharded is up to the ZeRO stage."""
@@ -72,7 +76,7 @@ class DeepspeedDriver:
     def probe(self) -> Probe:
         if find_spec("deepspeed") is None:
             return Probe(False, "deepspeed is not installed", "pip install 'drivetrain[deepspeed]'")
-        return probe_devices(-2, deepspeed=version("deepspeed"))
+        return probe_devices(-2, only=_ACCELERATOR, deepspeed=version("deepspeed"))
 
     def capabilities(self, plan: Plan) -> Capabilities:
         options = plan.options or DeepspeedOptions()
@@ -87,7 +91,7 @@ class DeepspeedDriver:
             activation_checkpointing=True,
             max_grad_value=True,
             uneven_gradients=False,
-            feeds_ahead=choose_device(options.device).type != "cpu",
+            feeds_ahead=choose_device(options.device, _ACCELERATOR).type != "cpu",
             saves_memory="set backend.stage=3, which partitions the weights over ranks too, or "
             'offload_optimizer in backend.config, {"zero_optimization": {"offload_optimizer": '
             '{"device": "cpu"}}}, which keeps the optimizer\'s state in host memory',
@@ -114,13 +118,11 @@ class DeepspeedDriver:
         options = plan.options or DeepspeedOptions()
         if not (probe := self.probe()).usable:
             raise BackendUnavailable(f"{probe.reason}; {probe.install}")
-        device = choose_device(options.device)
+        device = choose_device(options.device, _ACCELERATOR)
         size = dist.get_world_size() if dist.is_initialized() else world_size()
         config = zero_config.resolve(options, plan, size)
         if size == 1:
             _LOG.warning("deepspeed in one process shards nothing; launch more, or use cpu or ddp")
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         initialize.import_deepspeed(device)
         initialize.refuse_unsupported(zero_config.low_precision(config))
         if zero_config.swaps(config):

@@ -18,7 +18,8 @@ from ...kernel.contract import World
 from ...kernel.errors import SettingError
 from ...kernel.plan import Plan
 from ..common.float8 import Float8Options
-from ..process_group.session import choose_device, process_group
+from ..process_group.devices import choose_device
+from ..process_group.session import process_group
 from . import dtensor, wrap_units
 
 _LOG = logging.getLogger(__name__)
@@ -31,8 +32,9 @@ LIBRARIES = ("torch.distributed.fsdp", "torch.distributed.tensor")
 class ShardingOptions(Float8Options):
     """How units are made and gathered, and the trade-offs for memory."""
 
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` takes CUDA where there is a device for every local rank."""
+    device: str = "auto"
+    """`cpu`, or the type of an accelerator, such as `cuda`; `auto` takes an accelerator where there
+    is one for every local rank."""
     wrap: tuple[str, ...] = ()
     """Units by class name or pattern of names (`fnmatch`). By default the repeated blocks of the
     model: children of one class in a list; the root takes what is left."""
@@ -50,7 +52,7 @@ class ShardingOptions(Float8Options):
     gather_dtype: Literal["auto", "params", "compute"] = "auto"
     """The dtype in which units are gathered in mixed precision. `compute` halves traffic and
     memory; `params` is for models with layers that refuse weights of another dtype than their
-    input (batch normalisation). `auto`: `compute` on CUDA, `params` on the CPU, where all
+    input (batch normalisation). `auto`: `compute` on accelerators, `params` on the CPU, where all
     normalisation layers do."""
     optimizer_step: Literal["auto", "parts", "tensors", "whole"] = "auto"
     """`parts`: each rank updates its part of a tensor; right for optimizers that treat elements
@@ -120,11 +122,8 @@ def opened(plan: Plan) -> Iterator[World]:
             "backend.from_rank_0 and backend.meta are both true: with meta no rank has weights "
             "that the others could take; set one of them"
         )
-    device = choose_device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     try:
-        with process_group(plan, device) as world:
+        with process_group(plan, choose_device(options.device)) as world:
             yield world
     finally:
         dtensor.forget_meshes()

@@ -18,10 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ...data.ranges import Range, check_ranges
 from ...kernel.contract import Outcome, World
 from ...kernel.errors import CapabilityRefused, RecipeError
-from ...kernel.plan import Plan
+from ...kernel.plan import Capabilities, Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import model_state, models
+from ..common.accelerators import facts_of
 from ..common.entered import Entered
 from ..common.extra_state import ExtraState
 from ..common.frozen import Frozen
@@ -32,8 +33,6 @@ from .collectives import naming_collectives
 from .copies import Copies, Held
 from .peers import Peers
 from .replicated_parameters import ReplicatedParameters
-
-SAVES_MEMORY = "every rank holds the whole model: the backends fsdp and deepspeed shard it"
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,29 @@ class ReplicatedOptions:
             "find_unused_parameters": (takes_turns or self.finds_unused) and not self.static_graph,
             new if new in known else old: False,  # see buffers.py
         }
+
+
+def promised(device_type: str, **fields: Any) -> Capabilities:
+    """Return what a driver of replicas promises on a type of device; `fields`: those that differ
+    from what the device allows."""
+    facts = facts_of(device_type)
+    return replace(
+        Capabilities(
+            precisions=facts.precisions,
+            multi_process=True,
+            timeout_seconds=True,
+            stall_seconds=True,
+            sharded=False,
+            compile=facts.compile,
+            even_blocks=True,
+            activation_checkpointing=True,
+            max_grad_value=True,
+            feeds_ahead=facts.streams,
+            saves_memory="every rank holds the whole model: the backends fsdp and deepspeed shard "
+            "it",
+        ),
+        **fields,
+    )
 
 
 class DdpEngine(PlainEngine):

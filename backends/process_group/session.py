@@ -17,13 +17,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...data.random_state import seed_generators
 from ...kernel.contract import Engine, World
-from ...kernel.errors import BackendUnavailable, SettingError
-from ...kernel.plan import Plan, Probe
+from ...kernel.errors import SettingError
+from ...kernel.plan import Plan
 from ...kernel.recipe import Batch, Recipe
-from ...launched import local_rank, world_size
 from ...launched import rank as launched_rank
+from ...launched import world_size
 from ...lost_ranks import generation, is_new, listen
-from ..common import fork_gc, layouts, prefetch, random_state
+from ..common import fork_gc, prefetch, random_state
+from ..common.accelerators import facts_of
 from . import shm_tally, stall_watch, used_layers
 from .collectives import (
     default_store,
@@ -54,6 +55,9 @@ def process_group(
 
     Host tensors go over gloo, device tensors over the device's own library.
     """
+    sums_on = None if facts_of(device.type).float64 else torch.device("cpu")
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     fork_gc.leave_the_parents_garbage()
     if dist.is_initialized():  # with the time limit of its creator
         _set_limit(_limit(plan))
@@ -67,7 +71,7 @@ def process_group(
             if ranks_exist():
                 with naming_call("connecting to the store", rank):
                     stack.enter_context(watched)
-            yield World(rank, size, device, feeder_index=rank, num_feeders=size)
+            yield World(rank, size, device, feeder_index=rank, num_feeders=size, sums_on=sums_on)
 
 
 @contextmanager
@@ -84,7 +88,9 @@ def _given_ranks(destroy: Callable[[], None]) -> Iterator[None]:
 @contextmanager
 def _joined_ranks(plan: Plan, device: torch.device, destroy: Callable[[], None]) -> Iterator[None]:
     """Create the process group; destroy it at the end. Ranks are watched while they join."""
-    backend = "gloo" if device.type == "cpu" else None  # None: gloo for cpu, nccl for cuda
+    backend = facts_of("cpu").collectives
+    if device.type != "cpu":  # by default torch takes the device's library alone
+        backend = f"cpu:{backend},{device.type}:{facts_of(device.type).collectives}"
     timeout = _limit(plan)
     listen()
     stall, seconds = plan.stall_seconds, plan.timeout_seconds
@@ -178,38 +184,7 @@ def _open_store(timeout: timedelta, seconds: float) -> tuple[Any, int, int]:
     return dist.PrefixStore(prefix, store), launched_rank(), world_size()  # type: ignore[attr-defined]
 
 
-def choose_device(choice: str) -> torch.device:
-    """Return `cpu`, or this process's GPU; `auto` takes the GPU where there is any.
-
-    Raises `BackendUnavailable` when this machine has fewer GPUs than local ranks.
-    """
-    num_gpus = torch.cuda.device_count()
-    if choice == "cpu" or (choice == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if local_rank() >= num_gpus:
-        raise BackendUnavailable(
-            f"local rank {local_rank()} has no GPU: this machine shows {num_gpus}. Start at most "
-            "that many processes here, or set backend.device=cpu"
-        )
-    return torch.device("cuda", local_rank())
-
-
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-
-
-def probe_devices(preference: int, **versions: str) -> Probe:
-    """Return the probe of a driver that runs on CUDA where there is any, else on the host."""
-    if not dist.is_available():
-        return Probe(False, "this build of torch has no torch.distributed", "pip install torch")
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return Probe(
-        usable=True,
-        reason=f"NCCL on {len(gpus)} GPUs" if gpus else "gloo on the CPU",
-        versions={"torch": torch.__version__, **versions},
-        devices=tuple(gpu.name for gpu in gpus) or ("cpu",),
-        memory_bytes=sum(gpu.total_memory for gpu in gpus) or layouts.host_memory(),
-        preference=preference,
-    )
 
 
 def _add_up(values: Sequence[float]) -> Callable[[], list[float]]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...kernel.errors import CapabilityRefused, SettingError
 from ...kernel.plan import Plan
-from ...registry import find_driver, refuse_unpromised
+from ...registry import accelerators, find_driver, refuse_unpromised
 from ...trainer.setting_values import override
 from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
@@ -164,8 +164,9 @@ def expected_device(args: Any) -> torch.device | None:
     if choice.driver == "xpu":
         return torch.device("xpu", local_rank)
     if choice.driver in ("ddp", "fsdp", "deepspeed", "mesh"):
-        has_gpu = torch.cuda.device_count() > 0
-        return torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
+        found = torch.accelerator.current_accelerator()
+        is_used = accelerators(find_driver(choice.driver).probe())
+        return torch.device(found.type, local_rank) if found and is_used else torch.device("cpu")
     return None
 
 

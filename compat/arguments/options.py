@@ -7,9 +7,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ...registry import find_driver
+from ...registry import accelerators, find_driver
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp, parallelism
 from .launcher import launched
@@ -109,12 +110,12 @@ def _idle_devices(asked: Any, driver: str) -> Iterator[str]:
     if asked.use_cpu or driver not in ("cpu", "ddp", "fsdp", "deepspeed"):
         return
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type not in ("cuda", "xpu"):
+    num_gpus = len(accelerators(find_driver(driver).probe()))
+    if found is not None and not num_gpus:
         yield (
-            f"no driver here computes on {found.type}: training on the CPU. Install a driver for "
-            "it (see docs/writing-a-driver.md), or set use_cpu=True"
+            f"{driver} does not compute on {found.type}: training on the CPU. Set "
+            "backend='accelerator', or use_cpu=True"
         )
-    num_gpus = torch.cuda.device_count()
     if driver != "cpu" and launched().size == 1 and num_gpus > 1:
         yield (
             f"one of {num_gpus} GPUs is used: a process trains on one device, and there is no "
@@ -168,8 +169,9 @@ def _refuse_library(asked: Any, driver: str, derived: Options) -> None:
     wanted = asked.ddp_backend
     if wanted is None or driver in ("cpu", "ipex", "xla"):
         return
-    on_cpu = derived.get("device") == "cpu" or torch.cuda.device_count() == 0
-    serves = "xccl" if driver == "xpu" else "gloo" if on_cpu else "nccl"
+    found = torch.accelerator.current_accelerator()
+    is_used = derived.get("device") != "cpu" and accelerators(find_driver(driver).probe())
+    serves = dist.get_default_backend_for_device(found if found and is_used else "cpu")
     if wanted not in (serves, "ccl" if serves == "xccl" else serves):
         raise ArgumentRefused(
             f"ddp_backend={wanted!r}", driver, f"on this device processes communicate by {serves}"

@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+from ..cuda import has_tf32
 from ..enums import (
     DebugOption,
     HubStrategy,
@@ -131,7 +132,7 @@ def _set_tf32(args: Any) -> None:
     """
     import torch
 
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    able = has_tf32()
     if args.tf32 and not able:
         raise ArgumentError(
             "tf32 is True, and this machine has no NVIDIA GPU of the Ampere generation or newer; "

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...kernel.errors import SettingError
 from ...trainer.preemption_notice import check_notices
+from ..cuda import has_bf16
 from ..enums import IntervalStrategy, SaveStrategy, SchedulerType
 from ..errors import ArgumentError
 from ..profile import PROFILES, profile_of
@@ -154,4 +155,4 @@ def _has_bf16(args: Any) -> bool:
     is_chosen = args.use_cpu or args.backend or os.environ.get("ACCELERATE_USE_CPU", "") == "true"
     if is_chosen or "PJRT_DEVICE" in os.environ or torch.xpu.is_available():
         return True
-    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    return has_bf16()

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..cuda import has_cuda
 from ..theirs import theirs
 from .layerwise import LayerWiseDummyOptimizer
 from .request import Request, library
@@ -142,7 +142,7 @@ def _lomo(request: Request) -> Built:
     _check_in_backward(request)
     model = request.wanted_model()
     module = library("lomo_optim", request.name, "lomo-optim")
-    if request.name == "adalomo" and not torch.cuda.is_available():
+    if request.name == "adalomo" and not has_cuda():
         raise RuntimeError(
             "optim='adalomo': lomo-optim keeps its state on a CUDA device, and there is none;"
             " optim='lomo' or 'adafactor' runs here"

@@ -55,10 +55,13 @@ def measure_peak(device: torch.device, dtype: torch.dtype, ranks: int) -> Peak |
             side *= 2
             matrix = _matrix(side, device, dtype)
             _time_product(matrix)
-    name = "CPU" if device.type == "cpu" else device.type.upper()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    return Peak(flops * ranks, name, str(dtype).removeprefix("torch."), ranks)
+    return Peak(flops * ranks, _name(device), str(dtype).removeprefix("torch."), ranks)
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def _matrix(side: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from drivetrain.backends.common import prefetch, stepping
-from drivetrain.backends.process_group.session import choose_device, probe_devices
+from drivetrain.backends.process_group.devices import choose_device, probe_devices
 from drivetrain.kernel.errors import BackendUnavailable
 from drivetrain.kernel.plan import Plan
 from drivetrain.registry import find_driver
@@ -74,9 +74,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch, "Stream", lambda device: Stream(calls, f"side of {device}"))
     current = Stream(calls, "main")
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(f"set {device}"))
+    chosen = "set_device_index"
+    monkeypatch.setattr(torch.accelerator, chosen, lambda device: calls.append(f"set {device}"))
     return calls
 
 
@@ -156,14 +158,30 @@ def test_a_process_takes_the_card_of_its_local_rank(
     assert choose_device(choice) == torch.device("cuda", 1)
     assert choose_device("cpu") == torch.device("cpu")
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(BackendUnavailable, match="local rank 2 has no GPU: this machine shows 2"):
+    with pytest.raises(BackendUnavailable, match=r"local rank 2 has no cuda device: .* shows 2"):
         choose_device(choice)
 
 
+def test_the_type_that_is_asked_for_must_be_there(calls: list[str]) -> None:
+    with pytest.raises(BackendUnavailable, match=r"no xpu device: this machine shows 0"):
+        choose_device("xpu")
+    assert choose_device("auto", only="xpu") == torch.device("cpu")
+    assert probe_devices(7, only="xpu").reason == "gloo on the CPU"
+
+
+def test_an_accelerator_without_collectives_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    assert choose_device("auto") == torch.device("cpu")
+    with pytest.raises(BackendUnavailable, match="no mps device: this machine shows 0"):
+        choose_device("mps")
+
+
 def test_without_a_card_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert choose_device("auto") == torch.device("cpu")
-    with pytest.raises(BackendUnavailable, match=r"set backend\.device=cpu"):
+    with pytest.raises(BackendUnavailable, match=r"backend\.device=cpu"):
         choose_device("cuda")
 
 
@@ -171,7 +189,7 @@ def test_a_probe_reports_the_cards(calls: list[str], monkeypatch: pytest.MonkeyP
     cards = [SimpleNamespace(name=f"card {i}", total_memory=(i + 1) << 30) for i in range(2)]
     monkeypatch.setattr(torch.cuda, "get_device_properties", cards.__getitem__)
     found = probe_devices(7)
-    assert (found.usable, found.reason, found.preference) == (True, "NCCL on 2 GPUs", 7)
+    assert (found.usable, found.reason, found.preference) == (True, "nccl on 2 cuda devices", 7)
     assert (found.devices, found.memory_bytes) == (("card 0", "card 1"), 3 << 30)
 
 
@@ -180,11 +198,11 @@ class Joined(Exception):
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "mesh"])
-def test_ranks_take_their_card_before_they_meet_over_nccl(
+def test_ranks_take_their_card_before_they_meet_over_nccl_and_gloo(
     name: str, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def meet(backend: str | None, **arguments: Any) -> None:
-        calls.append(f"meet over {backend or 'the library of the device'}")
+        calls.append(f"meet over {backend}")
         raise Joined
 
     monkeypatch.setattr(dist, "init_process_group", meet)
@@ -193,7 +211,7 @@ def test_ranks_take_their_card_before_they_meet_over_nccl(
     assert driver.capabilities(plan).feeds_ahead
     with pytest.raises(Joined), driver.open(plan):
         pass
-    assert calls == ["set cuda:0", "meet over the library of the device"]
+    assert calls == ["set cuda:0", "meet over cpu:gloo,cuda:nccl"]
     calls.clear()
     on_host = Plan(options=driver.options_type(device="cpu"))
     assert not driver.capabilities(on_host).feeds_ahead

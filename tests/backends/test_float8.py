@@ -304,6 +304,7 @@ def test_a_cpu_is_not_made_slow_without_a_word(backend: str) -> None:
 def test_an_old_card_is_refused(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     driver = find_driver("fsdp")

@@ -97,7 +97,10 @@ def test_one_process_trains_on_one_device(
     compat.Trainer(classifier(), args)
     assert "GPUs" not in caplog.text
     visible = arguments(compat, tmp_path, use_cpu=False, backend="ddp")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    card = SimpleNamespace(name="card", total_memory=1 << 30)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     assert [note for note in compat.arguments.backend.notes(visible, "ddp") if "4 GPUs" in note]
 
 

@@ -87,6 +87,8 @@ finally:
         ("runtime/__init__.py", "import torch"),
         ("backends/common/stepping.py", "from ..process_group import session"),
         ("backends/ddp.py", "from .fsdp import sharding"),
+        ("backends/ddp.py", "import torch\ntorch.cuda.set_device(0)"),
+        ("compat/trainer/trainer.py", "from torch import cuda"),
         ("backends/fsdp/driver.py", "from ..deepspeed import zero_state"),
         ("backends/fsdp/driver.py", "from ...kernel.loop import TrainLoop"),
         ("runtime/trainer/fit.py", "from torch import distributed"),

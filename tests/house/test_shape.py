@@ -53,7 +53,7 @@ COMPAT_FLOORS = (
     {"callbacks", "data"},
     {"common"},
     {"arguments", "evaluation", "optim"},
-    {"enums", "errors", "logs", "names", "profile", "theirs"},
+    {"cuda", "enums", "errors", "logs", "names", "profile", "theirs"},
 )
 """Folders and modules of `compat/` from top to bottom. Each imports only from floors below."""
 CLI_FLOORS = (

@@ -10,6 +10,7 @@ from drivetrain.registry import ENTRY_POINT_GROUP
 register(
     "simulated-driver",
     f"[{ENTRY_POINT_GROUP}]\nsimulated = simulated:driver\n"
+    "simulated_ranks = simulated:driver_of_ranks\n"
     f"[{accelerators.ENTRY_POINT_GROUP}]\nsim = simulated:facts\n",
     Path(__file__).parent,
 )

@@ -202,3 +202,54 @@ FAULTS = {
         replace("native_batch_norm", "_batch_norm_with_update", by=without_statistics),
     ),
 }
+
+
+# --- collectives ----------------------------------------------------------------------------------
+
+
+def replace_collective(name: str, by: Callable[..., Any]) -> Callable[[Any], None]:
+    return lambda device: device.replaced.update({name: by})
+
+
+def kept_back(act: Any, tensors: list[Tensor], *rest: Any) -> Any:
+    """Adds up copies, and leaves each rank's own values where they are."""
+    return act([each.clone() for each in tensors], *rest)
+
+
+class OneLate:
+    """Sums arrive when the next ones are asked for."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, act: Any, tensors: list[Tensor], *rest: Any) -> Any:
+        for late, where in self.pending:
+            where.copy_(late)
+        copies = [each.clone() for each in tensors]
+        self.pending = [*zip(copies, tensors, strict=True)]
+        return act(copies, *rest)
+
+
+def summed_in_16_bits(act: Any, tensors: list[Tensor], *rest: Any) -> Any:
+    rounded = [each.bfloat16() if each.is_floating_point() else each for each in tensors]
+    work = act(rounded, *rest)
+    work.wait()
+    for each, of in zip(tensors, rounded, strict=True):
+        each.copy_(of)
+    return work
+
+
+def without_the_last(act: Any, tensors: list[Tensor], *rest: Any) -> Any:
+    """Adds up all but the last element."""
+    return act([each.view(-1)[:-1] if each.numel() > 1 else each for each in tensors], *rest)
+
+
+FAULTS_OF_RANKS = {
+    "sums over ranks are lost": Fault(SGD, replace_collective("allreduce", kept_back)),
+    "sums over ranks arrive late": Fault(SGD, replace_collective("allreduce", OneLate())),
+    "sums over ranks in 16 bits": Fault(SGD, replace_collective("allreduce", summed_in_16_bits)),
+    "sums over ranks are one element short": Fault(
+        SGD, replace_collective("allreduce", without_the_last)
+    ),
+    "buffers are not broadcast": Fault("6_buffers", replace_collective("broadcast", kept_back)),
+}
