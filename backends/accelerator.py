@@ -96,7 +96,7 @@ class AcceleratorSession(HostSession):
     """A session on one device."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        sums_on = None if facts_of(device.type).float64 else torch.device("cpu")
+        sums_on = facts_of(device.type).sums_on
         world = World(0, 1, device, feeder_index=0, num_feeders=1, sums_on=sums_on)
         super().__init__(plan, PlainEngine, world)
 

@@ -33,7 +33,7 @@ class Accelerator:
     """It has streams, events and page-locked host memory: batches are copied ahead, and the flag of
     a step is fetched without waiting for later work. False: each copy is waited for."""
     float64: bool = True
-    """It has float64. False: an evaluation adds up its sums on the host."""
+    """It has float64. False: what is added up in float64 lies on the host."""
     compile: bool = False
     """`torch.compile` works on it."""
     collectives: str = ""
@@ -41,6 +41,11 @@ class Accelerator:
     a device alone, by the driver `accelerator`."""
     float8: tuple[int, int] | None = None
     """The compute capability from which on it multiplies in float8; None: none does."""
+
+    @property
+    def sums_on(self) -> torch.device | None:
+        """The device for float64, where this one has none. None: this one."""
+        return None if self.float64 else torch.device("cpu")
 
 
 _ROWS = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...data.random_state import device_state, set_device_state
 from ...kernel.errors import CheckpointDamaged
 
 __all__ = ["drawn_seed", "rng_state", "seeded", "set_rng_state"]
@@ -33,7 +34,7 @@ def rng_state(device: torch.device) -> dict[str, Tensor]:
         "python_gauss": torch.tensor([gauss is not None, gauss or 0.0], dtype=torch.float64),
     }
     if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
+        state["device"] = device_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         _, keys, position, has_gauss, cached = numpy.random.get_state()
         state["numpy"] = torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64)
@@ -91,14 +92,13 @@ def _of_torch(device: torch.device, state: Mapping[str, Tensor]) -> Iterator[_Ac
         lambda: torch.set_rng_state(stored),
     )
     if device.type != "cpu" and (of_device := state.get("device")) is not None:
-        module = torch.get_device_module(device)
 
         def try_out() -> None:  # not every device can make a second generator
-            before = module.get_rng_state(device)
-            module.set_rng_state(of_device, device)
-            module.set_rng_state(before, device)
+            before = device_state(device)
+            set_device_state(device, of_device)
+            set_device_state(device, before)
 
-        yield "device", try_out, lambda: module.set_rng_state(of_device, device)
+        yield "device", try_out, lambda: set_device_state(device, of_device)
 
 
 def _of_python(state: Mapping[str, Tensor]) -> Iterator[_Act]:

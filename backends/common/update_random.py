@@ -15,12 +15,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from ...data.random_state import host_state, seed_generators, set_host_state
+from ...data.random_state import (
+    device_state,
+    host_state,
+    seed_generators,
+    set_device_state,
+    set_host_state,
+)
 from .models import NO_CONTEXT, kinds_of
 from .optimizer_step import draws_nothing
 
@@ -43,12 +50,11 @@ def of_device(device: torch.device) -> list[Source]:
     """Return torch's generator of an accelerator. None of its functions waits for the device."""
     if device.type == "cpu":
         return []
-    module = torch.get_device_module(device)
     return [
         Source(
-            lambda: module.get_rng_state(device),
-            module.manual_seed,
-            lambda state: module.set_rng_state(state, device),
+            partial(device_state, device),
+            torch.get_device_module(device).manual_seed,
+            partial(set_device_state, device),
         )
     ]
 

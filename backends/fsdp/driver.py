@@ -18,8 +18,7 @@ from ...kernel.plan import Capabilities, Layout, Plan, Probe
 from ...kernel.recipe import Recipe
 from ...launched import world_size
 from ..common import float8
-from ..common.accelerators import facts_of
-from ..process_group.devices import choose_device, probe_devices
+from ..process_group.devices import choose_device, probe_devices, promised
 from ..process_group.session import ProcessGroupSession
 from . import sharding, wrap_units
 from .held_parts import HoldingEngine
@@ -46,19 +45,11 @@ class FsdpDriver:
     def capabilities(self, plan: Plan) -> Capabilities:
         options = sharding.options_of(plan)
         device = choose_device(options.device)
-        facts = facts_of(device.type)
-        return Capabilities(
+        return promised(
+            device.type,
             **float8.promised(options, device),
-            multi_process=True,
-            timeout_seconds=True,
-            stall_seconds=True,
             sharded=True,
-            compile=facts.compile,
-            even_blocks=True,
-            activation_checkpointing=True,
-            max_grad_value=True,
             uneven_gradients=False,
-            feeds_ahead=facts.streams,
             saves_memory="start more ranks; or set backend.cpu_offload=true, which keeps weights "
             "and the optimizer's state in host memory",
         )

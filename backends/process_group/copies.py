@@ -60,6 +60,7 @@ class Copies:
 
     def __init__(self, held: Callable[[], Iterable[Held]], world: World) -> None:
         self._held, self.world, self.advice = held, world, _ADVICE
+        self._home = world.sums_on or world.device
         self._shared: list[_Shared] | None = None
 
     def compare(self) -> None:
@@ -135,11 +136,10 @@ class Copies:
         the mean, and the same in tolerances.
         """
         inside = self.world.rank in shared.ranks and held.tensor is not None
-        own = torch.zeros(0, dtype=torch.float64)
+        own = torch.zeros(0, dtype=torch.float64, device=self._home)
         if inside:
             assert held.tensor is not None
-            own = as_real(held.tensor.detach()).reshape(-1).double()
-        own = own.to(self.world.device)
+            own = self.world.widened(as_real(held.tensor.detach()).reshape(-1)).to(self._home)
         (size,) = self._largest([float(own.numel())])
         mean = own.clone() if inside else own.new_zeros(int(size))
         with naming_call("comparing copies of a weight", self.world.rank):
@@ -149,7 +149,7 @@ class Copies:
         return self._largest([distance, distance / _tolerance(held.tensor)])
 
     def _largest(self, values: Sequence[float]) -> list[float]:
-        most = torch.tensor(values, dtype=torch.float64, device=self.world.device)
+        most = torch.tensor(values, dtype=torch.float64, device=self._home)
         with naming_call("comparing copies of weights", self.world.rank):
             dist.all_reduce(keep_for_a_while(most), dist.ReduceOp.MAX)
         return most.tolist()

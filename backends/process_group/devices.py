@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from ...kernel.errors import BackendUnavailable
-from ...kernel.plan import Probe
+from ...kernel.plan import Capabilities, Probe
 from ...launched import local_rank
 from ..common import accelerators, layouts
 from ..common.accelerators import facts_of
 
-__all__ = ["choose_device", "probe_devices"]
+__all__ = ["choose_device", "probe_devices", "promised"]
 
 
 def choose_device(choice: str, only: str = "") -> torch.device:
@@ -50,6 +52,25 @@ def probe_devices(preference: int, only: str = "", **versions: str) -> Probe:
         memory_bytes=found.memory_bytes if found.count else layouts.host_memory(),
         preference=preference,
     )
+
+
+def promised(device_type: str, **fields: Any) -> Capabilities:
+    """Return what a driver of one process for each device of this type promises. `fields`: those of
+    `Capabilities` that are up to the driver, such as `sharded`, in place of the device's."""
+    facts = facts_of(device_type)
+    given: dict[str, Any] = {
+        "precisions": facts.precisions,
+        "multi_process": True,
+        "timeout_seconds": True,
+        "stall_seconds": True,
+        "compile": facts.compile,
+        "even_blocks": True,
+        "activation_checkpointing": True,
+        "max_grad_value": True,
+        "feeds_ahead": facts.streams,
+        **fields,
+    }
+    return Capabilities(**given)
 
 
 def _usable(only: str) -> accelerators.Found:

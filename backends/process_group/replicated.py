@@ -22,12 +22,12 @@ from ...kernel.plan import Capabilities, Plan
 from ...kernel.recipe import Recipe
 from ...kernel.shards import Piece, Reader
 from ..common import model_state, models
-from ..common.accelerators import facts_of
 from ..common.entered import Entered
 from ..common.extra_state import ExtraState
 from ..common.frozen import Frozen
 from ..common.plain_engine import PlainEngine
 from ..common.writes import refuse_renormalising
+from . import devices
 from .buffers import Buffers
 from .collectives import naming_collectives
 from .copies import Copies, Held
@@ -78,26 +78,10 @@ class ReplicatedOptions:
 
 
 def promised(device_type: str, **fields: Any) -> Capabilities:
-    """Return what a driver of replicas promises on a type of device; `fields`: those that differ
-    from what the device allows."""
-    facts = facts_of(device_type)
-    return replace(
-        Capabilities(
-            precisions=facts.precisions,
-            multi_process=True,
-            timeout_seconds=True,
-            stall_seconds=True,
-            sharded=False,
-            compile=facts.compile,
-            even_blocks=True,
-            activation_checkpointing=True,
-            max_grad_value=True,
-            feeds_ahead=facts.streams,
-            saves_memory="every rank holds the whole model: the backends fsdp and deepspeed shard "
-            "it",
-        ),
-        **fields,
-    )
+    """Return what a driver of replicas promises on a type of device; `fields`: see
+    `devices.promised`."""
+    advice = "every rank holds the whole model: the backends fsdp and deepspeed shard it"
+    return devices.promised(device_type, sharded=False, saves_memory=advice, **fields)
 
 
 class DdpEngine(PlainEngine):

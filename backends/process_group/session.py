@@ -55,7 +55,7 @@ def process_group(
 
     Host tensors go over gloo, device tensors over the device's own library.
     """
-    sums_on = None if facts_of(device.type).float64 else torch.device("cpu")
+    sums_on = facts_of(device.type).sums_on
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     fork_gc.leave_the_parents_garbage()

@@ -19,13 +19,13 @@ from torch import nn
 
 from ...kernel.errors import CapabilityRefused, SettingError
 from ...kernel.plan import Plan
-from ...registry import accelerators, find_driver, refuse_unpromised
+from ...registry import find_driver, refuse_unpromised
 from ...trainer.setting_values import override
 from ...trainer.settings import Settings
 from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp
 from .launcher import PRECISIONS, from_environment, launched
-from .options import driver_options, notes
+from .options import accelerator_of, driver_options, notes
 from .parallelism import wants_mesh
 from .values import read_mapping
 
@@ -164,9 +164,8 @@ def expected_device(args: Any) -> torch.device | None:
     if choice.driver == "xpu":
         return torch.device("xpu", local_rank)
     if choice.driver in ("ddp", "fsdp", "deepspeed", "mesh"):
-        found = torch.accelerator.current_accelerator()
-        is_used = accelerators(find_driver(choice.driver).probe())
-        return torch.device(found.type, local_rank) if found and is_used else torch.device("cpu")
+        found = accelerator_of(choice.driver)
+        return torch.device(found.type, local_rank) if found else torch.device("cpu")
     return None
 
 

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ArgumentRefused
 from . import deepspeed, fsdp, parallelism
 from .launcher import launched
 
-__all__ = ["driver_options", "notes", "refuse_kernels"]
+__all__ = ["accelerator_of", "driver_options", "notes", "refuse_kernels"]
 
 Options = dict[str, Any]
 
@@ -164,14 +164,19 @@ def _xla(asked: Any) -> Options:
     return {"spmd": True}
 
 
+def accelerator_of(driver: str) -> torch.device | None:
+    """Return the type of this machine's accelerators if the driver computes on them."""
+    is_used = accelerators(find_driver(driver).probe())
+    return torch.accelerator.current_accelerator() if is_used else None
+
+
 def _refuse_library(asked: Any, driver: str, derived: Options) -> None:
     """Refuse a communication library that does not serve the device."""
     wanted = asked.ddp_backend
     if wanted is None or driver in ("cpu", "ipex", "xla"):
         return
-    found = torch.accelerator.current_accelerator()
-    is_used = derived.get("device") != "cpu" and accelerators(find_driver(driver).probe())
-    serves = dist.get_default_backend_for_device(found if found and is_used else "cpu")
+    found = None if derived.get("device") == "cpu" else accelerator_of(driver)
+    serves = dist.get_default_backend_for_device(found or "cpu")
     if wanted not in (serves, "ccl" if serves == "xccl" else serves):
         raise ArgumentRefused(
             f"ddp_backend={wanted!r}", driver, f"on this device processes communicate by {serves}"

@@ -1,16 +1,24 @@
-"""The random generators of the host: Python's, torch's for the CPU, and NumPy's."""
+"""The random generators of the host (Python's, NumPy's, torch's for the CPU) and of a device."""
 
 from __future__ import annotations
 
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-__all__ = ["generators_kept", "host_state", "seed_generators", "set_host_state"]
+__all__ = [
+    "device_state",
+    "generators_kept",
+    "host_state",
+    "seed_generators",
+    "set_device_state",
+    "set_host_state",
+]
 
 
 def seed_generators(seed: int, *, devices: bool = False) -> None:
@@ -37,6 +45,21 @@ def set_host_state(state: tuple[Any, ...]) -> None:
     torch.default_generator.set_state(of_torch)
     if of_numpy is not None:
         sys.modules["numpy"].random.set_state(of_numpy)
+
+
+def device_state(device: torch.device) -> Tensor:
+    """Return the state of torch's generator of an accelerator, as a host tensor. Does not wait for
+    the device."""
+    shared = getattr(torch.accelerator, "random", None)  # newer torch has it
+    if shared is not None:  # the module of a TPU refuses the call below
+        with suppress(NotImplementedError):  # a device that was registered in Python
+            return cast(Tensor, shared.get_rng_state(device))
+    return cast(Tensor, torch.get_device_module(device).get_rng_state(device))
+
+
+def set_device_state(device: torch.device, state: Tensor) -> None:
+    """Restore the generator to the result of `device_state`."""
+    torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from ..launched import shared_folder, world_size
 from ..registry import find_driver, memory_of_a_rank
 from ..trainer.memory_parts import size_of
 from ..trainer.recipe_checks import without_memory
+from ..trainer.setting_values import as_text
 from ..trainer.settings import Settings
 from .devices import DEVICES, Device
 from .processes import Found, Lister, Progress, listing_drivers, look_at_drivers
@@ -65,7 +66,8 @@ class Taken:
     """One line on what was looked at."""
 
     def __str__(self) -> str:
-        words = [f"{name}={value}" for name, value in {**self.options, **self.settings}.items()]
+        chosen = {**self.options, **self.settings}
+        words = [f"{name}={as_text(value)}" for name, value in chosen.items()]
         return f"auto takes {' '.join([self.backend, *words])}, {self.reason}"
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..data.nested import map_leaves, num_bytes
+from ..data.random_state import device_state, set_device_state
 from ..kernel.batches import Group, Groups, Microbatch, Position
 from ..kernel.recipe import Batch
 
@@ -94,9 +95,7 @@ def torch_random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Return the state of torch's generators of the host and of `device`. Takes about a
     microsecond; Python's and NumPy's would take forty.
     """
-    of_device = None
-    if device.type != "cpu":
-        of_device = torch.get_device_module(device).get_rng_state(device)
+    of_device = None if device.type == "cpu" else device_state(device)
     return torch.default_generator.get_state(), of_device
 
 
@@ -105,7 +104,7 @@ def set_torch_random_state(device: torch.device, state: tuple[Tensor, Tensor | N
     of_host, of_device = state
     torch.default_generator.set_state(of_host)
     if of_device is not None:
-        torch.get_device_module(device).set_rng_state(of_device, device)
+        set_device_state(device, of_device)
 
 
 def _key(group: Group) -> tuple[int, int]:

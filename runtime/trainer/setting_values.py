@@ -16,7 +16,7 @@ from ..data.ranges import short
 from ..kernel.errors import SettingError
 from .former_names import present_names
 
-__all__ = ["check_types", "flatten", "override", "parse"]
+__all__ = ["as_text", "check_types", "flatten", "override", "parse"]
 
 T = TypeVar("T")
 
@@ -162,6 +162,14 @@ def parse(key: str, value: Any, hint: Any) -> Any:
     elif _fits(value, hint):
         return _as_float(value) if origin is float else value
     raise _wrong_type(key, value, hint)
+
+
+def as_text(value: Any) -> str:
+    """Return the value of a setting as `parse` takes it, such as on the command line."""
+    if isinstance(value, tuple) and not any(isinstance(part, dict) for part in value):
+        return ",".join(map(str, value))
+    has_json = value is None or isinstance(value, bool | int | float | dict | list | tuple)
+    return json.dumps(value) if has_json else str(value)
 
 
 def _from_table(key: str, value: Any, kind: type) -> Any:

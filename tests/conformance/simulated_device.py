@@ -36,6 +36,8 @@ class SimulatedDevice:
     def __init__(self) -> None:
         self.generator = torch.Generator()
         self.has_float64 = True
+        self.most_bytes: int | None = None
+        """Size of the largest tensor for which there is memory. None: there is always some."""
         self.replaced: dict[str, Callable[..., Any]] = {}
         """By name of an operation of the CPU (`aten::mm`): what is called in its place, with the
         operation and its arguments, on the host's tensors over the device's memory."""
@@ -155,8 +157,8 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 def _new(kind: int, like: Tensor, pointer: int = 0) -> Tensor:
     """Return a tensor with the shape, strides and dtype of `like`, over the memory at `pointer`; 0:
     memory of its own."""
-    if kind == _EXTENSION and like.dtype == torch.float64 and not device.has_float64:
-        raise TypeError("the simulated device has no float64")
+    if kind == _EXTENSION:
+        _check(like)
     head = ctypes.sizeof(_Managed) + 16 * like.dim()
     last = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True))
     block = _libc.malloc(head + (0 if pointer or not like.numel() else (last + 1) * like.itemsize))
@@ -174,6 +176,14 @@ def _new(kind: int, like: Tensor, pointer: int = 0) -> Tensor:
     managed.context, managed.deleter = None, _FREE
     made: Tensor = from_dlpack(_new_capsule(block, b"dltensor", None))
     return made
+
+
+def _check(like: Tensor) -> None:
+    """Refuse a tensor that the device cannot hold."""
+    if like.dtype == torch.float64 and not device.has_float64:
+        raise TypeError("the simulated device has no float64")
+    if device.most_bytes is not None and like.nbytes > device.most_bytes:
+        raise torch.OutOfMemoryError(f"the simulated device has no memory for {like.nbytes} bytes")
 
 
 def to_device(host: Tensor) -> Tensor:

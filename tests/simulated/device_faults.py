@@ -253,3 +253,18 @@ FAULTS_OF_RANKS = {
     ),
     "buffers are not broadcast": Fault("6_buffers", replace_collective("broadcast", kept_back)),
 }
+
+
+# --- a device that can do less --------------------------------------------------------------------
+
+
+def missing(operation: Any, *args: Any) -> Any:
+    raise NotImplementedError(f"Could not run '{operation.name()}' on the 'sim' backend")
+
+
+LACKS = {
+    "memory runs out": set_to("most_bytes", 3000),
+    "an operation is missing": replace("tanh", by=missing),
+}
+"""They end a step, or make it smaller; nothing computes wrongly."""
+PLANTS = LACKS | {name: fault.plant for name, fault in (FAULTS | FAULTS_OF_RANKS).items()}

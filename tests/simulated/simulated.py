@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from device_faults import FAULTS, FAULTS_OF_RANKS
+from device_faults import PLANTS
 
 from drivetrain.backends.accelerator import AcceleratorDriver, AcceleratorSession, promised
 from drivetrain.backends.common import layouts
@@ -43,7 +43,7 @@ def simulated(plan: Plan) -> Iterator[None]:
     device.has_float64 = False
     if fault:
         device.replaced = {}
-        {**FAULTS, **FAULTS_OF_RANKS}[fault].plant(device)
+        PLANTS[fault](device)
     try:
         yield
     finally:

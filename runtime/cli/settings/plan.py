@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from collections import defaultdict
@@ -23,6 +22,7 @@ from ...registry import find_driver
 from ...run.quoted import quoted
 from ...run.tables import table
 from ...trainer.memory_parts import size_of
+from ...trainer.setting_values import as_text
 from .config_files import TRANSFORMERS, of_transformers
 from .recipe_file import DEFAULT_RECIPE, TRANSFORMERS_RECIPE, load_recipe_file
 from .resolve_settings import Layer, Resolved, merge, resolve, without_backend
@@ -170,7 +170,7 @@ def _command(choice: Choice, start: _Start) -> str:
     chosen |= {name: value for name, value in choice.settings.items() if value}
     chosen |= {f"backend.{name}": value for name, value in choice.options.items()}
     for name, value in chosen.items():
-        words += ["--set", f"{name}={_text(value)}"]
+        words += ["--set", f"{name}={as_text(value)}"]
     in_machine = start.device.ranks_per_machine
     if start.world_size == in_machine:
         return shlex.join(["drivetrain", *words, "--nproc", str(start.world_size)])
@@ -178,14 +178,6 @@ def _command(choice: Choice, start: _Start) -> str:
     started += ["--nproc-per-node", str(in_machine)]
     started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "HOST:29400", "-m", "drivetrain.cli"]
     return shlex.join([*started, *words])
-
-
-def _text(value: Any) -> str:
-    """Return the value as `--set` takes it."""
-    if isinstance(value, tuple) and not any(isinstance(part, dict) for part in value):
-        return ",".join(map(str, value))
-    has_json = value is None or isinstance(value, bool | int | float | dict | list | tuple)
-    return json.dumps(value) if has_json else str(value)
 
 
 def show_plan(found: Record, most: int, console: Console) -> None:
@@ -274,7 +266,7 @@ def _ways(ways: Sequence[Record]) -> str:
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:
-    return [f"{name}={_text(value)}" for name, value in values.items() if value not in ((), None)]
+    return [f"{name}={as_text(value)}" for name, value in values.items() if value not in ((), None)]
 
 
 def _time(seconds: float) -> str:

@@ -53,7 +53,6 @@ from ..process.stopping import StoppedEarly, Stopping
 from ..settings.config_files import Requested
 from ..settings.recipe_file import DEFAULT_RECIPE, RecipeFile, load_recipe_file
 from ..settings.resolve_settings import Layer, merge, refuse_early, resolve, resumed_layer
-from . import automatic
 from .next_command import next_command
 
 __all__ = ["TrainRequest", "train"]
@@ -111,6 +110,8 @@ def _train(request: TrainRequest, stopping: Stopping) -> int:
     request.launch.check()
     job = _fill_gaps(request)
     if request.plan and not is_launched():
+        from . import automatic  # with all of planning, which most runs do not need
+
         automatic.check_plan(job.backend, request.launch)
     if rank() == 0:
         check_folder(job.out, resuming=job.resume is not None)
@@ -212,6 +213,8 @@ def _fit(job: _Job, stopping: Stopping, stream: TextIO | None) -> Result:
     resolved = resolve(recipe_file, driver, layers)
     recipe = recipe_file.build(resolved.config)
     if job.backend == "auto" and not resolved.backend_options and shared_folder() is not None:
+        from . import automatic  # see `_train`
+
         taken = automatic.take(job.recipe, recipe, resolved, layers, job.request.plan)
         if taken is not None:
             driver, layers = usable_driver(taken[0]), [*layers, taken[1]]
