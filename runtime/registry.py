@@ -30,6 +30,7 @@ __all__ = [
     "known_backends",
     "memory_of_a_rank",
     "refuse_unpromised",
+    "shipped_backends",
     "usable_driver",
 ]
 
@@ -61,6 +62,11 @@ DEVICES = frozenset({"cuda", "gpu", "hip", "mps", "rocm", "tpu"})
 @cache
 def _others() -> Mapping[str, EntryPoint]:  # finding them searches all installed packages
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def shipped_backends() -> tuple[str, ...]:
+    """Return the names of drivetrain's own drivers."""
+    return tuple(_SHIPPED)
 
 
 def known_backends() -> tuple[str, ...]:

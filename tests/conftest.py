@@ -84,6 +84,8 @@ The tests that a change touched come next.
 
 # several threads on a busy machine wait for each other longer than they compute
 os.environ["OMP_NUM_THREADS"] = "1"
+# a process that compiles would start others to compile in, each of which imports torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # of what XLA compiles most runs a few times: it need not be fast
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 # torch asks the name server for the name of each peer, even on one machine. Where an answer is

@@ -76,9 +76,10 @@ def symbolic_step(
 ) -> SymbolicStep:
     """Return what rank 0 needs for a step.
 
-    The driver prepares the recipe and makes a few updates of at most two microbatches each, as if
-    there were `num_ranks` ranks; nothing is compiled. Bytes are those of tensors, without what an
-    allocator adds. `batch_of(n)`: the first microbatch of one of n readers.
+    The driver prepares the recipe and makes a few updates, the last of which has at most two
+    microbatches, as if there were `num_ranks` ranks; nothing is compiled. Bytes are those of
+    tensors, without what an allocator adds. `batch_of(n)`: the first microbatch of one of n
+    readers.
 
     `blocks`: see `find_equal_blocks`. If the driver promises `Capabilities.even_blocks`, it
     prepares two models with a few of them, in place of the whole one, and one of their blocks
@@ -178,25 +179,15 @@ class _Run:
             stepper = _PhasedStepper(self.recipe, engine, self.session, live)
             part = -(-self.settings.global_batch // world.num_readers)
             num_microbatches = -(-part // (self.plan.micro_batch or part))
-            count = min(2, num_microbatches)
             for step in range(1, untracked + num_turns + 1):
+                count = min(2, num_microbatches) if step > untracked else 1
                 if step == untracked + 1:
                     self._name_what_stays(engine)
                     live.start()
                 gc.collect()
                 live.phase, work.counts = FORWARD, step == untracked + num_turns
-
-                def batches() -> Iterator[Batch]:
-                    for _ in range(count):
-                        yield map_tensors(lambda tensor: mode.from_tensor(tensor).clone(), batch)
-
-                def fed() -> Iterator[tuple[Batch, float]]:
-                    for index, each in enumerate(self.session.feed(batches())):
-                        work.is_last = index == count - 1
-                        yield each, 1.0
-
                 result = stepper(
-                    fed(),
+                    self._feed(batch, count, mode),
                     count,
                     1.0,
                     lambda: self._before_update(engine),
@@ -208,6 +199,16 @@ class _Run:
                 if self.settings.average.decay is not None and isinstance(engine, AveragesWeights):
                     engine.average(1.0)
         return _Traced(live.trace(KINDS), num_microbatches, part)
+
+    def _feed(self, batch: Batch, count: int, mode: Any) -> Iterator[tuple[Batch, float]]:
+        """Yield copies of a microbatch without elements, and their weights."""
+        copies = (
+            map_tensors(lambda tensor: mode.from_tensor(tensor).clone(), batch)
+            for _ in range(count)
+        )
+        for index, each in enumerate(self.session.feed(copies)):
+            self.work.is_last = index == count - 1
+            yield each, 1.0
 
     def _before_update(self, engine: Engine) -> None:
         weights = engine.module.parameters()

@@ -17,6 +17,9 @@ ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "factor": (math.inf,),
     "every": (1,),
     "stops": ((1,), (3,), (1, 3, 4, 6, 8)),
+    "data": ("stateful",),
+    "microbatch": (0,),
+    "stop": (4,),
 }
 """Arguments of checks that are quick on `cpu` and `ddp` alone."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -98,17 +97,13 @@ def test_it_is_shown(all_ways: dict[str, Any], width: int) -> None:
     assert "not fit; the smallest, " in " ".join(lines)
 
 
-def test_the_command_of_a_way_runs(all_ways: dict[str, Any], recipe: Path, tmp_path: Path) -> None:
+def test_the_command_of_a_way_runs(
+    all_ways: dict[str, Any], drive: Drive, recipe: Path, tmp_path: Path
+) -> None:
     command = shlex.split(all_ways["fits"][0]["command"])
     assert command[:3] == ["drivetrain", "train", str(recipe)]
-    done = subprocess.run(
-        [sys.executable, "-m", "drivetrain.cli", *command[1:], "--out", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "COLUMNS": "80"},
-    )
-    assert done.returncode == 0, done.stderr
+    ran = drive(*command[1:], "--out", "run", COLUMNS="80")
+    assert ran.code == 0, ran.stderr
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["backend"] == all_ways["fits"][0]["backend"]
 

@@ -13,6 +13,7 @@ import importlib
 import io
 import json
 import os
+import pkgutil
 import resource
 import select
 import socket
@@ -26,6 +27,8 @@ from typing import Any, BinaryIO
 import torch
 
 from ..data.random_state import seed_generators
+from ..kernel.errors import BackendUnavailable
+from ..registry import find_driver, shipped_backends
 from .bench import Bench
 
 IDLE_SECONDS = 120.0
@@ -38,9 +41,12 @@ def main(listening: str, path: str, *packages: str) -> None:
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # each rank's first optimizer would import the first
-    for package in ("torch._dynamo", *packages):
+    for package in ("torch._dynamo", *packages, *jobs()):
         with suppress(ImportError):  # whoever needs it will say so
             importlib.import_module(package)
+    for name in shipped_backends():
+        with suppress(BackendUnavailable):
+            find_driver(name)
     sys.stdout.flush()  # what they printed, before each rank inherits it
     gc.freeze()  # what they imported stays: no collection of a rank walks it, or copies its pages
     with socket.socket(fileno=int(listening)) as listener:
@@ -59,6 +65,12 @@ def main(listening: str, path: str, *packages: str) -> None:
                 os.close(file)
             channel.sendall(str(answer).encode())
     serve(request["environment"], *files)
+
+
+def jobs() -> list[str]:
+    """Return the names of the modules in which the suite's jobs lie."""
+    found = [module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)])]
+    return [f"{__package__}.{name}" for name in found if name.startswith(("law_", "contract_"))]
 
 
 def next_client(listener: socket.socket, path: str) -> socket.socket:

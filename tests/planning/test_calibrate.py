@@ -15,6 +15,7 @@ from drivetrain.planning.calibrate import calibrate, num_local_ranks
 from drivetrain.planning.devices import find_device
 
 
+@pytest.mark.slow
 def test_a_plan_for_this_machine_has_speeds_of_ranks_that_share_it(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     words = ["plan", "--world=2", "--backend=ddp", "--set=precision=fp32", "--json"]

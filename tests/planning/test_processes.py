@@ -20,7 +20,7 @@ from drivetrain.planning.processes import look_at_all
 from .searching import RECIPE, SETTINGS, searching, ways
 
 
-@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_what_becomes_of_each_way_is_yielded_in_order(cores: int) -> None:
     search = searching(80e9, ("micro_batch", "activation_checkpointing"))
     several = ways(search, "ddp", replace(SETTINGS, micro_batch=4)) * 2

@@ -119,11 +119,11 @@ SGD = OptimizerSettings(name="torch.optim.SGD", lr=1)
     "arguments",
     [
         {},
-        {"settings": replace(RECOMPUTING, precision="bf16")},
-        {"backend": "fsdp", "num_ranks": 8, "settings": SETTINGS},
         *(
             pytest.param(each, marks=pytest.mark.slow)
             for each in (
+                {"settings": replace(RECOMPUTING, precision="bf16")},
+                {"backend": "fsdp", "num_ranks": 8, "settings": SETTINGS},
                 {"settings": replace(SETTINGS, optimizer=SGD)},
                 {"settings": replace(UNCLIPPED, activation_checkpointing=("blocks.*",))},
                 {"backend": "ddp", "num_ranks": 8, "settings": ACCUMULATING},

@@ -243,6 +243,7 @@ print("steps", fit(recipe, settings, backend="ddp", nproc=2, progress=False).ste
 """
 
 
+@pytest.mark.slow
 def test_ranks_can_be_forked_afterwards() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS], capture_output=True, text=True, check=False
