@@ -17,7 +17,7 @@ from ..kernel.recipe import Recipe
 from ..registry import refuse_unpromised
 from ..symbolic.equal_blocks import find_equal_blocks
 from ..symbolic.first_batch import first_batch
-from ..symbolic.step import NotSymbolic, SymbolicStep, symbolic_step
+from ..symbolic.step import STATE, NotSymbolic, SymbolicStep, symbolic_step
 from ..trainer.memory_parts import size_of
 from ..trainer.recipe_checks import check_model, without_memory
 from ..trainer.settings import Settings
@@ -69,6 +69,8 @@ class LeftOut:
     reason: str
     needed_bytes: int = 0
     """The memory that it needs, if this is the reason."""
+    state_bytes: int = 0
+    """The part of it that stays from step to step, whatever the microbatch."""
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,21 @@ class Search:
         otherwise."""
         found: list[Planned | LeftOut] = []
         recomputed = [(), self._recomputed] if self._recomputed else [()]
+        is_tight = False
         for names in self._values(way.settings, "activation_checkpointing", recomputed):
             way = _with(way, activation_checkpointing=names)
             try:
                 self._check(way)
-                found.append(self._fitting(way))
+                found.append(self._fitting(way, is_tight))
             except (DrivetrainError, NotSymbolic) as error:
                 found.append(LeftOut(self._choice(way), str(error)))
                 break
             last, is_given = found[-1], "micro_batch" in self.given
             if isinstance(last, Planned) and (is_given or last.num_microbatches == 1):
                 break
+            if isinstance(last, LeftOut) and last.state_bytes > self.usable_bytes:
+                break
+            is_tight = isinstance(last, LeftOut)
         return found
 
     def _values(self, settings: Settings, name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -157,24 +163,30 @@ class Search:
         refuse_unpromised(way.driver, plan, self.world_size)
         check_model(way.driver, self.recipe, plan)
 
-    def _fitting(self, way: Way) -> Planned | LeftOut:
+    def _fitting(self, way: Way, is_tight: bool) -> Planned | LeftOut:
         """Choose the largest microbatch that fits, a power of two or all samples of a reader, and
-        return it, or the memory that the smallest one needs."""
-        whole = self._run(way)
+        return it, or the memory that the smallest one needs. `is_tight`: not even one sample may
+        fit, so it is tried before all of them."""
+        steps: dict[int | None, SymbolicStep] = {}
+
+        def fits(size: int | None) -> bool:
+            if size not in steps:
+                steps[size] = self._run(way if size is None else _with(way, micro_batch=size))
+            return self._fits(steps[size])
+
+        def judged(size: int) -> Planned | LeftOut:
+            return self._judged(_with(way, micro_batch=size), steps[size])
+
+        is_given = "micro_batch" in self.given
+        if is_tight and not is_given and not fits(1):
+            return judged(1)
+        if fits(None) or is_given or steps[None].samples_of_reader == 1:
+            return self._judged(way, steps[None])
+        if not fits(1):
+            return judged(1)
         # powers of two below the number of samples
-        sizes = [2**n for n in range((whole.samples_of_reader - 1).bit_length())]
-        if "micro_batch" in self.given or self._fits(whole) or not sizes:
-            return self._judged(way, whole)
-        steps: dict[int, SymbolicStep] = {}
-
-        def is_too_large(size: int) -> bool:
-            steps[size] = self._run(_with(way, micro_batch=size))
-            return not self._fits(steps[size])
-
-        size = sizes[0]
-        if not is_too_large(size):
-            size = sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
-        return self._judged(_with(way, micro_batch=size), steps[size])
+        sizes = [2**n for n in range((steps[None].samples_of_reader - 1).bit_length())]
+        return judged(sizes[bisect_left(sizes, True, lo=1, key=lambda size: not fits(size)) - 1])
 
     def _run(self, way: Way) -> SymbolicStep:
         driver, settings = way.driver, way.settings
@@ -197,6 +209,7 @@ class Search:
             choice,
             f"needs {size_of(_total(step))}, most of it {largest} ({size_of(step.bytes[largest])})",
             _total(step),
+            sum(step.bytes.get(kind, 0) for kind in STATE),
         )
 
 

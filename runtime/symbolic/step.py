@@ -32,7 +32,7 @@ from .live_bytes import LiveBytes
 from .trace import Message, Operation, Summary, Trace, with_more_blocks
 from .work import Work
 
-__all__ = ["KINDS", "NotSymbolic", "SymbolicStep", "symbolic_step"]
+__all__ = ["KINDS", "STATE", "NotSymbolic", "SymbolicStep", "symbolic_step"]
 
 KINDS = (
     *("weights", "frozen", "buffers", "gradients", "optimizer", "activations"),
@@ -40,6 +40,8 @@ KINDS = (
 )
 """The kinds of memory. `communication`: gathered weights, and buffers of what is sent. `temporary`:
 results that nothing keeps."""
+STATE = ("weights", "frozen", "buffers", "optimizer")
+"""The kinds that stay from step to step."""
 
 FORWARD, _BACKWARD, UPDATE = "forward", "backward", "update"
 _UNTRACKED_STEPS = 2

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from unittest.mock import patch
 
 import pytest
 
 from drivetrain import Parallel
 from drivetrain.planning.devices import find_device
-from drivetrain.planning.search import LeftOut, Planned, Search
+from drivetrain.planning.search import LeftOut, Planned, Search, Way
 from drivetrain.registry import find_driver
+from drivetrain.symbolic.step import SymbolicStep
 
 from .searching import RECIPE, SETTINGS, searching, ways
 
@@ -53,6 +55,32 @@ def test_recomputation_lets_larger_ones_fit() -> None:
     assert recomputed.choice.settings["activation_checkpointing"] == ("Block",)
     assert recomputed.num_microbatches < kept.num_microbatches
     assert recomputed.estimate.flops > kept.estimate.flops
+
+
+def sizes_run(memory: float) -> tuple[list[int | None], list[Planned | LeftOut]]:
+    """Return the microbatches of the steps that are run to place ddp, and what becomes of it."""
+    search, sizes = searching(memory, ("precision",)), []
+    run = search._run
+
+    def counted(way: Way) -> SymbolicStep:
+        sizes.append(way.settings.micro_batch)
+        return run(way)
+
+    with patch.object(search, "_run", counted):
+        return sizes, search.look(ways(search, "ddp")[0])
+
+
+def test_recomputation_is_not_tried_where_weights_alone_do_not_fit() -> None:
+    sizes, found = sizes_run(1e6)
+    assert sizes == [None, 1]
+    assert [each.needed_bytes for each in found if isinstance(each, LeftOut)] == [needed(1)]
+
+
+def test_the_smallest_is_tried_first_where_it_did_not_fit_before() -> None:
+    sizes, (kept, recomputed) = sizes_run(needed(1) / 0.9 - 1)
+    assert isinstance(kept, LeftOut) and kept.needed_bytes == needed(1)
+    assert sizes[:3] == [None, 1, 1]
+    assert (sizes[3:] == []) is isinstance(recomputed, LeftOut)
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
